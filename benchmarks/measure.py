@@ -1,0 +1,226 @@
+"""One measurement of `engine.py` in a process of its own: `python measure.py NAME SPEC.json RESULT.json`.
+
+The specification holds the fields of a `Workload` under `"workload"`, and what the measurement asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+from workload import BareLoop, Workload, build_model, build_rows, training_arguments
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
+from hf_federated.adapters import Exchange
+
+
+class AlternatingRounds(FederatedCallback):
+    """
+    Lets the bare loop train each client right after the federated trainer did, so that both sides meet the same
+    disturbances, and keeps their times apart. What the trainer does between clients and rounds counts as its own.
+
+    Args:
+        bare ([`BareLoop`], *optional*): The other side. Without one, rounds are only timed.
+    """
+
+    def __init__(self, bare: BareLoop | None = None) -> None:
+        self.rounds: list[dict[str, float]] = []
+        self.clients: list[dict[str, float]] = []
+        self._bare = bare
+        self._bare_seconds = 0.0
+        self._round_mark = self._client_mark = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._round_mark = self._client_mark = time.perf_counter()
+
+    def on_client_end(self, args: Any, state: Any, control: Any, update: Any, **kwargs: Any) -> None:
+        ours = time.perf_counter() - self._client_mark
+        if self._bare is not None:
+            bare = self._bare.train_client(int(update.client_id))
+            self._bare_seconds += bare
+            if state.global_step > 0:
+                self.clients.append({"ours": ours, "bare": bare})
+        self._client_mark = time.perf_counter()
+
+    def on_round_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bare is not None:
+            self._bare_seconds += self._bare.end_round()
+        now = time.perf_counter()
+        self.rounds.append({"ours": now - self._round_mark - self._bare_seconds, "bare": self._bare_seconds})
+        self._bare_seconds = 0.0
+        self._round_mark = self._client_mark = now
+
+
+class AlternatingSteps(TrainerCallback):
+    """The same for the plain Trainer: after every `local_steps` of its steps, one client of the bare loop."""
+
+    def __init__(self, bare: BareLoop) -> None:
+        self.clients: list[dict[str, float]] = []
+        self._bare = bare
+        self._mark = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        workload = self._bare.workload
+        if state.global_step % workload.local_steps:
+            return
+        position = state.global_step // workload.local_steps - 1
+        now = time.perf_counter()
+        bare = self._bare.train_client(position % workload.num_clients)
+        if position > 1:
+            self.clients.append({"ours": now - self._mark, "bare": bare})
+        self._mark = time.perf_counter()
+
+
+def federated_trainer(
+    workload: Workload, output_dir: str, callbacks: list[TrainerCallback], **federation: Any
+) -> FederatedTrainer:
+    """Our side of a workload."""
+    clients = FederatedDataset.from_column(build_rows(workload), "client").remove_columns("client")
+    return FederatedTrainer(
+        model=build_model(workload),
+        args=TrainingArguments(**training_arguments(workload, output_dir)),
+        train_dataset=clients,
+        callbacks=callbacks,
+        federation=FederatedConfig(num_rounds=workload.num_rounds, **federation),
+    )
+
+
+def measure_overhead(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Seconds a round and a client over the bare loop, both in this process."""
+    callback = AlternatingRounds(BareLoop(workload, build_rows(workload)))
+    federated_trainer(workload, output_dir, [callback]).train()
+    return {"rounds": callback.rounds[1:], "clients": callback.clients}
+
+
+def measure_plain(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """The parent Trainer's own steps on all rows in one run, over the bare loop."""
+    rows = build_rows(workload)
+    callback = AlternatingSteps(BareLoop(workload, rows))
+    args = training_arguments(workload, output_dir) | {"num_train_epochs": workload.num_rounds}
+    Trainer(
+        model=build_model(workload),
+        args=TrainingArguments(**args),
+        train_dataset=rows.remove_columns("client"),
+        callbacks=[callback],
+    ).train()
+    return {"clients": callback.clients}
+
+
+def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Peak resident memory of a run, from after the imports."""
+    trainer = federated_trainer(workload, output_dir, [], aggregation=spec["aggregation"])
+    Path("/proc/self/clear_refs").write_text("5")  # The peak counts from here.
+    with AnonymousPeak() as anonymous:
+        trainer.train()
+    return {
+        "peak_mb": _status_mb("VmHWM"),
+        "peak_anonymous_mb": anonymous.peak_mb,
+        "model_mb": sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 1e6,
+    }
+
+
+def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Seconds of each round, with nothing else in the process."""
+    callback = AlternatingRounds()
+    federated_trainer(workload, output_dir, [callback]).train()
+    return {"rounds": [entry["ours"] for entry in callback.rounds[1:]]}
+
+
+def measure_bare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Seconds of each round of the bare loop, with nothing else in the process."""
+    bare = BareLoop(workload, build_rows(workload))
+    rounds = [
+        sum(bare.train_client(position) for position in range(workload.num_clients)) + bare.end_round()
+        for _ in range(workload.num_rounds)
+    ]
+    return {"rounds": rounds[1:]}
+
+
+def measure_adapter(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Milliseconds of swapping an adapter in: the exchange's write against PEFT's function."""
+    model = get_peft_model(build_model(workload), LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS"))
+    exchange = Exchange(model)
+    state = {name: torch.randn_like(value) for name, value in exchange.read().items()}
+    peft_state = {name: torch.randn_like(value) for name, value in get_peft_model_state_dict(model).items()}
+    ours: list[float] = []
+    peft: list[float] = []
+    for _ in range(spec["num_repeats"]):
+        ours.append(_milliseconds(lambda: exchange.write(state)))
+        peft.append(_milliseconds(lambda: set_peft_model_state_dict(model, peft_state)))
+    return {
+        "num_tensors": len(state),
+        "num_values": exchange.num_values,
+        "write_ms": statistics.median(ours),
+        "set_peft_model_state_dict_ms": statistics.median(peft),
+    }
+
+
+class AnonymousPeak:
+    """Samples this process's anonymous memory, which leaves the libraries' files out, from a thread."""
+
+    def __init__(self, interval: float = 0.002) -> None:
+        self.peak_mb = 0.0
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> AnonymousPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.peak_mb = max(self.peak_mb, _status_mb("RssAnon"))
+
+
+def _status_mb(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux only.")
+
+
+def _milliseconds(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    function()
+    return (time.perf_counter() - started) * 1000
+
+
+MEASUREMENTS: dict[str, Callable[[Workload, dict[str, Any], str], dict[str, Any]]] = {
+    "adapter": measure_adapter,
+    "bare": measure_bare,
+    "federation": measure_federation,
+    "memory": measure_memory,
+    "overhead": measure_overhead,
+    "plain": measure_plain,
+}
+
+
+def main() -> None:
+    name, spec_path, result_path = sys.argv[1:]
+    spec = json.loads(Path(spec_path).read_text())
+    torch.set_num_threads(spec["threads"])
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as output_dir:
+        result = MEASUREMENTS[name](Workload(**spec["workload"]), spec, output_dir)
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

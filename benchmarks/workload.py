@@ -1,0 +1,174 @@
+"""What every side of the benchmark trains on: the same models, rows and local steps, and the bare loop.
+
+Nothing here imports hf_federated or Flower, so that each side's process holds only its own side.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+
+LEARNING_RATE = 1e-4
+
+# Names to BertConfig arguments. `tiny` has 0.7 M parameters, `minilm` 22.7 M, `memory` 22 M in two wide layers.
+MODEL_SIZES = {
+    "tiny": {"vocab_size": 2000, "hidden_size": 128, "layers": 2, "heads": 2, "intermediate_size": 512},
+    "minilm": {"vocab_size": 30522, "hidden_size": 384, "layers": 6, "heads": 12, "intermediate_size": 1536},
+    "memory": {"vocab_size": 30522, "hidden_size": 512, "layers": 2, "heads": 8, "intermediate_size": 2048},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    One federation.
+
+    Args:
+        model (`str`): A name of `MODEL_SIZES` (random weights) or a folder for `from_pretrained`.
+        num_clients (`int`): Clients; all take part in every round.
+        num_rounds (`int`): Rounds, of which the first only warms up.
+        local_steps (`int`): Optimizer steps of a client in a round, one pass over its rows.
+        batch_size (`int`): Rows a step.
+        sequence_length (`int`): Tokens a row; no padding.
+        seed (`int`): Of weights and rows.
+    """
+
+    model: str
+    num_clients: int
+    num_rounds: int
+    local_steps: int = 4
+    batch_size: int = 8
+    sequence_length: int = 16
+    seed: int = 0
+
+    @property
+    def rows_per_client(self) -> int:
+        return self.local_steps * self.batch_size
+
+    def describe(self) -> str:
+        """One line for a table."""
+        return f"{self.local_steps} steps a client, batch {self.batch_size} x {self.sequence_length} tokens"
+
+
+def build_model(workload: Workload) -> nn.Module:
+    """The workload's classifier, with the same weights at each call."""
+    if workload.model not in MODEL_SIZES:
+        return AutoModelForSequenceClassification.from_pretrained(workload.model)
+    size = MODEL_SIZES[workload.model]
+    torch.manual_seed(workload.seed)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=size["vocab_size"],
+            hidden_size=size["hidden_size"],
+            num_hidden_layers=size["layers"],
+            num_attention_heads=size["heads"],
+            intermediate_size=size["intermediate_size"],
+        )
+    )
+
+
+def build_rows(workload: Workload) -> Dataset:
+    """All clients' rows, client after client, with a column `client`."""
+    generator = np.random.default_rng(workload.seed)
+    num_rows = workload.num_clients * workload.rows_per_client
+    # Below every model's vocabulary, and above the special tokens.
+    tokens = generator.integers(1000, 2000, (num_rows, workload.sequence_length))
+    return Dataset.from_dict(
+        {
+            "client": np.repeat(np.arange(workload.num_clients), workload.rows_per_client),
+            "input_ids": list(tokens),
+            "attention_mask": list(np.ones_like(tokens)),
+            "labels": generator.integers(0, 2, num_rows),
+        }
+    )
+
+
+def training_arguments(workload: Workload, output_dir: str) -> dict[str, Any]:
+    """Keyword arguments of `TrainingArguments` that all sides share."""
+    return {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": workload.batch_size,
+        "num_train_epochs": 1,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": 1.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+class BareLoop:
+    """
+    The least that the same federated averaging costs in PyTorch: nothing but forward, backward, clip, AdamW and its
+    schedule on batches collated beforehand, a copy of the global weights in, and a running mean of the results.
+
+    AdamW is the fused one, which is the Trainer's default too.
+
+    Args:
+        workload ([`Workload`]): What to train.
+        rows (`datasets.Dataset`): From [`build_rows`].
+    """
+
+    def __init__(self, workload: Workload, rows: Dataset) -> None:
+        self.workload = workload
+        self.model = build_model(workload).train()
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.weights = [parameter.detach().clone() for parameter in self.parameters]
+        self._sums = [torch.zeros_like(weight) for weight in self.weights]
+        self._num_added = 0
+        batches = rows.remove_columns("client").with_format("torch").iter(workload.batch_size)
+        flat = [dict(batch) for batch in batches]
+        steps = workload.local_steps
+        self._batches = [flat[i : i + steps] for i in range(0, len(flat), steps)]
+
+    def train_client(self, position: int) -> float:
+        """
+        One client's round.
+
+        Returns:
+            `float`: Seconds.
+        """
+        started = time.perf_counter()
+        with torch.no_grad():
+            for parameter, weight in zip(self.parameters, self.weights, strict=True):
+                parameter.copy_(weight)
+        optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        num_steps = self.workload.local_steps
+        schedule = LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+        for batch in self._batches[position]:
+            loss = self.model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for total, parameter in zip(self._sums, self.parameters, strict=True):
+                total.add_(parameter)
+        self._num_added += 1
+        return time.perf_counter() - started
+
+    def end_round(self) -> float:
+        """
+        Average what the clients sent.
+
+        Returns:
+            `float`: Seconds.
+        """
+        started = time.perf_counter()
+        for total, weight in zip(self._sums, self.weights, strict=True):
+            weight.copy_(total / max(self._num_added, 1))
+            total.zero_()
+        self._num_added = 0
+        return time.perf_counter() - started

@@ -1,0 +1,37 @@
+"""Federated learning for everyone who already uses `transformers`."""
+
+from .adapters import freeze_layers
+from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
+from .callbacks import AggregationCallback, FederatedCallback, ServerState
+from .config import FederatedConfig
+from .data import FederatedDataset, IidPartitioner
+from .ledger import Ledger
+from .postprocessing import ClipUpdate, Postprocessor
+from .rounds import RoundFailedError
+from .trainer import FederatedTrainer, federate
+
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AGGREGATIONS",
+    "Aggregation",
+    "AggregationCallback",
+    "ClipUpdate",
+    "FedAvg",
+    "FedOpt",
+    "FedProx",
+    "FederatedCallback",
+    "FederatedConfig",
+    "FederatedDataset",
+    "FederatedTrainer",
+    "IidPartitioner",
+    "Ledger",
+    "LocalHook",
+    "Postprocessor",
+    "RoundFailedError",
+    "Scaffold",
+    "ServerState",
+    "federate",
+    "freeze_layers",
+]

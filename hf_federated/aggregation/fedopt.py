@@ -1,0 +1,219 @@
+"""FedOpt: a server optimizer over the clients' mean change.
+
+Reddi et al., Adaptive Federated Optimization (ICLR 2021), algorithms 1 and 2; FedNLP (Lin et al., Findings of NAACL
+2022) builds all its methods on it. The optimizers come from `torch.optim`; only Yogi, which it lacks, is here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from transformers import get_scheduler
+
+from .base import Accumulator, Aggregation, State, wide_dtype
+
+
+class Yogi(Optimizer):
+    """
+    Yogi, as Reddi et al. (2021, algorithm 2) use it on a server, without bias correction:
+
+    `m ← β1 m + (1 − β1) g`, `v ← v − (1 − β2) g² sign(v − g²)`, `x ← x − lr · m / (√v + τ)`.
+
+    Args:
+        params (`Iterable`): Parameters or groups of them.
+        lr (`float`): Learning rate.
+        betas (`tuple[float, float]`): `β1` and `β2`.
+        eps (`float`): The paper's `τ`; `v` starts at `τ²`.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.full_like(parameter, group["eps"] ** 2)
+                square = gradient * gradient
+                state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+                state["exp_avg_sq"].sub_((1 - beta2) * square * torch.sign(state["exp_avg_sq"] - square))
+                parameter.sub_(group["lr"] * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]))
+
+
+SERVER_OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "yogi", "adagrad")
+
+
+class FedOpt(Aggregation):
+    """
+    The server takes one optimizer step on the pseudo-gradient `g = x_t − Σ_i w_i x_i / Σ_i w_i`.
+
+    | paper | here |
+    |---|---|
+    | SERVEROPT | `server_optimizer` |
+    | CLIENTOPT, `η_l` | `optim` and `learning_rate` of `TrainingArguments` |
+    | `η` | `server_lr` |
+    | `β1`, `β2` | `server_betas`; of `"momentum"` and `"nesterov"` `server_momentum` |
+    | `τ` | `server_eps` |
+
+    The parameters that the optimizer moves are a float32 (or wider) copy of the global state, so that small server
+    steps are not lost in half precision. Integer tensors are copied from the first update.
+
+    Args:
+        server_optimizer (`str`, *optional*, defaults to `"momentum"`):
+            `"sgd"`, `"momentum"`, `"nesterov"`, `"adam"` (FedAdam), `"adamw"`, `"yogi"` (FedYogi) or `"adagrad"`
+            (FedAdagrad). All but Yogi are torch's: its Adam corrects the moments' bias, the paper's does not.
+        server_lr (`float`, *optional*, defaults to `1.0`):
+            Learning rate of the server.
+        server_momentum (`float`, *optional*, defaults to `0.9`):
+            For `"momentum"` and `"nesterov"`.
+        server_betas (`tuple[float, float]`, *optional*, defaults to `(0.9, 0.99)`):
+            For `"adam"`, `"adamw"` and `"yogi"`.
+        server_eps (`float`, *optional*, defaults to `1e-3`):
+            The adaptivity `τ`.
+        server_weight_decay (`float`, *optional*, defaults to `0.0`):
+            For all but `"yogi"`.
+        server_lr_scheduler (`str`, *optional*, defaults to `"constant"`):
+            A `transformers.SchedulerType` over the rounds, for example `"linear"` or `"cosine"`.
+        server_warmup_rounds (`int`, *optional*, defaults to `0`):
+            Rounds of linear warm-up; needs a scheduler that warms up.
+        weighting (`str`, *optional*, defaults to `"examples"`):
+            `"examples"`, `"tokens"` or `"uniform"`.
+
+    Raises:
+        ValueError: If the optimizer is unknown or a rate is out of range.
+
+    Relations:
+        - `server_optimizer="sgd"` with `server_lr=1.0` is [`FedAvg`] up to rounding.
+        - [`FedOpt.diloco`] is DiLoCo's server.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedOpt
+
+    >>> FedOpt(server_optimizer="adam", server_lr=1e-2)
+    FedOpt(server_optimizer='adam', server_lr=0.01)
+    ```
+    """
+
+    name: ClassVar[str] = "fedopt"
+
+    def __init__(
+        self,
+        server_optimizer: str = "momentum",
+        server_lr: float = 1.0,
+        server_momentum: float = 0.9,
+        server_betas: tuple[float, float] = (0.9, 0.99),
+        server_eps: float = 1e-3,
+        server_weight_decay: float = 0.0,
+        server_lr_scheduler: str = "constant",
+        server_warmup_rounds: int = 0,
+        weighting: str = "examples",
+    ) -> None:
+        super().__init__(weighting)
+        if server_optimizer not in SERVER_OPTIMIZERS:
+            allowed = ", ".join(map(repr, SERVER_OPTIMIZERS))
+            raise ValueError(f"`server_optimizer` is {server_optimizer!r}; allowed are {allowed}.")
+        if server_lr <= 0:
+            raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
+        if not 0 <= server_momentum < 1:
+            raise ValueError(f"`server_momentum` is {server_momentum}; it lies in [0, 1).")
+        if server_optimizer == "yogi" and server_weight_decay:
+            raise ValueError("`server_weight_decay` has no meaning for 'yogi'; use 'adamw'.")
+        if server_warmup_rounds and server_lr_scheduler == "constant":
+            raise ValueError("`server_warmup_rounds` needs a scheduler that warms up, such as 'constant_with_warmup'.")
+        self.server_optimizer = server_optimizer
+        self.server_lr = server_lr
+        self.server_momentum = server_momentum
+        self.server_betas = (float(server_betas[0]), float(server_betas[1]))
+        self.server_eps = server_eps
+        self.server_weight_decay = server_weight_decay
+        self.server_lr_scheduler = server_lr_scheduler
+        self.server_warmup_rounds = server_warmup_rounds
+        self._num_rounds = 0
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+        self._scheduler: Any = None
+
+    @classmethod
+    def diloco(cls, server_lr: float = 0.7, server_momentum: float = 0.9, weighting: str = "uniform") -> FedOpt:
+        """
+        The server of DiLoCo (Douillard et al., 2023, section 2): Nesterov momentum 0.9 and learning rate 0.7 over
+        clients that train hundreds of local steps with AdamW (the default of `TrainingArguments`) and, in the
+        configuration, `client_optimizer_state="carry"`.
+        """
+        return cls("nesterov", server_lr=server_lr, server_momentum=server_momentum, weighting=weighting)
+
+    def setup(self, num_rounds: int, num_clients: int) -> None:
+        self._num_rounds = num_rounds
+        self._parameters, self._optimizer, self._scheduler = {}, None, None
+
+    def _build(self, state: State) -> Optimizer:
+        self._parameters = {
+            name: torch.nn.Parameter(value.to(wide_dtype(value.dtype), copy=True))
+            for name, value in state.items()
+            if value.is_floating_point()
+        }
+        parameters = list(self._parameters.values())
+        lr, decay, eps = self.server_lr, self.server_weight_decay, self.server_eps
+        optimizer: Optimizer
+        if self.server_optimizer in ("sgd", "momentum", "nesterov"):
+            momentum = 0.0 if self.server_optimizer == "sgd" else self.server_momentum
+            nesterov = self.server_optimizer == "nesterov"
+            optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+        elif self.server_optimizer == "yogi":
+            optimizer = Yogi(parameters, lr=lr, betas=self.server_betas, eps=eps)
+        elif self.server_optimizer == "adagrad":
+            optimizer = torch.optim.Adagrad(parameters, lr=lr, eps=eps, weight_decay=decay)
+        else:
+            adam = torch.optim.AdamW if self.server_optimizer == "adamw" else torch.optim.Adam
+            optimizer = adam(parameters, lr=lr, betas=self.server_betas, eps=eps, weight_decay=decay)
+        self._scheduler = get_scheduler(
+            self.server_lr_scheduler,
+            optimizer,
+            num_warmup_steps=self.server_warmup_rounds,
+            num_training_steps=self._num_rounds,
+        )
+        return optimizer
+
+    @torch.no_grad()
+    def aggregate(self, accumulator: Accumulator, state: State) -> State:
+        if self._optimizer is None:
+            self._optimizer = self._build(state)
+        mean = accumulator.mean.finalize(wide=True)
+        for name, parameter in self._parameters.items():
+            # Whoever changed the global state between rounds (a distillation, say) wins over the wide copy.
+            if not torch.equal(parameter.to(state[name].dtype), state[name]):
+                parameter.copy_(state[name])
+            parameter.grad = state[name].to(parameter.dtype) - mean[name]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._scheduler.step()
+        return {
+            name: self._parameters[name].to(value.dtype, copy=True) if name in self._parameters else mean[name]
+            for name, value in state.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {}
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": {"last_epoch": self._scheduler.last_epoch, "last_lr": self._scheduler.get_last_lr()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self._optimizer = self._build(state["parameters"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.last_epoch = state["scheduler"]["last_epoch"]
+        self._scheduler._last_lr = state["scheduler"]["last_lr"]

@@ -1,0 +1,7 @@
+"""A model card from a run: what was trained, by whom, on what, and what the run logged."""
+
+from .model_card import render, render_model_card
+from .run_record import RunRecord
+
+
+__all__ = ["RunRecord", "render", "render_model_card"]

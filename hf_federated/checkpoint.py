@@ -1,0 +1,118 @@
+"""Checkpoints that are complete or absent.
+
+A checkpoint is written under another name and gets its own by one rename. What a federation adds to the files of
+`Trainer` lies in `federated/` inside it, all as packed trees (safetensors with a JSON header):
+
+- `server.safetensors`: the algorithms' state, the ledger, and of an adapter the exchanged values themselves, because
+  what PEFT saves of a prompt-learning method cannot be trained further;
+- `clients/`: what clients keep, one file each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .messages import pack, unpack
+
+
+STAGING_DIR = ".incomplete"
+FEDERATED_DIR = "federated"
+SERVER_FILE = "server.safetensors"
+CLIENTS_DIR = "clients"
+
+_CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+def write_server_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write what the server keeps into a checkpoint that is being made."""
+    directory = checkpoint / FEDERATED_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SERVER_FILE).write_bytes(pack(state))
+
+
+def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+    """
+    What `write_server_state` wrote.
+
+    Raises:
+        ValueError: If the directory is not a checkpoint of a federation. The message says what is missing.
+    """
+    path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{os.fspath(checkpoint)!r} is no checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is missing. "
+            "It may stem from a plain Trainer or have been saved with `save_only_model=True`."
+        )
+    return unpack(path.read_bytes())
+
+
+def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint holds what clients keep."""
+    return Path(checkpoint) / FEDERATED_DIR / CLIENTS_DIR
+
+
+@contextmanager
+def staged_directory(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
+    """
+    An empty directory below `output_dir` to write a checkpoint into; it is removed at the end, and what an earlier,
+    killed run left of its own is removed at the start.
+    """
+    # It carries the name of the output directory, from which trainers derive a model's name.
+    parent = Path(output_dir) / STAGING_DIR
+    shutil.rmtree(parent, ignore_errors=True)
+    staging = parent / Path(output_dir).absolute().name
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a finished checkpoint its name. One that was there before, from an earlier run, is replaced."""
+    if final.exists():
+        discard(final)
+    os.rename(staged, final)
+
+
+def discard(checkpoint: Path) -> None:
+    """Delete a checkpoint so that no part of it is ever seen under its name."""
+    trash = checkpoint.parent / STAGING_DIR / f"old-{checkpoint.name}"
+    trash.parent.mkdir(exist_ok=True)
+    shutil.rmtree(trash, ignore_errors=True)
+    os.rename(checkpoint, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in a directory, oldest step first."""
+    found = [(int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.match(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints beyond a limit, but never the best one or the last.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Where the checkpoints lie.
+        save_total_limit (`int`, *optional*): How many to keep; `None` or less than 1 keeps all.
+        best (`str`, *optional*): The best checkpoint's path.
+    """
+    if save_total_limit is None or save_total_limit < 1:
+        return
+    checkpoints = list_checkpoints(output_dir)
+    kept = {checkpoints[-1].resolve()} if checkpoints else set()
+    if best is not None:
+        kept.add(Path(best).resolve())
+    surplus = len(checkpoints) - max(save_total_limit, len(kept))
+    for checkpoint in [path for path in checkpoints if path.resolve() not in kept][: max(surplus, 0)]:
+        discard(checkpoint)

@@ -1,0 +1,169 @@
+"""What is refused when a trainer is built, and what to do instead. Combinations only: fields check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging
+
+from .aggregation import Aggregation
+from .clients import ClientSampler
+from .config import FederatedConfig
+from .data import FederatedDataset
+
+
+logger = logging.get_logger(__name__)
+
+SPLIT_NAMES = {"train", "validation", "valid", "dev", "test"}
+SINGLE_CLIENT = "0"
+# Their learning rate depends on evaluations that happen between rounds, outside any client.
+METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+
+def as_federated_dataset(train_dataset: Any, federation: FederatedConfig | None) -> FederatedDataset | None:
+    """
+    The clients' data, or `None` where there is no federation and `FederatedTrainer` is `Trainer`.
+
+    Args:
+        train_dataset (`Any`): What the user gave: a `FederatedDataset`, a mapping of client ids to data sets, a
+            `DatasetDict`, or a plain data set, which is one client.
+        federation ([`FederatedConfig`], *optional*): What the user gave.
+
+    Raises:
+        ValueError: If a `DatasetDict` holds splits instead of clients, or there is a federation and no data.
+    """
+    if isinstance(train_dataset, FederatedDataset):
+        return train_dataset
+    if isinstance(train_dataset, Mapping):
+        if train_dataset and set(train_dataset) <= SPLIT_NAMES:
+            raise ValueError(
+                f"`train_dataset` has the keys {sorted(train_dataset)}, which are splits and would become clients. "
+                "Pass one split, or `FederatedDataset.from_dict` if these really are the clients' names."
+            )
+        return FederatedDataset.from_dict(train_dataset)
+    if federation is None:
+        return None
+    if train_dataset is None:
+        raise ValueError(
+            "`federation` needs a `train_dataset`: a FederatedDataset, or a mapping of client ids to data."
+        )
+    return FederatedDataset.from_dict({SINGLE_CLIENT: train_dataset})
+
+
+def resolve_federation(federation: FederatedConfig | None, args: TrainingArguments) -> FederatedConfig:
+    """The configuration with `num_rounds` and `federation_seed` filled in from the training arguments."""
+    values = (
+        {} if federation is None else {name: getattr(federation, name) for name in federation.__dataclass_fields__}
+    )
+    if values.get("num_rounds") is None:
+        values["num_rounds"] = max(int(-(-args.num_train_epochs // 1)), 1)
+    if values.get("federation_seed") is None:
+        values["federation_seed"] = args.seed
+    return FederatedConfig(**values)
+
+
+def check_arguments(args: TrainingArguments, federation: FederatedConfig, algorithm: Aggregation) -> None:
+    """
+    Refuse training arguments that cannot mean anything in a federation, or that were never tried.
+
+    Raises:
+        ValueError: It names the argument and the alternative.
+    """
+    refused = {
+        f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
+        f"lr_scheduler_type={str(args.lr_scheduler_type)!r}": (
+            args.lr_scheduler_type in METRIC_SCHEDULES,
+            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
+        ),
+        "auto_find_batch_size=True": (
+            bool(args.auto_find_batch_size),
+            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
+        ),
+        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+        "deepspeed": (args.deepspeed is not None, "run without it"),
+        "fsdp": (bool(args.fsdp), "run without it"),
+        f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one of them"),
+        f"{args.world_size} processes": (args.world_size > 1, "run one process; several are not supported yet"),
+        f"parallelism={federation.parallelism!r}": (
+            federation.parallelism != "data",
+            "leave the default; several processes are not supported yet",
+        ),
+        f"optim={str(args.optim)!r} with {algorithm.name}": (
+            algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
+            "use an optimizer that keeps gradients until its step, such as 'adamw_torch'",
+        ),
+    }
+    for what, (is_refused, alternative) in refused.items():
+        if is_refused:
+            raise ValueError(f"{what} does not work in a federation: {alternative}.")
+
+
+def check_clients(
+    trainer: Trainer,
+    clients: FederatedDataset,
+    eval_clients: FederatedDataset | None,
+    federation: FederatedConfig,
+) -> ClientSampler:
+    """
+    Check the clients' data against the arguments, before anything is trained.
+
+    Returns:
+        [`ClientSampler`]: Of this federation.
+
+    Raises:
+        ValueError: It names the clients and what to change.
+    """
+    args = trainer.args
+    sampler = ClientSampler(list(clients), federation.clients_per_round, federation.federation_seed or 0)
+    if federation.min_clients > sampler.num_sampled:
+        raise ValueError(
+            f"min_clients={federation.min_clients}, but a round samples {sampler.num_sampled} clients: lower it, or "
+            "raise `clients_per_round`."
+        )
+    if federation.evaluate_clients and eval_clients is None:
+        raise ValueError(
+            "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset: each client's own evaluation rows."
+        )
+    rows = clients.num_rows
+    streams = [client_id for client_id in clients if rows[client_id] is None]
+    if streams and federation.local_steps is None:
+        raise ValueError(
+            f"Client {streams[0]!r} has a stream (IterableDataset), whose epoch has no length: set `local_steps`."
+        )
+    if streams:
+        logger.warning_once("A client's stream starts at its first rows again in every round.")
+    empty = [client_id for client_id in clients if rows[client_id] == 0]
+    if empty:
+        raise ValueError(f"{len(empty)} clients have no rows, for example {empty[:5]}: leave them out.")
+    batch = args.train_batch_size
+    small = [client_id for client_id in clients if rows[client_id] is not None and rows[client_id] < batch]
+    if args.dataloader_drop_last and small:
+        raise ValueError(
+            f"{len(small)} clients have fewer rows than a batch of {batch}, for example {small[:5]}, and "
+            "dataloader_drop_last=True leaves them nothing: set it to False, shrink "
+            "`per_device_train_batch_size`, or leave these clients out."
+        )
+    _check_labels(trainer, clients)
+    return sampler
+
+
+def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
+    # Other collators, and a loss of the user's own, may make labels out of anything.
+    collator = trainer.data_collator
+    plain_collator = collator is default_data_collator or type(collator) is DataCollatorWithPadding
+    own_loss = trainer.compute_loss_func is not None or any(
+        "compute_loss" in vars(cls) for cls in type(trainer).__mro__ if issubclass(cls, Trainer) and cls is not Trainer
+    )
+    columns = clients.column_names
+    if not plain_collator or own_loss or not trainer.label_names or columns is None:
+        return
+    accepted = {*trainer.label_names, "label", "label_ids"}
+    if accepted.isdisjoint(columns):
+        raise ValueError(
+            f"The clients' data has the columns {list(columns)} and no label column ({', '.join(sorted(accepted))}). "
+            "Rename yours, for example `clients.rename_column('sentiment', 'labels')`."
+        )

@@ -1,0 +1,1 @@
+"""The command line: `hf-federated train RECIPE.yaml`."""

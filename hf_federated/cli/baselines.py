@@ -1,0 +1,159 @@
+"""What a federation is compared with: training on the pooled rows, and every client on its own.
+
+Both start from the same model, train with the plain `transformers.Trainer` under the same arguments (learning rate and
+its curve, batch size, optimizer, frozen layers), and are evaluated on the same rows. What differs is the budget:
+
+- *centralized* makes as many passes over the pooled rows as the federation is expected to make over a row:
+  `num_rounds × local_epochs × (clients a round / clients)`. With every client in every round these are the
+  federation's epochs.
+- *local only*: a client makes the passes of one that is sampled in every round: `num_rounds × local_epochs`. That is
+  more than it makes in the federation when clients are sampled; the comparison favours the baseline.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+
+from hf_federated.adapters import freeze_layers
+from hf_federated.clients import ClientSampler
+from hf_federated.config import FederatedConfig
+from hf_federated.data import FederatedDataset
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """
+    How a baseline did.
+
+    Args:
+        name (`str`): `"centralized"` or `"local"`.
+        metrics (`dict[str, float]`): Metrics on the evaluation rows; means over clients for `"local"`.
+        spread (`dict[str, float]`): Population standard deviation of each metric over clients; empty for one model.
+        num_clients (`int`): Models trained.
+        num_epochs (`float`): Passes over the rows of each.
+        seconds (`float`): Wall-clock time of training and evaluating.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    spread: dict[str, float]
+    num_clients: int
+    num_epochs: float
+    seconds: float
+
+
+def passes_over_a_client(federation: FederatedConfig, args: TrainingArguments, rows_a_client: float) -> float:
+    """
+    Passes over its rows of a client that is sampled in every round.
+
+    Args:
+        federation ([`FederatedConfig`]): With `num_rounds` resolved.
+        args (`transformers.TrainingArguments`): For the batch size, if a round is counted in `local_steps`.
+        rows_a_client (`float`): Mean number of rows of a client.
+    """
+    assert federation.num_rounds is not None, "num_rounds is resolved when a FederatedTrainer is made"
+    if federation.local_steps is None:
+        return float(federation.num_rounds * federation.local_epochs)
+    rows_a_round = federation.local_steps * args.train_batch_size * args.gradient_accumulation_steps
+    return federation.num_rounds * rows_a_round / rows_a_client
+
+
+class Baselines:
+    """
+    Trains the baselines of a federation.
+
+    Args:
+        model (`transformers.PreTrainedModel`): The model that all start from. It is copied, not trained.
+        args (`transformers.TrainingArguments`): The federation's arguments.
+        federation ([`FederatedConfig`]): With `num_rounds` resolved.
+        clients ([`FederatedDataset`]): The training clients.
+        eval_dataset (`datasets.Dataset`): The rows to evaluate on.
+        trainer_kwargs (*optional*): Passed on to `transformers.Trainer` (`data_collator`, `compute_metrics`, …).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        federation: FederatedConfig,
+        clients: FederatedDataset,
+        eval_dataset: Dataset,
+        **trainer_kwargs: Any,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        if federation.freeze is not None:
+            freeze_layers(self.model, federation.freeze)
+        self.args = args
+        self.clients = clients
+        self.eval_dataset = eval_dataset
+        self.trainer_kwargs = trainer_kwargs
+        rows_a_client = float(np.mean(list(clients.num_rows.values())))
+        self.local_epochs = passes_over_a_client(federation, args, rows_a_client)
+        sampled = ClientSampler(list(clients), federation.clients_per_round, seed=0).num_sampled
+        self.centralized_epochs = self.local_epochs * sampled / len(clients)
+
+    def centralized(self) -> BaselineResult:
+        """Trains one model on the rows of all clients."""
+        start = time.perf_counter()
+        metrics = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
+        return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, time.perf_counter() - start)
+
+    def local(
+        self, num_clients: int | None = None, on_client: Callable[[str, dict[str, float]], None] | None = None
+    ) -> BaselineResult:
+        """
+        Trains a model for each client on nothing but its own rows.
+
+        Args:
+            num_clients (`int`, *optional*): How many clients, drawn with the run's seed. All by default.
+            on_client (`Callable`, *optional*): Called with a client's id and metrics once it is evaluated.
+        """
+        start = time.perf_counter()
+        ids = list(self.clients)
+        if num_clients is not None and num_clients < len(ids):
+            drawn = np.random.default_rng(self.args.seed).choice(len(ids), num_clients, replace=False)
+            ids = [ids[position] for position in sorted(drawn)]
+        results = []
+        for client_id in ids:
+            results.append(self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False))
+            if on_client is not None:
+                on_client(client_id, results[-1])
+        names = results[0].keys()
+        means = {name: float(np.mean([result[name] for result in results])) for name in names}
+        spread = {name: float(np.std([result[name] for result in results])) for name in names}
+        return BaselineResult("local", means, spread, len(ids), self.local_epochs, time.perf_counter() - start)
+
+    def _fit(self, name: str, rows: Dataset, num_epochs: float, show_progress: bool) -> dict[str, float]:
+        """Trains a copy of the model on `rows`; the metrics on the evaluation rows, without the `eval_` prefix."""
+        args = dataclasses.replace(
+            self.args,
+            output_dir=str(Path(self.args.output_dir or "trainer_output") / "baselines" / name),
+            num_train_epochs=num_epochs,
+            eval_strategy="no",
+            save_strategy="no",
+            logging_strategy="no",
+            load_best_model_at_end=False,
+            push_to_hub=False,
+            report_to="none",
+            disable_tqdm=not show_progress,
+        )
+        trainer = Trainer(model=copy.deepcopy(self.model), args=args, train_dataset=rows, **self.trainer_kwargs)
+        if not show_progress:
+            trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        metrics = trainer.evaluate(self.eval_dataset)
+        return {
+            key.removeprefix("eval_"): value
+            for key, value in metrics.items()
+            if not key.endswith(("_runtime", "_per_second")) and key != "epoch"
+        }

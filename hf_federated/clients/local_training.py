@@ -1,0 +1,239 @@
+"""Local training: the user's own Trainer, run for one client without a trace on anything else.
+
+A client trains in a shallow copy of the federated trainer. Whatever `train()` assigns on it (optimizer, scheduler,
+state, control, counters, and attributes of future versions) lands on the copy and goes with it, as it would on another
+machine. Only what the copy shares with the original has to be put back: the accelerator's lists, accelerate's gradient
+state, the model's mode and the global generators.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import GradientState
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
+
+
+@dataclass
+class LocalTraining:
+    """
+    What one local training needs beyond the user's arguments. Its methods are called by the trainer's overrides.
+
+    Args:
+        round (`int`): Round number, from 0.
+        num_rounds (`int`): Rounds of the run, over which the learning-rate curve extends.
+        global_schedule (`bool`): One learning-rate curve over all rounds instead of one a round.
+        parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
+        hook (`LocalHook`, *optional*): The algorithm's client side.
+        optimizer_state (`dict`, *optional*): The optimizer's state to go on from.
+    """
+
+    round: int
+    num_rounds: int
+    global_schedule: bool
+    parameters: Mapping[str, nn.Parameter]
+    hook: Any = None
+    optimizer_state: dict[str, Any] | None = None
+
+    def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
+        """
+        The loader with its epochs numbered over the run, so that every round shuffles as one long run would.
+
+        Args:
+            loader (`Any`): What `get_train_dataloader` returned.
+            args (`TrainingArguments`): The client's. A round of steps uses up every epoch that it enters.
+        """
+        epochs_per_round = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:
+            batches = args.max_steps * args.gradient_accumulation_steps
+            epochs_per_round = math.ceil(batches / len(loader)) if has_length(loader) else 1
+        return EpochOffsetLoader(loader, self.round * epochs_per_round)
+
+    def num_schedule_steps(self, num_training_steps: int) -> int:
+        """Length of the learning-rate curve, in optimizer steps of this client."""
+        return num_training_steps * self.num_rounds if self.global_schedule else num_training_steps
+
+    def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
+        """Move a fresh schedule to this client's place in the run: round × its local steps."""
+        position = self.round * num_training_steps if self.global_schedule else 0
+        if position == 0:
+            return
+        if isinstance(scheduler, LambdaLR):
+            # Closed form: one step from just before the place.
+            scheduler.load_state_dict(
+                {**scheduler.state_dict(), "last_epoch": position - 1, "_step_count": position + 1}
+            )
+            scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
+            for _ in range(position):
+                scheduler.step()
+
+
+class EpochOffsetLoader:
+    """
+    A data loader whose epochs are counted over the run instead of over one `train()` call.
+
+    A proxy, because accelerate's loader sets its epoch again whenever it is iterated.
+
+    Args:
+        loader (`Any`): What `get_train_dataloader` returned.
+        offset (`int`): Epochs of this client before this call.
+    """
+
+    # `Trainer` would set the bare epoch on a nested batch sampler; `set_epoch` below does it with the offset.
+    batch_sampler = None
+
+    def __init__(self, loader: Any, offset: int) -> None:
+        self._loader = loader
+        self._offset = offset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the sampler shuffles by."""
+        epoch += self._offset
+        for target in (self._loader, getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)):
+            if callable(set_epoch := getattr(target, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class LocalTrainingCallback(TrainerCallback):
+    """
+    Inside a client: seeds the generators once the shuffling is set up, and logs at the last step.
+
+    Args:
+        seed (`int`, *optional*): `None` leaves the global generators alone, which one client needs to equal the plain
+            Trainer.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._seed is not None:
+            set_seed(self._seed)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
+def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: int | None) -> TrainingArguments:
+    """
+    The user's arguments as one client sees them: its share of a round, and nothing that belongs to the whole run.
+
+    Args:
+        args (`TrainingArguments`): The user's.
+        local_epochs (`int`): Passes over the data.
+        local_steps (`int`, *optional*): Optimizer steps instead.
+    """
+    local = copy.copy(args)
+    local.num_train_epochs = float(local_epochs)
+    local.max_steps = -1 if local_steps is None else local_steps
+    local.eval_strategy = IntervalStrategy.NO
+    local.save_strategy = SaveStrategy.NO
+    local.logging_strategy = IntervalStrategy.NO
+    local.logging_first_step = False
+    local.load_best_model_at_end = False
+    local.eval_on_start = False
+    local.push_to_hub = False
+    local.skip_memory_metrics = True
+    local.save_total_limit = None
+    return local
+
+
+def local_trainer(
+    trainer: Trainer,
+    args: TrainingArguments,
+    train_dataset: Any,
+    local: LocalTraining,
+    callbacks: list[TrainerCallback],
+) -> Trainer:
+    """
+    A trainer for one client's local training, which shares the model and accelerator of the federated one.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        args (`TrainingArguments`): From [`client_arguments`].
+        train_dataset (`datasets.Dataset`): The client's rows.
+        local ([`LocalTraining`]): The client's place in the run.
+        callbacks (`list[TrainerCallback]`): Run inside the client, besides the flow of steps.
+    """
+    client = copy.copy(trainer)
+    client.args = args
+    client.train_dataset = train_dataset
+    client.local_training = local  # type: ignore[attr-defined]
+    client.optimizer = None
+    client.lr_scheduler = None
+    client._created_lr_scheduler = False
+    client.model_init = None
+    client.state = TrainerState()
+    client.control = TrainerControl()
+    client.callback_handler = CallbackHandler(
+        [DefaultFlowCallback(), *callbacks], client.model, client.processing_class, None, None
+    )
+    client.neftune_noise_alpha = args.neftune_noise_alpha
+    client.current_flos = 0
+    client.hub_model_id = None
+    client.push_in_progress = None
+    client.hp_search_backend = None
+    client._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
+    return client
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put back the global generators of Python, numpy and torch, on every device."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def preserved_process_state(trainer: Trainer) -> Iterator[None]:
+    """Put back what a nested `train()` or `evaluate()` changes outside the trainer object."""
+    accelerator, model = trainer.accelerator, trainer.model
+    lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    step = accelerator.step
+    shared = GradientState._shared_state
+    gradient_state = {key: list(value) if isinstance(value, list) else value for key, value in shared.items()}
+    training = model.training
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
+        accelerator.step = step
+        shared.clear()
+        shared.update(gradient_state)
+        if model.training != training:
+            model.train(training)

@@ -1,0 +1,7 @@
+"""A data set that belongs to many clients, and ways to make one."""
+
+from .federated_dataset import FederatedDataset
+from .partitioners import IidPartitioner, Partition, Partitioner
+
+
+__all__ = ["FederatedDataset", "IidPartitioner", "Partition", "Partitioner"]

@@ -1,0 +1,187 @@
+"""Where the rows of a `FederatedDataset` lie: in one source that is cut, or in one data set for each client.
+
+Both kinds answer the same questions, so that `FederatedDataset` does not ask which one it has. Neither keeps what it
+opens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, concatenate_datasets
+from datasets.fingerprint import Hasher
+
+from .partitioners.base import Partition, check_client_ids, raise_if_empty
+
+
+ClientData: TypeAlias = Dataset | IterableDataset
+
+
+class ClientRows(ABC):
+    """The rows of all clients, and how to reach those of one."""
+
+    client_ids: list[str]
+
+    def __init__(self, client_ids: list[str]) -> None:
+        self.client_ids = client_ids
+        self.positions = {client_id: position for position, client_id in enumerate(client_ids)}
+
+    @property
+    @abstractmethod
+    def example(self) -> ClientData:
+        """A data set with the columns and features that all clients have."""
+
+    @abstractmethod
+    def num_rows(self) -> list[int | None]:
+        """Rows of each client; `None` where nobody can tell before reading."""
+
+    @abstractmethod
+    def open(self, client_id: str) -> ClientData:
+        """The rows of one client."""
+
+    @abstractmethod
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> ClientRows:
+        """Applies a function that keeps the number and the order of rows."""
+
+    @abstractmethod
+    def select(self, client_ids: Sequence[str]) -> ClientRows:
+        """The rows of a few clients, in the order given."""
+
+    @abstractmethod
+    def pooled(self) -> Dataset:
+        """The rows of all clients in one data set, in the order of clients."""
+
+
+class PartitionedRows(ClientRows):
+    """One source and a partition of its row numbers."""
+
+    def __init__(self, source: Dataset, partition: Partition) -> None:
+        super().__init__(partition.client_ids)
+        self.source = source
+        self.partition = partition
+
+    @property
+    def example(self) -> Dataset:
+        return self.source
+
+    def num_rows(self) -> list[int | None]:
+        return self.partition.sizes.tolist()
+
+    def open(self, client_id: str) -> Dataset:
+        return _select_rows(self.source, self.partition.rows(self.positions[client_id]))
+
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedRows:
+        source, partition = self.source, self.partition
+        if reads_rows and len(partition.indices) < len(source):
+            # rows that no client has (left out by min_rows or select_clients) must not be worked on
+            source = self.pooled()
+            everyone = np.arange(len(source), dtype=partition.indices.dtype)
+            partition = Partition(partition.client_ids, everyone, partition.offsets)
+        transformed = function(source)
+        _check_same_rows(len(source), len(transformed), where="")
+        return PartitionedRows(transformed, partition)
+
+    def select(self, client_ids: Sequence[str]) -> PartitionedRows:
+        check_client_ids(client_ids)
+        return PartitionedRows(self.source, self.partition.select([self.positions[i] for i in client_ids]))
+
+    def pooled(self) -> Dataset:
+        return _select_rows(self.source, self.partition.indices)
+
+
+class SeparateRows(ClientRows):
+    """A data set for each client, with the same columns, types and label names."""
+
+    def __init__(self, datasets: Mapping[str, ClientData]) -> None:
+        super().__init__(list(datasets))
+        self.datasets = dict(datasets)
+
+    @property
+    def example(self) -> ClientData:
+        return self.datasets[self.client_ids[0]]
+
+    def num_rows(self) -> list[int | None]:
+        return [len(dataset) if isinstance(dataset, Dataset) else None for dataset in self.datasets.values()]
+
+    def open(self, client_id: str) -> ClientData:
+        return self.datasets[client_id]
+
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> SeparateRows:
+        transformed: dict[str, ClientData] = {}
+        for client_id, dataset in self.datasets.items():
+            transformed[client_id] = function(dataset)
+            if isinstance(dataset, Dataset):
+                _check_same_rows(len(dataset), len(transformed[client_id]), where=f" of client {client_id!r}")
+        check_same_schema(transformed)
+        return SeparateRows(transformed)
+
+    def select(self, client_ids: Sequence[str]) -> SeparateRows:
+        check_client_ids(client_ids)
+        return SeparateRows({client_id: self.datasets[client_id] for client_id in client_ids})
+
+    def pooled(self) -> Dataset:
+        for client_id, dataset in self.datasets.items():
+            if not isinstance(dataset, Dataset):
+                raise TypeError(
+                    f"Client {client_id!r} is an IterableDataset, whose rows cannot be pooled. Save it as a Dataset"
+                    " first, or leave it out with select_clients."
+                )
+        return concatenate_datasets(list(self.datasets.values()))
+
+
+def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
+    """
+    Checks that all clients have the same columns, the same types and the same label names in the same order.
+
+    A `ClassLabel` whose names stand in another order would give wrong labels without any error.
+
+    Raises:
+        `ValueError`: If two clients differ. It names both, the column, and what each of them has.
+    """
+    with_features = {i: dataset.features for i, dataset in datasets.items() if dataset.features is not None}
+    if not with_features:
+        return
+    first_id, first = next(iter(with_features.items()))
+    for client_id, features in with_features.items():
+        if features == first:
+            continue
+        missing, extra = sorted(first.keys() - features.keys()), sorted(features.keys() - first.keys())
+        if missing or extra:
+            raise ValueError(
+                f"Clients differ in their columns: {client_id!r} lacks {missing} and has {extra} beyond those of"
+                f" {first_id!r}. Remove or add columns until all clients have the same."
+            )
+        _raise_different_feature(first_id, first, client_id, features)
+
+
+def check_not_empty(datasets: Mapping[str, ClientData]) -> None:
+    """Raises `ValueError` with the names of the clients that have no rows, if there are any."""
+    raise_if_empty([i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0])
+
+
+def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:
+    for column, feature in features.items():
+        if feature != first[column]:
+            raise ValueError(
+                f"Clients differ in the column {column!r}: {client_id!r} has {feature}, {first_id!r} has"
+                f" {first[column]}. Cast them to one type (and, for labels, to one order of names) with cast_column."
+            )
+
+
+def _check_same_rows(before: int, after: int, where: str) -> None:
+    if before != after:
+        raise ValueError(
+            f"The function turned {before} rows{where} into {after}, so that nobody knows whose they are. Work on each"
+            " client on its own instead: FederatedDataset.from_dict({client_id: clients[client_id].map(...) for"
+            " client_id in clients}); or change the rows before they are partitioned."
+        )
+
+
+def _select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
+    # A fingerprint of our own is stable over processes (so that map() finds its cache) and cheap; a list of ints takes
+    # the fast path through select(), which walks over an array number by number.
+    fingerprint = Hasher.hash((source._fingerprint, indices.astype(np.int64).tobytes()))
+    return source.select(indices.tolist(), new_fingerprint=fingerprint)

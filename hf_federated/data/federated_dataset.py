@@ -1,0 +1,321 @@
+"""`FederatedDataset`: one data set for each client, opened when it is asked for.
+
+Rows are never copied to make one. A partition of a source is kept as row numbers; a client's view of them is built on
+access and not retained, so that a thousand clients cost no more memory than two. Data sets on disk and on the Hub are
+not handled here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, Features, IterableDataset
+
+from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
+from .columns import check_columns, owners_by_value
+from .partitioners.base import Partition, Partitioner, check_client_ids
+
+
+class FederatedDataset(Mapping[str, ClientData]):
+    """
+    A lazy mapping from client id to that client's `datasets.Dataset`.
+
+    Make one with [`~FederatedDataset.from_dataset`] (a partitioner cuts a data set), [`~FederatedDataset.from_column`]
+    (a column says whose a row is) or [`~FederatedDataset.from_dict`] (each client has a data set already). Iteration
+    is in the order of the clients. All clients have the same columns, types and label names. Two federated data sets
+    are equal only if they are the same object: comparing rows would open every client.
+
+    Args:
+        rows ([`ClientRows`]):
+            Where the rows lie; the three methods above make it.
+        partitioning (`dict[str, Any]`, *optional*):
+            How the rows were given away, for cards: `"partitioner"` and its settings.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from hf_federated import FederatedDataset
+    >>> reviews = Dataset.from_dict(
+    ...     {"movie": ["Up", "Heat", "Up", "Heat", "Up"], "text": ["a", "b", "c", "d", "e"], "label": [1, 0, 1, 1, 0]}
+    ... )
+    >>> clients = FederatedDataset.from_column(reviews, "movie")
+    >>> clients
+    FederatedDataset({
+        num_clients: 2,
+        num_rows: 5 (2 to 3 a client, median 2.5),
+        columns: ['movie', 'text', 'label'],
+        partitioning: {'partitioner': 'from_column', 'column': 'movie', 'min_rows': None}
+    })
+    >>> clients["Up"]["text"][:]
+    ['a', 'c', 'e']
+    >>> clients.remove_columns("movie").map(lambda row: {"length": len(row["text"])})["Heat"][0]
+    {'text': 'b', 'label': 0, 'length': 1}
+
+    ```
+    """
+
+    def __init__(self, rows: ClientRows, partitioning: dict[str, Any] | None = None) -> None:
+        self._rows = rows
+        self.partitioning = partitioning
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset, partitioner: Partitioner) -> FederatedDataset:
+        """
+        Cuts a data set into clients.
+
+        Args:
+            dataset (`datasets.Dataset`): The rows. They are not copied.
+            partitioner ([`Partitioner`]): Says which rows each client gets.
+
+        Raises:
+            `TypeError`: If the data set has splits or cannot be indexed.
+            `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
+        """
+        _check_is_dataset(dataset, "from_dataset")
+        if not isinstance(partitioner, Partitioner):
+            raise TypeError(
+                f"from_dataset: expected a Partitioner, got {partitioner!r}. For example:"
+                " IidPartitioner(num_clients=10)."
+            )
+        partition = partitioner.partition(dataset)
+        if not isinstance(partition, Partition):
+            raise TypeError(f"{type(partitioner).__name__}.partition() must return a Partition, got {partition!r}.")
+        partition.check_rows(len(dataset))
+        return cls(
+            PartitionedRows(dataset, partition), {"partitioner": type(partitioner).__name__, **partitioner.settings()}
+        )
+
+    @classmethod
+    def from_column(cls, dataset: Dataset, column: str, min_rows: int | None = None) -> FederatedDataset:
+        """
+        Makes a client of each value of a column: a speaker, a hospital, a movie.
+
+        Clients are named `str(value)` and sorted by value, whatever the order of rows; a client's rows stay in their
+        order.
+
+        Args:
+            dataset (`datasets.Dataset`):
+                The rows. They are not copied.
+            column (`str`):
+                The column that says whose a row is: strings, whole numbers, truth values or dates.
+            min_rows (`int`, *optional*):
+                Clients with fewer rows are left out, and their rows with them.
+
+        Raises:
+            `ValueError`: If there is no such column, a row has no value in it, or no client has `min_rows` rows.
+            `TypeError`: If the type of the column does not name things (floats, lists).
+        """
+        _check_is_dataset(dataset, "from_column")
+        client_ids, owners = owners_by_value(dataset, column)
+        if not client_ids:
+            raise ValueError("from_column: the data set has no rows, so there are no clients.")
+        if min_rows is not None:
+            sizes = np.bincount(owners)
+            kept = np.flatnonzero(sizes >= min_rows)
+            if len(kept) == 0:
+                raise ValueError(
+                    f"from_column: none of the {len(client_ids)} values of {column!r} has min_rows={min_rows} rows;"
+                    f" the largest has {int(sizes.max())}."
+                )
+            new_position = np.full(len(client_ids), -1, dtype=np.int64)
+            new_position[kept] = np.arange(len(kept))
+            client_ids, owners = [client_ids[position] for position in kept], new_position[owners]
+        partition = Partition.from_owners(client_ids, owners)
+        return cls(
+            PartitionedRows(dataset, partition), {"partitioner": "from_column", "column": column, "min_rows": min_rows}
+        )
+
+    @classmethod
+    def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:
+        """
+        Takes one data set for each client as it is.
+
+        Args:
+            datasets (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`):
+                Client id to rows. Whole numbers as ids become strings. A `datasets.IterableDataset` is accepted as a
+                value: its number of rows is then `None`, and it cannot be pooled by [`~FederatedDataset.to_dataset`].
+
+        Raises:
+            `ValueError`: If there is no client, a client has no rows, two ids are the same, or clients differ in
+                columns, types or the order of label names.
+            `TypeError`: If an id is neither a string nor a whole number, or a value is not a data set.
+        """
+        if not isinstance(datasets, Mapping):
+            raise TypeError(f"from_dict: expected a mapping from client id to Dataset, got {type(datasets).__name__}.")
+        if not datasets:
+            raise ValueError("from_dict: the mapping is empty, so there are no clients.")
+        client_ids = [_id_from_key(key) for key in datasets]
+        check_client_ids(client_ids)
+        clients = dict(zip(client_ids, datasets.values(), strict=True))
+        for client_id, dataset in clients.items():
+            if not isinstance(dataset, (Dataset, IterableDataset)):
+                raise TypeError(
+                    f"from_dict: client {client_id!r} is a {type(dataset).__name__}, expected a datasets.Dataset."
+                    " Lists of rows become one with Dataset.from_list(rows); of a DatasetDict, pass one split."
+                )
+        check_not_empty(clients)
+        check_same_schema(clients)
+        return cls(SeparateRows(clients))
+
+    def __getitem__(self, client_id: str) -> Any:
+        if client_id not in self._rows.positions:
+            raise _unknown_client(client_id, self._rows.client_ids)
+        return self._rows.open(client_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows.client_ids)
+
+    def __len__(self) -> int:
+        return len(self._rows.client_ids)
+
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._rows.positions
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        lines = [f"num_clients: {len(self)}", f"num_rows: {self._describe_sizes()}", f"columns: {self.column_names}"]
+        if self.partitioning is not None:
+            lines.append(f"partitioning: {self.partitioning}")
+        return "FederatedDataset({\n    " + ",\n    ".join(lines) + "\n})"
+
+    @property
+    def client_ids(self) -> list[str]:
+        """The clients' names, in their order."""
+        return list(self._rows.client_ids)
+
+    @property
+    def num_rows(self) -> dict[str, Any]:
+        """`dict[str, int]`: rows of each client, without opening one; `None` for an `IterableDataset`."""
+        return dict(zip(self._rows.client_ids, self._rows.num_rows(), strict=True))
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that all clients have (empty if only iterable clients that do not know theirs)."""
+        return list(self._rows.example.column_names or [])
+
+    @property
+    def features(self) -> Features | None:
+        """The types of the columns, with the label names."""
+        return self._rows.example.features
+
+    @property
+    def source(self) -> Dataset | None:
+        """The data set that was cut; `None` if each client came with its own."""
+        return self._rows.source if isinstance(self._rows, PartitionedRows) else None
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which rows of [`~FederatedDataset.source`] each client has; `None` if each client came with its own."""
+        return self._rows.partition if isinstance(self._rows, PartitionedRows) else None
+
+    def select_clients(self, client_ids: Sequence[str]) -> FederatedDataset:
+        """
+        A federated data set of a few of the clients, in the order given.
+
+        Raises:
+            `KeyError`: If a client does not exist; the message lists names that look alike.
+            `ValueError`: If none is given, or one twice.
+        """
+        if isinstance(client_ids, str):
+            raise TypeError(f"select_clients: expected a list of ids, got the string {client_ids!r}.")
+        client_ids = list(client_ids)
+        for client_id in client_ids:
+            if client_id not in self:
+                raise _unknown_client(client_id, self._rows.client_ids)
+        if not client_ids:
+            raise ValueError("select_clients: the list of ids is empty.")
+        return FederatedDataset(self._rows.select(client_ids), self.partitioning)
+
+    def to_dataset(self) -> Dataset:
+        """The rows of all clients in one `datasets.Dataset`, in the order of clients. Says no more whose they are."""
+        return self._rows.pooled()
+
+    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDataset:
+        """
+        [`datasets.Dataset.map`] over all rows, keeping whose they are.
+
+        A data set that was cut is mapped once, not client by client, and only the rows that a client has; a batched
+        function then sees rows of several clients at a time. Clients of `from_dict` are mapped one after the other.
+
+        Args:
+            function (`Callable`, *optional*):
+                As in `datasets.Dataset.map`. It has to return one row for each row.
+            kwargs (*optional*):
+                Passed on to `datasets.Dataset.map`.
+
+        Raises:
+            `ValueError`: If the number of rows changes.
+        """
+        return self._transform(lambda dataset: dataset.map(function, **kwargs), reads_rows=True)
+
+    def remove_columns(self, column_names: str | list[str]) -> FederatedDataset:
+        """Without these columns. Raises `ValueError` with the columns there are, if one does not exist."""
+        self._check_columns(column_names)
+        return self._transform(lambda dataset: dataset.remove_columns(column_names))
+
+    def select_columns(self, column_names: str | list[str]) -> FederatedDataset:
+        """With these columns only. Raises `ValueError` with the columns there are, if one does not exist."""
+        self._check_columns(column_names)
+        return self._transform(lambda dataset: dataset.select_columns(column_names))
+
+    def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDataset:
+        """With one column under another name. Raises `ValueError` if it does not exist, or the new name does."""
+        self._check_columns(original_column_name)
+        return self._transform(lambda dataset: dataset.rename_column(original_column_name, new_column_name))
+
+    def cast_column(self, column: str, feature: Any) -> FederatedDataset:
+        """With one column as another feature, for example `ClassLabel(names=["bad", "good"])`."""
+        self._check_columns(column)
+        return self._transform(lambda dataset: dataset.cast_column(column, feature))
+
+    def _transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> FederatedDataset:
+        return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning)
+
+    def _check_columns(self, columns: str | list[str]) -> None:
+        if self.column_names:  # an IterableDataset may not know its columns before it is read
+            check_columns(self.column_names, [columns] if isinstance(columns, str) else columns)
+
+    def _describe_sizes(self) -> str:
+        sizes = [size for size in self.num_rows.values() if size is not None]
+        if len(sizes) < len(self):
+            return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} in the others"
+        return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} a client, median {float(np.median(sizes)):g})"
+
+
+def _check_is_dataset(dataset: object, method: str) -> None:
+    if isinstance(dataset, DatasetDict):
+        raise TypeError(
+            f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one of them; if its entries are the"
+            " clients, use FederatedDataset.from_dict."
+        )
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. Rows have to be numbered to be"
+            " given away, so an IterableDataset has to be saved as a Dataset first."
+        )
+
+
+def _id_from_key(key: object) -> str:
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return str(int(key))
+    raise TypeError(
+        f"from_dict: a client id must be a string or a whole number, got {key!r} ({type(key).__name__}). Convert it to"
+        " a string that names the client."
+    )
+
+
+def _unknown_client(client_id: object, known: Sequence[str]) -> KeyError:
+    near = difflib.get_close_matches(str(client_id), known, n=3)
+    hint = f"Did you mean {', '.join(map(repr, near))}?" if near else f"There are {len(known)}, first {known[0]!r}."
+    return KeyError(f"There is no client {client_id!r}. {hint}")

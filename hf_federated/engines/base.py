@@ -1,0 +1,82 @@
+"""The contract between the round and whatever runs the clients.
+
+A [`Plan`] says which client gets which message; an engine delivers them, yields the replies in whatever order they
+come, and counts the bytes of both directions. Sampling, seeds and everything else that an algorithm could depend on
+are in the plan, so the same plan means the same result on every engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..ledger import Ledger
+from ..messages import Message
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    The work of one phase of one round.
+
+    Args:
+        round (`int`): Round number, from 0.
+        cohort (`tuple[str, ...]`): Clients asked, in order.
+        message_for (`Callable[[str], Message]`): Builds the message of a client when it is about to be sent, so that a
+            large cohort does not mean as many messages in memory.
+    """
+
+    round: int
+    cohort: tuple[str, ...]
+    message_for: Callable[[str], Message]
+
+
+class Engine(ABC):
+    """Delivers the messages of a plan and yields the replies."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        # The last exception behind a `ClientFailure`, where the engine has it, so that a failed round can show it.
+        self.last_error: Exception | None = None
+
+    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Iterator[Message]:
+        """
+        Execute a plan.
+
+        Args:
+            plan ([`Plan`]): The work.
+            on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message goes out.
+
+        Yields:
+            [`Message`]: A reply a client, in any order; a [`ClientFailure`] of those that failed. Clients that never
+            answer are not waited for forever and yield nothing.
+        """
+
+        def dispatch(client_id: str) -> Message:
+            message = plan.message_for(client_id)
+            self.ledger.record(plan.round, client_id, bytes_down=message.num_bytes)
+            if on_dispatch is not None:
+                on_dispatch(client_id)
+            return message
+
+        for client_id, reply in self._execute(plan, dispatch):
+            self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
+            yield reply
+
+    @abstractmethod
+    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
+        """Yield each client's reply; call `dispatch` for a client's message exactly when it is sent."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what clients keep and what was counted: a new run begins."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write into a checkpoint what clients keep. The directory exists and is empty."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Read back what `save` wrote."""

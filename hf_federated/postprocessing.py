@@ -1,0 +1,102 @@
+"""The seam between a client's training and the aggregate: an ordered list of steps with two sides.
+
+Each step may change an update where it leaves the client, in the order of the list, and again where it reaches the
+server, in reverse order, so that what the last step packed is unpacked first. Clipping, noise, compression and dtypes
+live here, and the ledger counts what travels between the two sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from .messages import ClientUpdate, Fit
+
+
+class Postprocessor:
+    """A step between a client's training and the aggregate. The sides share constructor arguments and no state."""
+
+    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+        """
+        Change an update before it leaves the client.
+
+        Args:
+            update ([`ClientUpdate`]): What training, or the step before this one, made.
+            message ([`Fit`]): What the client received.
+        """
+        return update
+
+    def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
+        """
+        Change an update when it reaches the server.
+
+        Args:
+            update ([`ClientUpdate`]): What came, or what the step after this one made of it.
+            state (`dict[str, torch.Tensor]`): The global state that was sent.
+        """
+        return update
+
+
+class ClipUpdate(Postprocessor):
+    """
+    Bounds how far one client can move the global model: `x_i ← x + (x_i − x) · min(1, S / ‖x_i − x‖₂)`.
+
+    The norm is taken over all floating values that travel, on the client (McMahan et al., Learning Differentially
+    Private Recurrent Language Models, ICLR 2018, "flat clipping"). It bounds the sensitivity that differential privacy
+    needs; without noise it gives no privacy.
+
+    Args:
+        max_norm (`float`): `S`, positive.
+
+    Raises:
+        ValueError: If `max_norm` is not positive.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated import ClipUpdate
+    >>> from hf_federated.messages import ClientUpdate, Fit
+
+    >>> sent = Fit(round=0, client_id="a", seed=0, state={"w": torch.zeros(2)})
+    >>> update = ClientUpdate(0, "a", {"w": torch.tensor([3.0, 4.0])}, num_examples=1, num_tokens=0, num_steps=1)
+    >>> ClipUpdate(max_norm=1.0).client_side(update, sent).state["w"]
+    tensor([0.6000, 0.8000])
+    ```
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        if not max_norm > 0:
+            raise ValueError(f"`max_norm` is {max_norm}; it must be positive.")
+        self.max_norm = max_norm
+
+    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+        changes = {
+            name: value - message.state[name].to(value)
+            for name, value in update.state.items()
+            if value.is_floating_point()
+        }
+        norm = torch.stack([change.float().norm() for change in changes.values()]).norm()
+        if norm <= self.max_norm:
+            return update
+        scale = self.max_norm / norm
+        clipped = {name: message.state[name].to(change) + change * scale for name, change in changes.items()}
+        return dataclasses.replace(update, state={**update.state, **clipped})
+
+
+def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, message: Fit) -> ClientUpdate:
+    """All client sides, in order."""
+    for step in steps:
+        update = step.client_side(update, message)
+    return update
+
+
+def run_server_side(
+    steps: Sequence[Postprocessor], update: ClientUpdate, state: dict[str, torch.Tensor]
+) -> ClientUpdate:
+    """All server sides, in reverse order."""
+    for step in reversed(steps):
+        update = step.server_side(update, state)
+    return update

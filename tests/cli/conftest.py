@@ -1,0 +1,84 @@
+"""A tiny model, its tokenizer and a few reviews on disk, as a recipe names them."""
+
+from __future__ import annotations
+
+import os
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets and transformers are imported, which read it once
+
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+
+WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "not"]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer BERT with a WordPiece tokenizer of a few words."""
+    folder = tmp_path_factory.mktemp("tiny")
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reviews_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reviews of 40 movies, 4 each, in one parquet file."""
+    rows = [
+        {
+            "text": f"a {WORDS[1 + (movie + number) % 2]} film {' '.join(WORDS[: movie % 5])}",
+            "label": ["rotten", "fresh"][(movie + number) % 2],
+            "movie": f"movie {movie:02}",
+        }
+        for movie in range(40)
+        for number in range(4)
+    ]
+    folder = tmp_path_factory.mktemp("reviews")
+    Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    return folder
+
+
+@pytest.fixture
+def recipe_path(model_dir: Path, reviews_dir: Path, tmp_path: Path) -> Path:
+    """A recipe of one round over movies that every test may change with `--set`."""
+    recipe = {
+        "model": {"name_or_path": str(model_dir)},
+        "data": {"path": str(reviews_dir), "client_column": "movie", "test_clients": 4, "max_length": 16},
+        "training": {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "learning_rate": 0.01,
+            "eval_strategy": "steps",
+            "save_strategy": "no",
+        },
+        "federation": {"num_rounds": 1, "clients_per_round": 2},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path

@@ -1,0 +1,133 @@
+"""`Partition` holds together or says what is wrong; `IidPartitioner` deals every row once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from hf_federated.data import IidPartitioner, Partition
+from hf_federated.data.partitioners.base import row_number_dtype
+
+
+def numbered(num_rows: int) -> Dataset:
+    return Dataset.from_dict({"number": list(range(num_rows))})
+
+
+def test_every_row_is_dealt_once_and_sizes_differ_by_at_most_one():
+    partition = IidPartitioner(num_clients=7, seed=3).partition(numbered(100))
+    assert sorted(partition.indices.tolist()) == list(range(100))
+    assert partition.sizes.tolist() == [15, 15, 14, 14, 14, 14, 14]  # 100 = 7 * 14 + 2
+    assert partition.client_ids == ["0", "1", "2", "3", "4", "5", "6"]
+
+
+def test_as_many_clients_as_rows_gives_each_one_row():
+    assert IidPartitioner(num_clients=5).partition(numbered(5)).sizes.tolist() == [1] * 5
+
+
+def test_rows_inside_a_client_keep_the_order_of_the_data_set():
+    partition = IidPartitioner(num_clients=3, seed=1).partition(numbered(50))
+    for position in range(3):
+        rows = partition.rows(position)
+        assert (np.diff(rows) > 0).all()
+
+
+def test_seed_decides_the_draw():
+    dataset = numbered(200)
+    first, again, other = (IidPartitioner(num_clients=4, seed=seed).partition(dataset) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.indices, again.indices)
+    assert not np.array_equal(first.indices, other.indices)
+
+
+def test_global_generators_are_left_alone():
+    np.random.seed(0)
+    random.seed(0)
+    before = np.random.get_state()[1].copy(), random.getstate()
+    IidPartitioner(num_clients=4).partition(numbered(40))
+    np.testing.assert_array_equal(np.random.get_state()[1], before[0])
+    assert random.getstate() == before[1]
+
+
+def test_labels_are_spread_as_in_the_whole():
+    labels = np.arange(10_000) // 5000  # sorted: any contiguous cut would give clients of one label
+    partition = IidPartitioner(num_clients=10, seed=0).partition(numbered(10_000))
+    shares = [labels[partition.rows(position)].mean() for position in range(10)]
+    # a draw of 1000 without replacement from 10 000 halves: standard deviation below sqrt(0.25 / 1000) = 0.016
+    assert max(abs(share - 0.5) for share in shares) < 4 * 0.016
+
+
+def test_settings_are_the_constructor_arguments():
+    assert IidPartitioner(num_clients=3, seed=5).settings() == {"num_clients": 3, "seed": 5}
+
+
+def test_more_clients_than_rows_is_refused():
+    with pytest.raises(ValueError, match="6 clients cannot share 5 rows. Ask for at most 5"):
+        IidPartitioner(num_clients=6).partition(numbered(5))
+
+
+@pytest.mark.parametrize("arguments", [{"num_clients": 0}, {"num_clients": 2.5}, {"num_clients": True}])
+def test_number_of_clients_must_be_a_positive_whole_number(arguments):
+    with pytest.raises(ValueError, match="num_clients must be a whole number from 1"):
+        IidPartitioner(**arguments)
+
+
+def test_seed_must_be_a_whole_number():
+    with pytest.raises(ValueError, match="seed must be a whole number from 0, got -1"):
+        IidPartitioner(num_clients=2, seed=-1)
+
+
+def test_from_owners_groups_rows_and_leaves_out_those_of_nobody():
+    partition = Partition.from_owners(["a", "b"], np.array([1, -1, 0, 1, 0]))
+    assert partition.rows(0).tolist() == [2, 4]
+    assert partition.rows(1).tolist() == [0, 3]
+    assert partition.indices.dtype == np.int32
+
+
+def test_from_owners_counts_clients_beyond_sixteen_bits():
+    owners = np.arange(40_000)[::-1].copy()
+    partition = Partition.from_owners([str(i) for i in range(40_000)], owners)
+    np.testing.assert_array_equal(partition.indices, owners)
+
+
+def test_row_numbers_widen_only_when_they_must():
+    assert row_number_dtype(2**31 - 1) is np.int32
+    assert row_number_dtype(2**31) is np.int64
+
+
+def test_select_keeps_rows_in_the_order_asked_for():
+    partition = Partition.from_owners(["a", "b", "c"], np.array([0, 1, 2, 1, 0])).select([2, 0])
+    assert partition.client_ids == ["c", "a"]
+    assert [partition.rows(i).tolist() for i in range(2)] == [[2], [0, 4]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "indices", "offsets", "message"),
+    [
+        (["a", "a"], [0, 1], [0, 1, 2], "'a' occurs twice"),
+        (["a", ""], [0, 1], [0, 1, 2], "empty string"),
+        (["a", 3], [0, 1], [0, 1, 2], "must be a string, got 3"),
+        (["a", "b"], [0, 1], [0, 2], "2 clients need 3 offsets"),
+        (["a", "b"], [0, 1], [0, 1, 3], "must rise from 0 to the number of indices"),
+        (["a", "b"], [0.0, 1.0], [0, 1, 2], "one vector of integers"),
+        (["a", "b", "c"], [0, 1], [0, 0, 2, 2], "cannot train: 'a', 'c'"),
+    ],
+)
+def test_a_partition_that_does_not_hold_together_is_refused(ids, indices, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        Partition(ids, np.array(indices), np.array(offsets))
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([0, 5], "names row 5, but the data set has the rows 0 to 4"),
+        ([0, -1], "names row -1"),
+        ([3, 3], "gives row 3 away 2 times"),
+    ],
+)
+def test_a_partition_of_other_rows_is_refused(indices, message):
+    partition = Partition(["a", "b"], np.array(indices), np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match=message):
+        partition.check_rows(5)
