@@ -117,6 +117,16 @@ def measure_plain(workload: Workload, spec: dict[str, Any], output_dir: str) -> 
     return {"clients": callback.clients}
 
 
+def prepare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Writes the model and the rows that the sides of a comparison share."""
+    folder = Path(spec["folder"])
+    name = Path(workload.model).name
+    model_path, rows_path = folder / f"model-{name}", folder / f"rows-{name}"
+    build_model(workload).save_pretrained(model_path)
+    build_rows(workload).save_to_disk(rows_path)
+    return {"name": name, "model": str(model_path), "rows": str(rows_path)}
+
+
 def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
     """Peak resident memory of a run, from after the imports."""
     trainer = federated_trainer(workload, output_dir, [], aggregation=spec["aggregation"])
@@ -208,6 +218,7 @@ MEASUREMENTS: dict[str, Callable[[Workload, dict[str, Any], str], dict[str, Any]
     "memory": measure_memory,
     "overhead": measure_overhead,
     "plain": measure_plain,
+    "prepare": prepare,
 }
 
 

@@ -30,6 +30,8 @@ M = TypeVar("M", bound="Message")
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
     """Replace every tensor of a tree by a reference, and every value that JSON would change by a tagged form."""
     if isinstance(value, torch.Tensor):
+        if value.dtype not in _LAYOUT:
+            raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialised.")
         # The same tensor object in two places travels once, which is what keeps tied weights cheap.
         if id(value) not in names:
             names[id(value)] = str(len(tensors))
@@ -38,7 +40,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _flatten(item, tensors, names, f"{path}.{key}") for key, item in value.items()}
@@ -135,10 +137,9 @@ def unpack(blob: bytes) -> Any:
     try:
         tensors = safetensors.torch.load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-        skeleton = json.loads(header["__metadata__"][TREE_KEY])
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        return _unflatten(json.loads(header["__metadata__"][TREE_KEY]), tensors)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
-    return _unflatten(skeleton, tensors)
 
 
 def packed_size(tree: Any) -> int:
@@ -225,11 +226,11 @@ class Message:
         if kind != cls.kind:
             raise ValueError(f"Expected a message of kind {cls.kind!r}, got {kind!r}.")
         expected = {item.name for item in dataclasses.fields(cls)}
-        if set(tree["fields"]) != expected:
-            raise ValueError(
-                f"A {cls.kind!r} message has the fields {sorted(expected)}, got {sorted(tree['fields'])}."
-            )
-        return cls(**tree["fields"])
+        fields = tree.get("fields")
+        if not isinstance(fields, dict) or set(fields) != expected:
+            given = list(fields) if isinstance(fields, dict) else fields
+            raise ValueError(f"A {cls.kind!r} message has the fields {sorted(expected)}, got {given!r}.")
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -355,6 +356,6 @@ def read_message(blob: bytes) -> Message:
     """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"Unknown kind of message {kind!r}; known are {sorted(KINDS)}.")
     return KINDS[kind]._from_tree(tree)

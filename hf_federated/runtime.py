@@ -81,7 +81,7 @@ class FederationRuntime:
         if self.config.freeze is not None:
             freeze_layers(trainer.model, self.config.freeze)
         # A wrong `exchange` should fail now and not in the first round.
-        self._exchange = Exchange(trainer.model, self.config.exchange)
+        self.exchange = Exchange(trainer.model, self.config.exchange)
 
     @property
     def num_rounds(self) -> int:
@@ -126,7 +126,7 @@ class FederationRuntime:
             if "weights" in saved:
                 exchange.write(saved["weights"])
         self.ledger = engine.ledger
-        self._exchange = exchange
+        self.exchange = exchange
         self._loop = RoundLoop(
             engine=engine,
             server=ServerState(exchange.read(), num_rounds=self.num_rounds, client_ids=tuple(self.clients)),
@@ -187,7 +187,7 @@ class FederationRuntime:
         assert self.eval_clients is not None
         if self._loop is None:
             self.start(args, None)
-        self.loop.server.weights = self._exchange.read()
+        self.loop.server.weights = self.exchange.read()
         self.client_metrics = self.loop.evaluate(list(self.eval_clients))
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
@@ -202,4 +202,4 @@ class FederationRuntime:
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""
-        self._exchange.write(read_server_state(checkpoint)["weights"])
+        self.exchange.write(read_server_state(checkpoint)["weights"])

@@ -27,8 +27,8 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
+from .adapters import Exchange
 from .aggregation import Aggregation
-from .callbacks import AggregationCallback
 from .cards import render_model_card
 from .checkpoint import list_checkpoints, publish, read_server_state, rotate, staged_directory
 from .checks import as_federated_dataset
@@ -51,6 +51,7 @@ class FederatedMixin(_Base):
     """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
 
     args: TrainingArguments
+    lr_scheduler: Any
     neftune_noise_alpha: float | None
     _runtime: FederationRuntime | None = None
     _runs_rounds: bool = False
@@ -120,6 +121,26 @@ class FederatedMixin(_Base):
     def clients(self) -> FederatedDataset:
         """The clients' training rows."""
         return self._federation.clients
+
+    @property
+    def eval_clients(self) -> FederatedDataset | None:
+        """The clients' evaluation rows, if `eval_dataset` was a [`FederatedDataset`]."""
+        return self._federation.eval_clients
+
+    @property
+    def postprocessors(self) -> list[Postprocessor]:
+        """The steps between a client's training and the aggregate."""
+        return self._federation.postprocessors
+
+    @property
+    def exchange(self) -> Exchange:
+        """What of the model travels."""
+        return self._federation.exchange
+
+    @property
+    def run_args(self) -> TrainingArguments:
+        """The user's arguments, also while rounds run and `args` are those of the loop over rounds."""
+        return self._user_args
 
     @property
     def aggregation(self) -> Aggregation:
@@ -233,9 +254,10 @@ class FederatedMixin(_Base):
             self._federation.start(self._user_args, self._resume_from)
             self.optimizer = ServerOptimizer()
             return self.optimizer
-        optimizer = super().create_optimizer(model)
+        # A user's override may know neither the argument nor the return value.
+        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         if self.local_training is not None and self.local_training.optimizer_state is not None:
-            optimizer.load_state_dict(self.local_training.optimizer_state)
+            self.optimizer.load_state_dict(self.local_training.optimizer_state)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -247,7 +269,7 @@ class FederatedMixin(_Base):
         if local is None:
             return super().create_scheduler(num_training_steps, optimizer)
         scheduler = super().create_scheduler(local.num_schedule_steps(num_training_steps), optimizer)
-        local.place_schedule(scheduler, num_training_steps)
+        local.place_schedule(self.lr_scheduler, num_training_steps)
         return scheduler
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

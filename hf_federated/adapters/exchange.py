@@ -12,6 +12,7 @@ never reach the next client on a resident model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -94,7 +95,7 @@ class Exchange:
         """How many scalars travel in one direction."""
         return sum(tensor.numel() for tensor in self._live)
 
-    def _check_only_adapter_trains(self, model: nn.Module) -> None:
+    def _check_only_adapter_trains(self, model: Any) -> None:
         # PEFT keeps every tensor of an adapter in a dictionary keyed by the adapter's name, so that the name is one
         # part of the dotted path: `lora_A.default.weight`, `modules_to_save.default.bias`.
         adapters = set(model.active_adapters)

@@ -113,7 +113,10 @@ class ControlVariateHook(LocalHook):
 
     def __init__(self, server_control: State, own_control: State | None) -> None:
         self._server = server_control
-        self._own = own_control or {name: torch.zeros_like(value) for name, value in server_control.items()}
+        self._own = {
+            name: torch.zeros_like(value) if own_control is None else own_control[name].to(value)
+            for name, value in server_control.items()
+        }
         self._sum: State = {name: torch.zeros_like(value) for name, value in server_control.items()}
         self._num_steps = 0
 

@@ -73,7 +73,7 @@ class ModelFacts:
             library_name="peft" if adapter else "transformers",
             base_model=base_model,
             # transformers leaves the commit here when it loads from the Hub; there is no public name for it
-            base_revision=vars(base.config).get("_commit_hash"),
+            base_revision=vars(base.config).get("_commit_hash") if base_model == name else None,
             start="hub" if base_model else "local" if name else "unnamed",
             adapter=adapter,
             task=next((task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()), None),

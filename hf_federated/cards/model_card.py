@@ -299,7 +299,7 @@ def _exchanged(record: RunRecord) -> str:
         "all": "all parameters and buffers",
     }[exchanged["kind"]]
     what = f"{_plural(exchanged['num_tensors'], 'tensor')} with {_plural(exchanged['num_values'], 'value')}"
-    evaluations = " and the metrics of its own evaluation" if record.federation["evaluate_clients"] else ""
+    evaluations = ", and the metrics of its own evaluation" if record.federation["evaluate_clients"] else ""
     return (
         f"In a round, a sampled client received and sent back {kind}: {what} in {', '.join(exchanged['dtypes'])}. With"
         f" these it sent {UPDATE_FIELDS}{evaluations}. What the algorithm sends beside the parameters is in the bytes"

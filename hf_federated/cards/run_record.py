@@ -59,16 +59,17 @@ class FederatedRun(Protocol):
     """What a card reads of a trainer."""
 
     model: Any
-    args: Any
     state: Any
     eval_dataset: Any
-    eval_clients: FederatedDataset | None
-    postprocessors: Sequence[Any]
     federation: FederatedConfig
     clients: FederatedDataset
     ledger: Ledger
     aggregation: Any
     client_metrics: Mapping[str, Mapping[str, float]]
+    eval_clients: FederatedDataset | None
+    postprocessors: Sequence[Any]
+    exchange: Exchange
+    run_args: Any  # while rounds run, `args` holds those of the loop over rounds
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,9 @@ class RunRecord:
         Args:
             trainer (`FederatedRun`): A `FederatedTrainer`, trained or not: the record says what was logged so far.
         """
-        dataset_name = _first(dataset_tags)
+        dataset_name, final = _first(dataset_tags), _of_final_weights(trainer)
         return cls(
-            title=model_name or Path(trainer.args.output_dir).name or trainer.model.__class__.__name__,
+            title=model_name or Path(trainer.run_args.output_dir).name or trainer.model.__class__.__name__,
             metadata={
                 "language": language,
                 "license": license,
@@ -155,11 +156,11 @@ class RunRecord:
             eval_data=_eval_data(trainer, dataset_name),
             federation=_federation(trainer),
             exchanged=_exchanged(trainer),
-            arguments={name: _plain(getattr(trainer.args, name)) for name in ARGUMENTS},
+            arguments={name: _plain(getattr(trainer.run_args, name)) for name in ARGUMENTS},
             rounds=_rounds(trainer.state.log_history),
-            results=_results(trainer),
-            client_results=_client_results(trainer.state.log_history),
-            client_metrics=_client_metrics(trainer.client_metrics),
+            results=_results(trainer, final),
+            client_results=_client_results(final),
+            client_metrics=_client_metrics(trainer.client_metrics, trainer.state.log_history, final),
             versions=_versions(),
         )
 
@@ -185,31 +186,34 @@ def is_metric(key: str) -> bool:
 
 def _eval_data(trainer: FederatedRun, name: str | None) -> DataFacts | None:
     # of a federated evaluation set, `eval_dataset` is the pooled rows
-    data = trainer.eval_dataset if trainer.eval_clients is None else trainer.eval_clients
+    clients = trainer.eval_clients
+    data = trainer.eval_dataset if clients is None else clients
     return None if data is None else DataFacts.of(data, name)
 
 
 def _federation(trainer: FederatedRun) -> dict[str, Any]:
     logged = trainer.state.log_history
     seed = trainer.federation.federation_seed
+    failed = [entry["federated/num_failed"] for entry in logged if "federated/num_failed" in entry]
     return {
         **{key: _plain(value) for key, value in trainer.federation.to_dict().items()},
         "aggregation": type(trainer.aggregation).__name__,
         "aggregation_kwargs": _plain(trainer.aggregation.non_default_settings()),
-        "federation_seed": trainer.args.seed if seed is None else seed,
+        "federation_seed": trainer.run_args.seed if seed is None else seed,
         "postprocessors": [
             {"name": type(step).__name__, "settings": _plain({k: v for k, v in vars(step).items() if k[0] != "_"})}
             for step in trainer.postprocessors
         ],
         "num_clients": len(trainer.clients),
         "num_rounds_run": trainer.state.global_step,
-        "num_failed": sum(entry.get("federated/num_failed", 0) for entry in logged),
+        # the log counts failures, so that a round which was not logged leaves the number unknown
+        "num_failed": int(sum(failed)) if len(failed) == trainer.state.global_step else None,
         "seconds": _plain(next((entry["train_runtime"] for entry in logged[::-1] if "train_runtime" in entry), None)),
     }
 
 
 def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
-    exchange = Exchange(trainer.model, trainer.federation.exchange)
+    exchange = trainer.exchange
     return {
         "kind": exchange.kind,
         "num_tensors": len(exchange.names),
@@ -233,32 +237,41 @@ def _rounds(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _results(trainer: FederatedRun) -> dict[str, Any]:
-    """The last evaluation of the weights that the run ended with."""
+def _of_final_weights(trainer: FederatedRun) -> list[dict[str, Any]]:
+    """What was logged by the last evaluation of the weights that the run ended with."""
     logged, state = trainer.state.log_history, trainer.state
     summaries = [position for position, entry in enumerate(logged) if "train_runtime" in entry]
     during, after = (logged[: summaries[-1]], logged[summaries[-1] :]) if summaries else (logged, [])
-    best = bool(summaries) and trainer.args.load_best_model_at_end and state.best_global_step is not None
-    evaluated = [entry for entry in after if any(map(is_metric, entry))]
-    if not evaluated:
-        evaluated = [entry for entry in during if any(map(is_metric, entry))]
-        if best:
-            evaluated = [entry for entry in evaluated if entry["step"] == state.best_global_step]
-    if not evaluated:
+    steps = [entry["step"] for entry in after if any(map(is_metric, entry))]
+    if steps:
+        return [entry for entry in after if entry["step"] == steps[-1]]
+    steps = [entry["step"] for entry in during if any(map(is_metric, entry))]
+    if _ends_with_best(trainer):
+        steps = [step for step in steps if step == state.best_global_step]
+    return [entry for entry in during if steps and entry["step"] == steps[-1]]
+
+
+def _ends_with_best(trainer: FederatedRun) -> bool:
+    """Whether the run is over and its weights are those of the best round."""
+    over = any("train_runtime" in entry for entry in trainer.state.log_history)
+    return over and trainer.run_args.load_best_model_at_end and trainer.state.best_global_step is not None
+
+
+def _results(trainer: FederatedRun, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    metrics = {key: _plain(value) for entry in entries for key, value in entry.items() if is_metric(key)}
+    if not metrics:
         return {}
-    step = evaluated[-1]["step"]
-    metrics = {key: _plain(value) for entry in evaluated if entry["step"] == step for key, value in entry.items()}
+    best = _ends_with_best(trainer)
     return {
-        "round": state.best_global_step if best else step,
-        "best_by": trainer.args.metric_for_best_model if best else None,
-        "metrics": {key: value for key, value in metrics.items() if is_metric(key)},
+        "round": trainer.state.best_global_step if best else entries[-1]["step"],
+        "best_by": trainer.run_args.metric_for_best_model if best else None,
+        "metrics": metrics,
     }
 
 
-def _client_results(log_history: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Metric to mean, worst, best and spread, as last logged."""
+def _client_results(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for entry in log_history:
+    for entry in entries:
         for key, value in entry.items():
             name, _, statistic = key.removeprefix("federated/").rpartition("_")
             if key.startswith("federated/eval_") and statistic in SPREADS and is_metric(name):
@@ -266,8 +279,12 @@ def _client_results(log_history: list[dict[str, Any]]) -> dict[str, dict[str, An
     return found
 
 
-def _client_metrics(client_metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
-    if len(client_metrics) > MAX_CLIENT_ROWS:
+def _client_metrics(
+    client_metrics: Mapping[str, Mapping[str, float]], log_history: list[dict[str, Any]], entries: list[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Each client's metrics, unless they are many, or of other weights than those that the run ended with."""
+    spreads = [entry for entry in log_history if _client_results([entry])]
+    if len(client_metrics) > MAX_CLIENT_ROWS or not spreads or spreads[-1] not in entries:
         return {}
     return {
         client_id: {key: _plain(value) for key, value in metrics.items() if is_metric(key)}

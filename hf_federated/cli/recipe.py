@@ -122,6 +122,10 @@ class Recipe:
     )
     plots: bool = field(default=False, metadata={"help": "Write learning_curve.png and partition.png (extra: plots)."})
 
+    def __post_init__(self) -> None:
+        if self.local_clients is not None and self.local_clients < 1:
+            raise RecipeError(f"local_clients is {self.local_clients}; it must be at least 1.")
+
 
 @dataclass(frozen=True)
 class RecipeField:
@@ -186,7 +190,7 @@ def type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         names = [type_name(item) for item in arguments if item is not type(None)]
-        choices = [name for item, name in zip(arguments, names, strict=False) if _is_enum(item)]
+        choices = [type_name(item) for item in arguments if _is_enum(item)]
         kept = choices or list(dict.fromkeys(names))  # an enumeration says more than the `str` beside it
         return " or ".join(kept + (["null"] if type(None) in arguments else []))
     if origin is Literal:

@@ -31,6 +31,7 @@ class Run:
 
     Args:
         recipe ([`Recipe`]): The recipe.
+        federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved.
         clients ([`~hf_federated.cli.inputs.Clients`]): Training and held-out clients.
         test_rows (`datasets.Dataset`): The rows of the held-out clients, pooled.
         trainer ([`FederatedTrainer`]): Ready to train.
@@ -38,6 +39,7 @@ class Run:
     """
 
     recipe: Recipe
+    federation: FederatedConfig
     clients: Clients
     test_rows: Dataset
     trainer: FederatedTrainer
@@ -83,9 +85,10 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
             federation=federation,
             **shared,
         )
+    assert trainer.federation is not None  # it was given one
     # Copies the model, which the trainer above has not trained yet.
     baselines = Baselines(model, args, trainer.federation, clients.train, test_rows, **shared)
-    return Run(recipe, clients, test_rows, trainer, baselines)
+    return Run(recipe, trainer.federation, clients, test_rows, trainer, baselines)
 
 
 def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], None] = print) -> dict[str, Any]:
@@ -108,9 +111,9 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
     echo(f"Training: {len(run.clients.train)} clients with {train_rows} rows.")
     echo(f"Test: {num_test} other clients with {len(run.test_rows)} rows.")
     baselines = _train_baselines(run, echo)
-    echo(f"Federated (rounds: {run.trainer.federation.num_rounds}; so count the bar and the logs):")
+    echo(f"Federated (rounds: {run.federation.num_rounds}; so count the bar and the logs):")
     start = time.perf_counter()
-    run.trainer.train()
+    run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
     train_seconds = time.perf_counter() - start
     metrics = run.trainer.evaluate()
     seconds = time.perf_counter() - start
@@ -128,6 +131,7 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
             "bytes_down": run.trainer.ledger.bytes_down,
             "train_seconds": train_seconds,
             "seconds": seconds,
+            "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
         },
     }
     folder = Path(str(run.trainer.args.output_dir))
@@ -168,7 +172,7 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         results (`dict`): The content of `results.json`.
     """
     federated = results["federated"]
-    rows = [("", "accuracy", "passes a row", "bytes up", "bytes down", "seconds")]
+    rows = [("", "accuracy", "passes/row", "bytes up", "bytes down", "seconds")]
     labels = {"centralized": "centralized", "local": "local-only (mean of {})"}
     for name, result in results["baselines"].items():
         spread = f" ±{result['spread']['accuracy']:.3f}" if result["spread"] else ""

@@ -188,7 +188,7 @@ def local_trainer(
     client = copy.copy(trainer)
     client.args = args
     client.train_dataset = train_dataset
-    client.local_training = local  # type: ignore[attr-defined]
+    client.local_training = local
     client.optimizer = None
     client.lr_scheduler = None
     client._created_lr_scheduler = False

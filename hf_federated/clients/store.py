@@ -79,7 +79,8 @@ class MemoryStore(ClientStore):
         return _map_tensors(self._states.get(client_id, {}), lambda tensor: tensor.clone())
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        self._states[client_id] = state
+        # An accelerator's memory is for the one client that trains.
+        self._states[client_id] = _map_tensors(state, lambda tensor: tensor.cpu())
 
     def clear(self) -> None:
         self._states = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -17,7 +18,6 @@ from hf_federated import ClipUpdate, FederatedConfig, FederatedDataset, Federate
 from hf_federated.adapters import Exchange
 from hf_federated.cards import RunRecord, render, render_model_card
 from hf_federated.cards.facts import ModelFacts
-from hf_federated.cards.run_record import _client_metrics
 
 
 SECRET = "the patient said"
@@ -59,18 +59,16 @@ def trained(
             output_dir=str(folder),
             per_device_train_batch_size=3,
             eval_strategy="epoch",
-            logging_strategy="epoch",
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
-            **{"save_strategy": "no", "learning_rate": 1e-2, **arguments},
+            **{"logging_strategy": "epoch", "save_strategy": "no", "learning_rate": 1e-2, **arguments},
         ),
         train_dataset=clients,
         eval_dataset=rows(12) if eval_dataset is None else eval_dataset,
-        compute_metrics=accuracy,
         federation=federation
         or FederatedConfig(num_rounds=3, clients_per_round=0.5, aggregation=FedOpt(server_lr=0.5)),
-        **(options or {}),
+        **{"compute_metrics": accuracy, **(options or {})},
     )
     trainer.train()
     return trainer
@@ -281,10 +279,42 @@ def test_results_over_clients_are_the_logged_ones(tmp_path):
         assert f"{metrics['eval_accuracy']:.4f}" in card.text
 
 
-def test_above_twenty_clients_no_client_is_named():
-    many = {f"client-{i}": {"eval_accuracy": 0.5} for i in range(21)}
-    assert _client_metrics(many) == {}
-    assert len(_client_metrics(dict(list(many.items())[:20]))) == 20
+def test_above_twenty_clients_no_client_is_named(tmp_path):
+    whose = rows(24).remove_columns("who").add_column("who", [f"name-{i}" for i in range(21)] + ["name-0"] * 3)
+    run = trained(
+        tmp_path,
+        eval_dataset=FederatedDataset.from_column(whose, "who"),
+        federation=FederatedConfig(num_rounds=1, evaluate_clients=True),
+    )
+    card = str(render_model_card(run))
+    assert "### Over clients" in card
+    assert "name-" not in card
+
+
+def test_clients_results_are_of_the_weights_that_were_saved(tmp_path):
+    calls = itertools.count()
+    run = trained(
+        tmp_path,
+        eval_dataset=FederatedDataset.from_column(rows(), "who"),
+        federation=FederatedConfig(num_rounds=3, evaluate_clients=True),
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_earliest",
+        options={"compute_metrics": lambda prediction: {"earliest": -next(calls)}},
+    )
+    assert run.state.best_global_step == 1
+    logged = next(e for e in run.state.log_history if "federated/eval_loss_mean" in e)
+    card = render_model_card(run).text
+    row = next(row for row in table_after(card, "### Over clients") if row[0] == "Evaluation loss")
+    assert row[1] == f"{logged['federated/eval_loss_mean']:.4f}"
+    assert "| Client |" not in card  # the clients' own metrics are those of the last round
+    run.evaluate()
+    assert "| Client |" in render_model_card(run).text
+
+
+def test_failures_are_not_counted_from_a_log_with_gaps(tmp_path):
+    silent = trained(tmp_path, federation=FederatedConfig(num_rounds=2), logging_strategy="no")
+    assert "Failed or rejected updates" not in str(render_model_card(silent))
 
 
 def test_an_adapter_is_a_peft_model_of_its_base(tmp_path):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets and transformers are imported, which read it once
-
 from pathlib import Path
 
 import pytest

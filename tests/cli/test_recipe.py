@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
 from hf_federated import FederatedConfig
+from hf_federated.cli import recipe as recipe_module
 from hf_federated.cli.main import main, recipe_help
 from hf_federated.cli.recipe import DataSection, ModelSection, RecipeError, _fits, load_recipe, sections, type_name
 
@@ -80,6 +82,7 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
         (["data.max_length=0"], ["data.max_length", "at least 1"]),
         (["data.min_rows_per_client=3"], ["data.min_rows_per_client", "client_column"]),
         (["data.text_column=[a, b, c]"], ["data.text_column", "3"]),
+        (["local_clients=0"], ["local_clients", "at least 1"]),
         (["data=[1]"], ["data", "[1]", "mapping"]),
         (["data.path.deep=1"], ["data.path.deep=1", "path"]),
         (["data.path"], ["'data.path'", "section.field=value"]),
@@ -156,3 +159,8 @@ def test_help_of_the_command_prints_it(capsys):
 )
 def test_types_are_named_as_people_say_them(annotation, name):
     assert type_name(annotation) == name
+
+
+def test_the_example_runs():
+    result = doctest.testmod(recipe_module)
+    assert result.attempted > 0 and result.failed == 0

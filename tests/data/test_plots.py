@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 
 import numpy as np
@@ -48,3 +49,8 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install hf-federated\[plots\]"):
         plot_partition({"a": [1]}, tmp_path / "partition.png")
+
+
+def test_the_examples_run():
+    result = doctest.testmod(plots)
+    assert result.attempted > 0 and result.failed == 0

@@ -1,0 +1,125 @@
+"""Steps between a client and the aggregate: their order, and clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import arguments, rows, tiny_model
+
+from hf_federated import ClipUpdate, FederatedCallback, FederatedConfig, FederatedTrainer, Postprocessor
+from hf_federated.messages import ClientUpdate, Fit
+from hf_federated.postprocessing import run_client_side, run_server_side
+
+
+SENT = Fit(round=0, client_id="a", seed=0, state={"w": torch.tensor([1.0, -2.0]), "b": torch.tensor([0.5])})
+
+
+def reply(**state):
+    return ClientUpdate(0, "a", state, num_examples=3, num_tokens=5, num_steps=2, metrics={"loss": 1.0})
+
+
+class Scale(Postprocessor):
+    """Multiplies on the client, adds on the server, which does not commute."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def client_side(self, update, message):
+        return dataclasses.replace(update, state={name: v * self.factor for name, v in update.state.items()})
+
+    def server_side(self, update, state):
+        return dataclasses.replace(update, state={name: v + self.factor for name, v in update.state.items()})
+
+
+class Square(Postprocessor):
+    def client_side(self, update, message):
+        return dataclasses.replace(update, state={name: v**2 for name, v in update.state.items()})
+
+    server_side = client_side
+
+
+def test_client_sides_run_in_order_and_server_sides_in_reverse():
+    steps = [Scale(3.0), Square()]
+    update = reply(w=torch.tensor([2.0]))
+    assert run_client_side(steps, update, SENT).state["w"].item() == (2.0 * 3.0) ** 2
+    assert run_server_side(steps, update, SENT.state).state["w"].item() == 2.0**2 + 3.0
+
+
+def test_without_steps_the_update_is_the_same_object():
+    update = reply(w=torch.ones(2))
+    assert run_client_side([], update, SENT) is update
+    assert run_server_side([], update, SENT.state) is update
+
+
+def test_the_base_step_changes_nothing():
+    update = reply(w=torch.ones(2))
+    assert Postprocessor().client_side(update, SENT) is update
+    assert Postprocessor().server_side(update, SENT.state) is update
+
+
+def test_a_large_change_is_shortened_to_the_norm_over_all_tensors():
+    change = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor([-4.0])}
+    update = reply(**{name: SENT.state[name] + change[name] for name in change})
+    clipped = ClipUpdate(max_norm=2.0).client_side(update, SENT)
+    for name in change:
+        expected = SENT.state[name] + change[name] * (2.0 / 5.0)
+        torch.testing.assert_close(clipped.state[name], expected, rtol=0, atol=1e-6)
+    norm = torch.cat([clipped.state[name] - SENT.state[name] for name in change]).norm()
+    assert norm.item() == pytest.approx(2.0, abs=1e-6)
+    assert dataclasses.replace(clipped, state={}) == dataclasses.replace(update, state={})
+
+
+def test_a_small_change_is_left_bit_for_bit():
+    update = reply(w=SENT.state["w"] + 0.1, b=SENT.state["b"])
+    assert ClipUpdate(max_norm=1.0).client_side(update, SENT) is update
+
+
+def test_integers_are_neither_counted_nor_changed():
+    sent = Fit(0, "a", 0, {"w": torch.zeros(2), "count": torch.tensor(1)})
+    update = reply(w=torch.tensor([0.0, 8.0]), count=torch.tensor(1_000_000))
+    clipped = ClipUpdate(max_norm=2.0).client_side(update, sent)
+    assert clipped.state["w"].tolist() == [0.0, 2.0]
+    assert clipped.state["count"].item() == 1_000_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_clipping_keeps_the_dtype(dtype):
+    sent = Fit(0, "a", 0, {"w": torch.zeros(2, dtype=dtype)})
+    clipped = ClipUpdate(max_norm=1.0).client_side(reply(w=torch.tensor([3.0, 4.0], dtype=dtype)), sent)
+    assert clipped.state["w"].dtype == dtype
+    torch.testing.assert_close(clipped.state["w"].double(), torch.tensor([0.6, 0.8]).double(), rtol=0, atol=3e-3)
+
+
+def test_a_nan_stays_visible_to_the_server():
+    clipped = ClipUpdate(max_norm=1.0).client_side(reply(w=torch.tensor([float("nan"), 1.0])), SENT)
+    assert clipped.state["w"].isnan().any()
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
+def test_a_norm_that_is_not_positive_is_refused(max_norm):
+    with pytest.raises(ValueError, match=f"`max_norm` is {max_norm}; it must be positive"):
+        ClipUpdate(max_norm=max_norm)
+
+
+def test_clients_of_a_federation_are_clipped(tmp_path):
+    class Norms(FederatedCallback):
+        """How far each accepted update is from what was sent."""
+
+        seen: list[float] = []
+
+        def on_client_end(self, args, state, control, update, server=None, **kwargs):
+            changes = [update.state[name] - server.weights[name] for name in server.weights]
+            self.seen.append(torch.cat([change.flatten() for change in changes]).norm().item())
+
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={"a": rows(4), "b": rows(4, seed=1)},
+        callbacks=[Norms()],
+        postprocessors=[ClipUpdate(max_norm=0.01)],
+        federation=FederatedConfig(num_rounds=1),
+    )
+    trainer.train()
+    assert Norms.seen == pytest.approx([0.01, 0.01], rel=1e-3)
