@@ -117,7 +117,7 @@ class Bench:
             )
         _print_table(
             "(a) time over a bare PyTorch loop (both sides alternate client by client; medians)",
-            ["model", "clients", "rounds", "s/round", "bare s/round", "x bare", "x plain Trainer", "ms/client", "bare ms"],
+            ["model", "clients", "rounds", "s/round", "bare", "x bare", "x plain Trainer", "ms/client", "bare"],
             [
                 [
                     Path(e["workload"]["model"]).name,
@@ -177,7 +177,7 @@ class Bench:
             entries.append(_compare_with_flower(workload, shared["name"], runs))
         _print_table(
             "(c) the same federation on Flower's simulation engine, one worker of as many threads",
-            ["model", "side", "s/round", "overhead ms/client", "ratio", "peak PSS MB", "USS MB", "less Ray's own", "ratio"],
+            ["model", "side", "s/round", "overhead ms/client", "ratio", "PSS MB", "USS MB", "less Ray's own", "ratio"],
             [row for entry in entries for row in _flower_rows(entry)],
         )
         return {"cases": entries}
@@ -198,9 +198,7 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def _compare_with_flower(
-    workload: dict[str, Any], name: str, runs: dict[str, list[dict[str, Any]]]
-) -> dict[str, Any]:
+def _compare_with_flower(workload: dict[str, Any], name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     entry: dict[str, Any] = {"model": name, "workload": {**workload, "model": name}}
     seconds = {side: _median(s for run in repeats for s in run["rounds"]) for side, repeats in runs.items()}
     for side, repeats in runs.items():

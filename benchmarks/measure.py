@@ -136,7 +136,7 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
     return {
         "peak_mb": _status_mb("VmHWM"),
         "peak_anonymous_mb": anonymous.peak_mb,
-        "model_mb": sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 1e6,
+        "model_mb": sum(value.nbytes for value in trainer.model.state_dict().values()) / 1e6,
     }
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,8 @@ def discard(checkpoint: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(checkpoint, trash)
     shutil.rmtree(trash, ignore_errors=True)
+    with suppress(OSError):  # Not empty while another checkpoint is being written.
+        trash.parent.rmdir()
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:

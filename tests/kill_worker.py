@@ -50,7 +50,8 @@ def adapted(config: Any) -> PeftModel:
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
     clients = {f"client {i}": rows(6 + 2 * i, seed=i) for i in range(4)}
-    model: nn.Module = tiny_model()
+    # The model would note it in its config on the first forward pass, of which a run resumed at its end has none.
+    model: nn.Module = tiny_model(problem_type="single_label_classification")
     federation: dict[str, Any] = {"clients_per_round": 2, "client_optimizer_state": "carry"}
     args: dict[str, Any] = {"lr_scheduler_type": "cosine"}
     others: dict[str, Any] = {"train_dataset": clients}

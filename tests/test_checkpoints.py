@@ -133,7 +133,8 @@ def assert_complete(checkpoint: Path, complete: Path) -> None:
     """A checkpoint has the files of a complete one, and they can be read."""
     is_clients_own = re.compile(r"^federated/clients/")
     names, expected = (
-        {path for path in contents(directory) if not is_clients_own.match(path)} for directory in (checkpoint, complete)
+        {path for path in contents(directory) if not is_clients_own.match(path)}
+        for directory in (checkpoint, complete)
     )
     assert names == expected
     state = json.loads((checkpoint / "trainer_state.json").read_text())

@@ -64,7 +64,12 @@ def test_every_field_has_help_and_is_parsed(capsys):
 
 
 def test_it_parses_from_a_dictionary_and_a_json_file(tmp_path):
-    values = {"output_dir": "out", "num_rounds": 3, "clients_per_round": 2, "aggregation_kwargs": {"weighting": "uniform"}}
+    values = {
+        "output_dir": "out",
+        "num_rounds": 3,
+        "clients_per_round": 2,
+        "aggregation_kwargs": {"weighting": "uniform"},
+    }
     (tmp_path / "arguments.json").write_text(json.dumps(values))
     parser = HfArgumentParser((TrainingArguments, FederatedConfig))
     expected = FederatedConfig(num_rounds=3, clients_per_round=2, aggregation_kwargs={"weighting": "uniform"})
@@ -158,7 +163,9 @@ def test_an_unknown_algorithm_is_refused_with_the_names():
 
 
 def test_an_argument_that_does_not_fit_is_refused_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"aggregation_kwargs.*'fedprox'.*mu.*Allowed are \['proximal_weight', 'weigh"):
+    with pytest.raises(
+        ValueError, match=r"aggregation_kwargs.*'fedprox'.*mu.*Allowed are \['proximal_weight', 'weigh"
+    ):
         build_aggregation("fedprox", {"mu": 1})
 
 

@@ -131,7 +131,7 @@ def test_size_is_right_for_many_tensors_of_mixed_dtypes():
         {"": {"": [{"a": ((), ((1,),), [()])}]}},
         [float("nan"), float("inf"), -float("inf"), -0.0, 1e-320, 0.1],
         {float("inf"): 1},
-        {"text": "\x00\x1f\x7f\\\"/\u2028\U0001f600", "\x00\x7f\u2029": 1},
+        {"text": '\x00\x1f\x7f\\"/\u2028\U0001f600', "\x00\x7f\u2029": 1},
         {"betas": (0.9, 0.999), "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}},
     ],
     ids=lambda tree: repr(tree)[:30],

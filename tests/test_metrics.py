@@ -30,7 +30,8 @@ def test_each_metric_has_mean_worst_best_and_population_deviation():
 
 def test_speed_is_no_result():
     speed = dict.fromkeys(
-        ["eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time", "epoch"], 1.0
+        ["eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time", "epoch"],
+        1.0,
     )
     assert set(spread_over_clients({"a": {**speed, "eval_f1": 0.5}})) == {
         f"federated/eval_f1_{kind}" for kind in ("mean", "worst", "best", "spread")
@@ -48,7 +49,13 @@ def test_no_clients_make_no_metrics():
 
 @pytest.mark.parametrize(
     ("metric", "less"),
-    [("eval_loss", True), ("loss", True), ("eval_wer", True), ("eval_perplexity", True), ("eval_mean_squared_error", True)]
+    [
+        ("eval_loss", True),
+        ("loss", True),
+        ("eval_wer", True),
+        ("eval_perplexity", True),
+        ("eval_mean_squared_error", True),
+    ]
     + [("eval_accuracy", False), ("eval_f1", False), ("eval_rougeL", False), ("eval_power", False), ("gloss", False)],
 )
 def test_direction_follows_from_the_name(metric, less):

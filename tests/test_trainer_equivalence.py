@@ -44,18 +44,18 @@ def train_rows() -> Dataset:
     return rows(NUM_ROWS).add_column("length", lengths)
 
 
-def trainer_arguments(directory: Path, model: nn.Module | None, **kwargs: Any) -> dict[str, Any]:
+def trainer_arguments(directory: Path, **kwargs: Any) -> dict[str, Any]:
     """Keyword arguments of a trainer; what `TrainingArguments` does not know goes to the trainer itself."""
     own = ("model_init", "eval_dataset", "compute_metrics", "optimizer_cls_and_kwargs", "compute_loss_func")
     others = {name: kwargs.pop(name) for name in own if name in kwargs}
     if "model_init" not in others:
-        others["model"] = tiny_model() if model is None else model
+        others["model"] = tiny_model()
     return {"args": arguments(directory, **kwargs), "train_dataset": train_rows(), **others}
 
 
 def train_plain(directory: Path, base: type[Trainer] = Trainer, epochs: int = NUM_ROUNDS, **kwargs: Any):
     record = Record()
-    trainer = base(**trainer_arguments(directory, None, num_train_epochs=epochs, **kwargs), callbacks=[record])
+    trainer = base(**trainer_arguments(directory, num_train_epochs=epochs, **kwargs), callbacks=[record])
     trainer.train()
     return trainer, record
 
@@ -65,7 +65,7 @@ def train_one_client(
 ):
     record = Record()
     trainer = federate(base)(
-        **trainer_arguments(directory, None, **kwargs),
+        **trainer_arguments(directory, **kwargs),
         client_callbacks=[record],
         federation=FederatedConfig(
             **{"num_rounds": NUM_ROUNDS, "client_optimizer_state": "carry", **(federation or {})}
@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing_factor": 0.1},
     "data_seed": {"data_seed": 7},
     "no clipping": {"max_grad_norm": 0.0},
-    "model_init": {"model_init": tiny_model},
+    "model_init": {"model_init": lambda: tiny_model(seed=3)},
     "compute_loss_func": {
         "compute_loss_func": lambda outputs, labels, num_items_in_batch=None: (
             nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
@@ -171,9 +171,7 @@ class WithOwnLoss(Trainer):
 class WithOwnLoader(Trainer):
     def get_train_dataloader(self):
         dataset = self.train_dataset.remove_columns("length")
-        return self.accelerator.prepare(
-            DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=self.data_collator)
-        )
+        return self.accelerator.prepare(DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=self.data_collator))
 
 
 class WithOwnStep(Trainer):
@@ -198,7 +196,7 @@ def test_users_own_trainer_with_one_client_equals_itself(tmp_path, base) -> None
 
 def test_without_a_federation_it_is_the_parent(tmp_path) -> None:
     plain, _ = train_plain(tmp_path / "plain")
-    same = FederatedTrainer(**trainer_arguments(tmp_path / "same", None, num_train_epochs=NUM_ROUNDS))
+    same = FederatedTrainer(**trainer_arguments(tmp_path / "same", num_train_epochs=NUM_ROUNDS))
     same.train()
     assert same.federation is None
     assert isinstance(same.train_dataset, Dataset)
@@ -232,12 +230,6 @@ class WithRecordedBatches(Trainer):
     def compute_loss(self, model, inputs, **kwargs):
         self.batches.append(inputs["input_ids"].tolist())
         return super().compute_loss(model, inputs, **kwargs)
-
-
-def batches_of(base: type[Trainer], directory: Path, **kwargs: Any) -> list[list[list[int]]]:
-    recorded = type("Recorded", (base,), {"batches": []})
-    train_plain(directory, recorded, **kwargs) if "train" not in kwargs else kwargs.pop("train")(directory, recorded)
-    return recorded.batches
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

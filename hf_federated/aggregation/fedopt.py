@@ -48,6 +48,16 @@ class Yogi(Optimizer):
 
 
 SERVER_OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "yogi", "adagrad")
+# Those of `transformers.SchedulerType` that need neither further arguments nor a metric.
+SERVER_LR_SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
 
 
 class FedOpt(Aggregation):
@@ -80,14 +90,15 @@ class FedOpt(Aggregation):
         server_weight_decay (`float`, *optional*, defaults to `0.0`):
             For all but `"yogi"`.
         server_lr_scheduler (`str`, *optional*, defaults to `"constant"`):
-            A `transformers.SchedulerType` over the rounds, for example `"linear"` or `"cosine"`.
+            A `transformers.SchedulerType` over the rounds that needs no further arguments: `"linear"`, `"cosine"`,
+            `"cosine_with_restarts"`, `"polynomial"`, `"constant"`, `"constant_with_warmup"` or `"inverse_sqrt"`.
         server_warmup_rounds (`int`, *optional*, defaults to `0`):
             Rounds of linear warm-up; needs a scheduler that warms up.
         weighting (`str`, *optional*, defaults to `"examples"`):
             `"examples"`, `"tokens"` or `"uniform"`.
 
     Raises:
-        ValueError: If the optimizer is unknown or a rate is out of range.
+        ValueError: If the optimizer or the scheduler is unknown or a rate is out of range.
 
     Relations:
         - `server_optimizer="sgd"` with `server_lr=1.0` is [`FedAvg`] up to rounding.
@@ -125,6 +136,11 @@ class FedOpt(Aggregation):
             raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
         if not 0 <= server_momentum < 1:
             raise ValueError(f"`server_momentum` is {server_momentum}; it lies in [0, 1).")
+        if server_optimizer == "nesterov" and server_momentum == 0:
+            raise ValueError("`server_momentum` is 0, and 'nesterov' needs some; use 'sgd'.")
+        if server_lr_scheduler not in SERVER_LR_SCHEDULERS:
+            allowed = ", ".join(map(repr, SERVER_LR_SCHEDULERS))
+            raise ValueError(f"`server_lr_scheduler` is {server_lr_scheduler!r}; allowed are {allowed}.")
         if server_optimizer == "yogi" and server_weight_decay:
             raise ValueError("`server_weight_decay` has no meaning for 'yogi'; use 'adamw'.")
         if server_warmup_rounds and server_lr_scheduler == "constant":

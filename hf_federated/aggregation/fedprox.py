@@ -81,4 +81,5 @@ class ProximalHook(LocalHook):
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
                 distances.append(parameter.detach() - self._anchor[name].to(parameter))
-        torch._foreach_add_(gradients, distances, alpha=self._weight)
+        if gradients:
+            torch._foreach_add_(gradients, distances, alpha=self._weight)

@@ -282,6 +282,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     ...     _ = path.write_text("{model: {name_or_path: bert}, data: {path: imdb, num_clients: 10}}")
     ...     load_recipe(path, ["training.learning_rate=5e-4"]).training
     {'learning_rate': 0.0005}
+
     ```
     """
     try:

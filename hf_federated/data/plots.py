@@ -79,6 +79,7 @@ def plot_learning_curve(
     >>> plot_learning_curve(logs, path, references={"centralized": 0.75})
     >>> os.path.exists(path)
     True
+
     ```
     """
     curve = _series(log_history, metric)
@@ -150,6 +151,7 @@ def plot_partition(
     >>> plot_partition({"a": [3, 1], "b": [0, 5]}, path, label_names=["bad", "good"])
     >>> os.path.exists(path)
     True
+
     ```
     """
     if len({len(counts) for counts in label_counts.values()}) != 1:

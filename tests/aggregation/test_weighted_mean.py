@@ -1,0 +1,200 @@
+"""The streaming mean against one written out in numpy."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from hf_federated.aggregation import Accumulator, FedAvg, WeightedMean
+from hf_federated.messages import ClientUpdate
+
+
+def random_states(num: int, dtype: torch.dtype, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "matrix": torch.randn(3, 4, generator=generator, dtype=torch.float64).to(dtype),
+            "scalar": torch.randn((), generator=generator, dtype=torch.float64).to(dtype),
+        }
+        for _ in range(num)
+    ]
+
+
+def numpy_mean(states: list[dict[str, torch.Tensor]], weights: list[float], name: str) -> np.ndarray:
+    """`Σ w_i x_i / Σ w_i` in float64."""
+    values = np.stack([state[name].double().numpy() for state in states])
+    return np.tensordot(np.array(weights, dtype=np.float64), values, axes=1) / np.sum(weights)
+
+
+def mean_of(states, weights) -> WeightedMean:
+    mean = WeightedMean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, weight)
+    return mean
+
+
+WEIGHTS = [3.0, 1.0, 250.0, 7.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+)
+def test_it_is_the_weighted_mean_in_the_dtype_of_the_states(dtype, tolerance):
+    states = random_states(5, dtype)
+    result = mean_of(states, WEIGHTS).finalize()
+    for name in ("matrix", "scalar"):
+        assert result[name].dtype == dtype and result[name].shape == states[0][name].shape
+        expected = numpy_mean(states, WEIGHTS, name)
+        np.testing.assert_allclose(result[name].double().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_summed_up_in_float32(dtype):
+    # A thousand steps of 1/1000 are lost when the mean itself is kept in half precision.
+    states = [{"w": torch.tensor([1.0 + 4 * (i % 2)], dtype=dtype)} for i in range(1000)]
+    mean = mean_of(states, [1.0] * 1000)
+    wide = mean.finalize(wide=True)["w"]
+    assert wide.dtype == torch.float32
+    assert wide.item() == pytest.approx(3.0, abs=1e-4)
+    assert mean.finalize()["w"].dtype == dtype
+
+
+def test_the_order_of_updates_matters_by_rounding_only():
+    states = random_states(50, torch.float32)
+    weights = [float(1 + i % 7) for i in range(50)]
+    forwards = mean_of(states, weights).finalize()
+    backwards = mean_of(states[::-1], weights[::-1]).finalize()
+    for name in forwards:
+        torch.testing.assert_close(forwards[name], backwards[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num", [1, 2, 3, 10, 101])
+def test_equal_states_come_out_bit_for_bit(dtype, num):
+    (state,) = random_states(1, dtype)
+    state["edge"] = torch.tensor([3.4e38, -3.4e38, 1e-45, 0.1, 1 / 3, 0.0], dtype=torch.float64).to(dtype)
+    state["edge"] = state["edge"].nan_to_num(posinf=0.1, neginf=-0.1)
+    weights = [float(1 + i * 13 % 29) for i in range(num)]
+    result = mean_of([state] * num, weights).finalize()
+    assert all(torch.equal(result[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_integers_and_booleans_are_copied_from_the_first(dtype):
+    first, second = torch.tensor([1, 0, 1]).to(dtype), torch.tensor([0, 1, 1]).to(dtype)
+    mean = mean_of([{"n": first, "w": torch.zeros(1)}, {"n": second, "w": torch.ones(1)}], [1.0, 3.0])
+    for wide in (False, True):
+        result = mean.finalize(wide=wide)
+        assert result["n"].dtype == dtype and torch.equal(result["n"], first)
+        assert result["w"].item() == 0.75
+
+
+def test_a_large_step_counter_is_not_rounded():
+    count = torch.tensor(2**53 + 1)
+    assert mean_of([{"n": count}] * 3, [1.0] * 3).finalize()["n"].item() == 2**53 + 1
+
+
+def test_keys_keep_their_order():
+    state = {"b": torch.ones(1), "n": torch.tensor(1), "a": torch.ones(1)}
+    assert list(mean_of([state, state], [1.0, 1.0]).finalize()) == ["b", "n", "a"]
+
+
+def test_what_was_added_may_change_afterwards():
+    state = {"w": torch.ones(2), "n": torch.tensor(1)}
+    mean = mean_of([state], [1.0])
+    state["w"].zero_(), state["n"].zero_()
+    assert mean.finalize()["w"].tolist() == [1.0, 1.0] and mean.finalize()["n"].item() == 1
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
+    mean = WeightedMean()
+    with pytest.raises(ValueError, match="A weight must be positive and finite"):
+        mean.add({"w": torch.ones(1)}, weight)
+    assert mean.num_updates == 0
+
+
+def test_the_mean_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="The mean of no updates is undefined"):
+        WeightedMean().finalize()
+
+
+# ---- Merging
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 4, 5])
+def test_merging_equals_adding(cut):
+    states = random_states(5, torch.float64)
+    for state in states:
+        state["count"] = torch.tensor(7)
+    left, right = mean_of(states[:cut], WEIGHTS[:cut]), mean_of(states[cut:], WEIGHTS[cut:])
+    left.merge(right)
+    assert (left.num_updates, left.total_weight) == (5, sum(WEIGHTS))
+    result, expected = left.finalize(), mean_of(states, WEIGHTS).finalize()
+    for name in ("matrix", "scalar", "count"):
+        torch.testing.assert_close(result[name], expected[name], rtol=0, atol=1e-14)
+
+
+def test_merging_equal_states_is_exact_and_leaves_the_other_alone():
+    (state,) = random_states(1, torch.float32)
+    left, right = mean_of([state] * 3, [1.0, 2.0, 3.0]), mean_of([state] * 2, [5.0, 0.1])
+    before = right.finalize(wide=True)
+    left.merge(right)
+    assert all(torch.equal(left.finalize()[name], state[name]) for name in state)
+    assert all(torch.equal(right.finalize()[name], before[name]) for name in state)
+    assert (right.num_updates, right.total_weight) == (2, 5.1)
+
+
+def test_an_empty_mean_that_took_another_over_is_its_own():
+    right = mean_of([{"w": torch.ones(1), "n": torch.tensor(1)}], [1.0])
+    left = WeightedMean()
+    left.merge(right)
+    left.add({"w": torch.zeros(1), "n": torch.tensor(1)}, 1.0)
+    assert (left.finalize()["w"].item(), right.finalize()["w"].item()) == (0.5, 1.0)
+
+
+def test_accumulators_merge_what_is_beside_the_parameters_too():
+    def update(value: float) -> ClientUpdate:
+        state, extra = {"w": torch.tensor([value])}, {"w": torch.tensor([10 * value])}
+        return ClientUpdate(0, "a", state, num_examples=int(value), num_tokens=0, num_steps=1, extra=extra)
+
+    left, right = Accumulator(FedAvg()), Accumulator(FedAvg())
+    left.add(update(1.0))
+    right.add(update(2.0))
+    right.add(update(6.0))
+    left.merge(right)
+    assert left.num_updates == 3
+    assert left.mean.finalize()["w"].item() == pytest.approx((1 * 1 + 2 * 2 + 6 * 6) / 9, abs=1e-6)
+    assert left.extra.finalize()["w"].item() == pytest.approx((10 + 20 + 60) / 3, abs=1e-5)  # each client once
+
+
+# ---- Memory
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+@pytest.fixture
+def only_new_objects():
+    """Hides what exists already from the garbage collector, which is much."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_it_holds_one_state_however_many_are_added(only_new_objects):
+    accumulator = Accumulator(FedAvg())
+    held = []
+    for number in range(64):
+        (state,) = random_states(1, torch.float32, seed=number)
+        accumulator.add(ClientUpdate(0, "a", state, 1, 0, 1, extra={"c": torch.ones(3)}))
+        del state
+        if number in (0, 1, 63):
+            held.append(live_tensors())
+    assert held == [3, 3, 3]  # matrix, scalar, and c
