@@ -32,6 +32,16 @@ class ServerState:
         fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated import ServerState
+
+    >>> ServerState({"w": torch.zeros(1)}, num_rounds=3).round
+    0
+    ```
     """
 
     weights: dict[str, torch.Tensor]

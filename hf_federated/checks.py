@@ -75,7 +75,7 @@ def check_arguments(args: TrainingArguments, federation: FederatedConfig, algori
     """
     refused = {
         f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
-        f"lr_scheduler_type={str(args.lr_scheduler_type)!r}": (
+        f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
             args.lr_scheduler_type in METRIC_SCHEDULES,
             "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
         ),
@@ -92,7 +92,7 @@ def check_arguments(args: TrainingArguments, federation: FederatedConfig, algori
             federation.parallelism != "data",
             "leave the default; several processes are not supported yet",
         ),
-        f"optim={str(args.optim)!r} with {algorithm.name}": (
+        f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
             "use an optimizer that keeps gradients until its step, such as 'adamw_torch'",
         ),

@@ -1,8 +1,8 @@
 """`FederatedMixin`: the overrides that make a trainer federated.
 
 It plays one of three roles. Without a federation it is the parent, untouched. With one, `train()` is the parent's
-own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's `train()` on the
-client's rows (`clients/local_training.py`). Each override says what it does in which role; the work is in the
+own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's `train()`
+on the client's rows (`clients/local_training.py`). Each override says what it does in which role; the work is in the
 [`FederationRuntime`].
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
@@ -65,23 +65,23 @@ class FederatedMixin(_Base):
         client_callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
-        clients = as_federated_dataset(given.arguments.get("train_dataset"), federation)
+        given = self._arguments_by_name(args, kwargs)
+        clients = as_federated_dataset(given.get("train_dataset"), federation)
         if clients is None:
             super().__init__(*args, **kwargs)
             return
-        if any(part is not None for part in given.arguments.get("optimizers") or ()):
+        if any(part is not None for part in given.get("optimizers") or ()):
             raise ValueError(
                 "`optimizers=` holds one optimizer, and every client needs its own: use `optim` and `learning_rate` "
                 "of the arguments, `optimizer_cls_and_kwargs`, or override `create_optimizer`."
             )
-        users_callbacks = list(given.arguments.get("callbacks") or [])
-        eval_dataset = given.arguments.get("eval_dataset")
+        users_callbacks = list(given.get("callbacks") or [])
+        eval_dataset = given.get("eval_dataset")
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
-            given.arguments["eval_dataset"] = eval_clients.to_dataset()
-        given.arguments["train_dataset"] = None
-        super().__init__(*given.args, **given.kwargs)
+            given["eval_dataset"] = eval_clients.to_dataset()
+        given["train_dataset"] = None
+        super().__init__(**given)
         self.train_dataset = clients
         self._runtime = FederationRuntime(
             trainer=self,
@@ -95,6 +95,22 @@ class FederatedMixin(_Base):
         self.add_callback(_RoundEndCallback(self._runtime))
         self._user_args = self.args
         self._resume_from: str | None = None
+
+    @classmethod
+    def _arguments_by_name(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The parent's arguments by name. A constructor that takes `*args` hands them on to its own parent's."""
+        names: list[str] = []
+        for base in cls.__mro__[cls.__mro__.index(FederatedMixin) + 1 :]:
+            if "__init__" not in vars(base):
+                continue
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            names += [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
+            if not any(item.kind is item.VAR_POSITIONAL for item in parameters):
+                break
+        by_position = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or not by_position.keys().isdisjoint(kwargs):
+            raise TypeError(f"{cls.__name__} got an argument twice or too many of them: give them by name.")
+        return {**by_position, **kwargs}
 
     def _parents_own_callbacks(self, users_callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
         """Callbacks that the parent trainer installed for itself, which its steps rely on inside clients too."""
@@ -247,6 +263,13 @@ class FederatedMixin(_Base):
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        # The parent's builds another data set even when there is nothing to remove, which takes a client milliseconds.
+        columns = self._signature_columns
+        if self.local_training is not None and columns is not None and set(dataset.column_names) <= set(columns):
+            return dataset
+        return super()._remove_unused_columns(dataset, description)
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Of the loop over rounds: none, but the federation starts here. Inside a client: the parent's, carried on."""
         if self._is_federating:
@@ -275,7 +298,20 @@ class FederatedMixin(_Base):
         """Of a round: what its clients counted."""
         if self._is_federating:
             return int(self._federation.summary.total_flos)
+        if self.local_training is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
+            # Trainer's count is proportional to the tokens, and it counts the parameters again for every batch.
+            tokens = inputs.get(self.model.main_input_name)
+            return 0 if tokens is None else self._federation.flos_per_token() * tokens.numel()
         return super().floating_point_ops(inputs)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """`Trainer.get_decay_parameter_names`, which walks over the model, once a run instead of once a client."""
+        if self.local_training is None:
+            return super().get_decay_parameter_names(model)
+        names = self._federation.decay_parameter_names
+        if names is None:
+            names = self._federation.decay_parameter_names = super().get_decay_parameter_names(model)
+        return names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """`Trainer.log`, with what the parent could not know of a round."""
@@ -290,17 +326,23 @@ class FederatedMixin(_Base):
         super().log(logs, start_time)
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
     ) -> dict[str, float]:
         """
         `Trainer.evaluate`, and with `evaluate_clients=True` each client's own evaluation.
+
+        What the parent's `evaluate` takes beyond these arguments (`max_length` of `Seq2SeqTrainer`) goes to it.
 
         Returns:
             `dict[str, float]`: The parent's metrics of all rows together; beside them, of the clients' own metrics,
             `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation). Each client's
             are in `client_metrics`.
         """
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
         runtime = self._runtime
         if runtime is None or self.local_training is not None or eval_dataset is not None:
             return metrics

@@ -16,7 +16,25 @@ from .messages import ClientUpdate, Fit
 
 
 class Postprocessor:
-    """A step between a client's training and the aggregate. The sides share constructor arguments and no state."""
+    """
+    A step between a client's training and the aggregate. The sides share constructor arguments and no state.
+
+    Example:
+
+    ```python
+    >>> import dataclasses
+
+    >>> from hf_federated import Postprocessor
+
+    >>> class SendBfloat16(Postprocessor):
+    ...     def client_side(self, update, message):
+    ...         state = {k: v.bfloat16() if v.is_floating_point() else v for k, v in update.state.items()}
+    ...         return dataclasses.replace(update, state=state)
+    ...
+    ...     def server_side(self, update, state):
+    ...         return dataclasses.replace(update, state={k: v.to(state[k].dtype) for k, v in update.state.items()})
+    ```
+    """
 
     def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
         """

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -69,6 +70,9 @@ class FederationRuntime:
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.summary = RoundSummary()
         self.examples_seen = 0
+        self.decay_parameter_names: list[str] | None = None
+        self._flos_per_token: int | None = None
+        self._examples_per_step = 0
         self._loop: RoundLoop | None = None
         given = [callback for callback in users_callbacks if isinstance(callback, AggregationCallback)]
         if given:
@@ -118,6 +122,10 @@ class FederationRuntime:
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
         self.examples_seen = 0
+        # What every client's trainer would find out for itself.
+        self.decay_parameter_names, self._flos_per_token = None, None
+        self._trainer._set_signature_columns_if_needed()
+        self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             saved = read_server_state(checkpoint)
             self.aggregation.load_state_dict(saved["aggregation"])
@@ -161,8 +169,20 @@ class FederationRuntime:
     def run_round(self, round: int) -> RoundSummary:
         """Run a round, from 0."""
         self.summary = self.loop.run(round)
-        self.examples_seen += self.summary.num_examples * self.config.local_epochs
+        if self.config.local_steps is None:
+            self.examples_seen += self.summary.num_examples * self.config.local_epochs
+        else:
+            # As `Trainer` counts for `max_steps`: full batches.
+            num_steps = sum(int(row["num_steps"]) for row in self.summary.clients.values())
+            self.examples_seen += num_steps * self._examples_per_step
         return self.summary
+
+    def flos_per_token(self) -> int:
+        """Floating point operations of a step, as `Trainer` counts them, for each input token."""
+        if self._flos_per_token is None:
+            one_token = {self._trainer.model.main_input_name: torch.empty(1)}
+            self._flos_per_token = Trainer.floating_point_ops(self._trainer, one_token)
+        return self._flos_per_token
 
     def round_logs(self) -> dict[str, float]:
         """What the log of a round has that the parent's could not."""

@@ -47,7 +47,9 @@ class FederatedTrainer(FederatedMixin, Trainer):
     ...     train_dataset=clients,
     ...     federation=FederatedConfig(num_rounds=2, aggregation="fedavg"),
     ... )
-    >>> trainer.train().global_step
+    >>> output = trainer.train()
+    {'loss': ...
+    >>> output.global_step
     2
     ```
     """

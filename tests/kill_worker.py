@@ -22,8 +22,7 @@ from tiny import arguments, rows, tiny_model
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-import hf_federated.checkpoint
-import hf_federated.trainer
+import hf_federated.mixin
 from hf_federated import Aggregation, FederatedConfig, FederatedTrainer, FedOpt, Scaffold
 
 
@@ -70,7 +69,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "best":
         # So large a rate that some round is worse than one before it.
         args |= {"eval_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1}
-        args |= {"metric_for_best_model": "loss", "learning_rate": 0.1, "restore_callback_states_from_checkpoint": True}
+        args |= {"metric_for_best_model": "loss", "learning_rate": 0.1}
+        args["restore_callback_states_from_checkpoint"] = True
         others |= {"eval_dataset": rows(8, seed=9), "callbacks": [EarlyStoppingCallback(early_stopping_patience=5)]}
     else:
         raise ValueError(f"There is no scenario {name!r}.")
@@ -138,7 +138,7 @@ def half_deleted(path: Any, **kwargs: Any) -> bool:
 
 def arm(moment: str | None) -> list[TrainerCallback]:
     """Prepare the death at a moment. Returns callbacks to run inside clients."""
-    trainer = hf_federated.trainer
+    library = hf_federated.mixin
     if moment is None:
         pass
     elif moment.startswith("file event "):
@@ -152,21 +152,21 @@ def arm(moment: str | None) -> list[TrainerCallback]:
         for algorithm in (Aggregation, FedOpt, Scaffold):
             kill_around(algorithm, "aggregate", nth_call(2), before=False)
     elif moment == "evaluation":
-        kill_around(trainer.FederatedTrainer, "evaluate", nth_call(2), before=True)
+        kill_around(FederatedTrainer, "evaluate", nth_call(2), before=True)
     elif moment == "after model file":
-        kill_around(trainer.FederatedMixin, "save_model", nth_call(2), before=False)
+        kill_around(library.FederatedMixin, "save_model", nth_call(2), before=False)
     elif moment == "before trainer_state.json":
         kill_around(TrainerState, "save_to_json", nth_call(3), before=True)
     elif moment == "before client states":
-        kill_around(trainer.FederationRuntime, "save", nth_call(2), before=True)
+        kill_around(library.FederationRuntime, "save", nth_call(2), before=True)
     elif moment == "before rename":
-        kill_around(trainer, "publish", nth_call(2), before=True)
+        kill_around(library, "publish", nth_call(2), before=True)
     elif moment == "after rename":
-        kill_around(trainer, "publish", nth_call(2), before=False)
+        kill_around(library, "publish", nth_call(2), before=False)
     elif moment == "rotation":
         kill_around(shutil, "rmtree", half_deleted, before=True)
     elif moment == "after last round":
-        kill_around(trainer, "publish", nth_call(NUM_ROUNDS), before=False)
+        kill_around(library, "publish", nth_call(NUM_ROUNDS), before=False)
     else:
         raise ValueError(f"There is no moment {moment!r}.")
     return []

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf_federated import (
+    AGGREGATIONS,
     Aggregation,
     FedAvg,
     FederatedCallback,
@@ -206,28 +207,32 @@ def test_clients_diverge_during_a_round_and_agree_after_it() -> None:
 # ---- 4: nothing leaves a client but what its messages declare
 
 
-class Serialize(TrainerCallback):
-    """Every message goes through its bytes, as over a network."""
+class AsOverANetwork(FederatedCallback):
+    """Every message goes through its bytes, and the clients' side of the algorithm is an instance of its own."""
+
+    def __init__(self, algorithm: Aggregation) -> None:
+        self.algorithm = algorithm
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.trainer._runtime.loop.engine.serialize = True
+        engine = self.trainer._runtime.loop.engine
+        engine.serialize = True
+        engine.worker._algorithm = self.algorithm
 
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedopt", "scaffold"])
 def test_messages_are_all_that_server_and_clients_share(aggregation) -> None:
-    federation = {"aggregation": aggregation, "client_optimizer_state": "carry", "evaluate_clients": False}
+    federation = {"aggregation": aggregation, "client_optimizer_state": "carry"}
     direct = trained(CLIENTS, federation=federation)
-    serialize = Serialize()
+    network = AsOverANetwork(AGGREGATIONS[aggregation]())
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tempfile.mkdtemp()),
         train_dataset=CLIENTS,
-        callbacks=[serialize],
+        callbacks=[network],
         federation=FederatedConfig(num_rounds=2, **federation),
     )
-    serialize.trainer = trainer
+    network.trainer = trainer
     trainer.train()
-    assert trainer._runtime.loop.engine.serialize
     assert same_weights(trainer.model, direct.model)
     assert trainer.ledger.to_dict() == direct.ledger.to_dict()
 

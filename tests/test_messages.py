@@ -115,6 +115,14 @@ def test_size_is_right_for_many_tensors_of_mixed_dtypes():
     assert packed_size(tree) == len(pack(tree))
 
 
+@pytest.mark.parametrize("second", DTYPES, ids=str)
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+def test_size_is_right_whichever_dtype_lies_first(first, second):
+    # The header holds offsets as text; a large tensor in front of many small ones makes it longer.
+    tree = [torch.zeros(2, dtype=first) for _ in range(20)] + [torch.zeros(5000, dtype=second)]
+    assert packed_size(tree) == len(pack(tree))
+
+
 @pytest.mark.parametrize(
     "tree",
     [

@@ -73,6 +73,7 @@ class Exchange:
                 "No parameter of the model requires a gradient, so no client could train anything. Unfreeze some, or "
                 "load the adapter with `is_trainable=True`."
             )
+        self._trained = list(self.trainable)
         travelling, staying = self._buffers(model)
         self._tensors: dict[str, torch.Tensor] = {**self.parameters, **travelling}
         self._names = list(self._tensors)
@@ -94,6 +95,32 @@ class Exchange:
     def num_values(self) -> int:
         """How many scalars travel in one direction."""
         return sum(tensor.numel() for tensor in self._live)
+
+    def check_unchanged(self, model: nn.Module) -> None:
+        """
+        Refuse a training that changed which parameters train, and freeze or unfreeze them again for the next client.
+
+        Args:
+            model (`torch.nn.Module`): The model of this exchange, after training.
+
+        Raises:
+            ValueError: If it did. The message names a parameter.
+        """
+        expected = {name: self.parameters[name] for name in self._trained}
+        now = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if now.keys() == expected.keys():
+            return
+        added = {name: parameter for name, parameter in now.items() if name not in expected}
+        removed = {name: parameter for name, parameter in expected.items() if name not in now}
+        for parameter in added.values():
+            parameter.requires_grad_(False)
+        for parameter in removed.values():
+            parameter.requires_grad_(True)
+        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "began"), (removed, "ceased")) if part]
+        raise ValueError(
+            f"{' and '.join(changes)} to train on this client and not on the others. All clients must train the same "
+            "adapter or layers: freeze, unfreeze and add parameters before the trainer is built."
+        )
 
     def _check_only_adapter_trains(self, model: Any) -> None:
         # PEFT keeps every tensor of an adapter in a dictionary keyed by the adapter's name, so that the name is one

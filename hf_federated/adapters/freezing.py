@@ -32,6 +32,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
             "num_layers",
             "num_decoder_layers",
             "n_layers",
+            "n_layer",
         )
         if isinstance(depth := model.config.to_dict().get(name), int)
     }

@@ -142,6 +142,18 @@ class LocalHook:
     The client side of an algorithm: what it does inside local training.
 
     One is made for each `Fit` by [`Aggregation.local_hook`], used for that client's local training, and dropped.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import LocalHook
+
+    >>> class WithoutBiases(LocalHook):
+    ...     def on_gradients(self, parameters):
+    ...         for name, parameter in parameters.items():
+    ...             if name.endswith("bias"):
+    ...                 parameter.grad = None
+    ```
     """
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -177,6 +189,21 @@ class Aggregation:
 
     Raises:
         ValueError: If `weighting` is unknown.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import Aggregation
+
+    >>> class BySteps(Aggregation):
+    ...     name = "by_steps"
+    ...
+    ...     def weight(self, update):
+    ...         return float(update.num_steps)
+
+    >>> BySteps()
+    BySteps()
+    ```
     """
 
     name: ClassVar[str] = ""

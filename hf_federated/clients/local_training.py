@@ -22,7 +22,7 @@ import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
@@ -135,7 +135,7 @@ class LocalTrainingCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._seed is not None:
-            set_seed(self._seed)
+            seed_generators(self._seed)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -207,11 +207,29 @@ def local_trainer(
     return client
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch, on every device."""
+    random.seed(seed)
+    np.random.seed(seed)
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """
+    `torch.manual_seed`, without its cost where there is no accelerator: for each backend that is absent it formats a
+    stack trace and queues the seed, which takes longer than a small training step.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Put back the global generators of Python, numpy and torch, on every device."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=None if torch.accelerator.is_available() else []):
         try:
             yield
         finally:

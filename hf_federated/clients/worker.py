@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -26,6 +25,7 @@ from .local_training import (
     local_trainer,
     preserved_generators,
     preserved_process_state,
+    seed_torch,
 )
 from .store import ClientStore
 
@@ -108,6 +108,7 @@ class ClientWorker:
         self._exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
         trainer = self._train(message, hook, kept.get("optimizer"))
+        self._exchange.check_unchanged(self._trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
         update = ClientUpdate(
             round=message.round,
@@ -119,15 +120,14 @@ class ClientWorker:
             metrics=_training_metrics(trainer),
             extra=extra,
         )
+        state: dict[str, Any] = {}
+        if self._carry_optimizer:
+            state["optimizer"] = trainer.optimizer.state_dict()
+        if to_keep is not None:
+            state["algorithm"] = to_keep
         # A client that diverged goes on from its last good state if it is asked again; the server rejects the update.
-        if first_non_finite(update.state) is None:
-            state: dict[str, Any] = {}
-            if self._carry_optimizer:
-                state["optimizer"] = trainer.optimizer.state_dict()
-            if to_keep is not None:
-                state["algorithm"] = to_keep
-            if state:
-                self.store.set(message.client_id, state)
+        if state and first_non_finite(update.state) is None:
+            self.store.set(message.client_id, state)
         return run_client_side(self._postprocessors, update, message)
 
     def _train(self, message: Fit, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
@@ -147,7 +147,7 @@ class ClientWorker:
             if self._is_federation:
                 # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
                 seed = self._args.seed if self._args.data_seed is None else self._args.data_seed
-                torch.manual_seed(seed)
+                seed_torch(seed)
             try:
                 trainer.train()
             except BaseException:

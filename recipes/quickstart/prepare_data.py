@@ -50,7 +50,8 @@ def main() -> None:
     model = output_dir / "minilm"
     model.unlink(missing_ok=True)
     model.symlink_to(locate(*MODEL).resolve(), target_is_directory=True)
-    print(f"{len(reviews)} reviews of {len(reviews.unique('movie'))} movies in {output_dir / 'reviews'}, model in {model}")
+    movies = len(reviews.unique("movie"))
+    print(f"{len(reviews)} reviews of {movies} movies in {output_dir / 'reviews'}, model in {model}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""`LocalEngine`: nothing is shared but messages, and the ledger counts their true bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import arguments, rows, same_weights, tiny_model
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.adapters import Exchange
+from hf_federated.clients import ClientStore, ClientWorker, MemoryStore
+from hf_federated.engines import LocalEngine, Plan
+from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
+
+
+CLIENTS = {"a": rows(8), "b": rows(5, seed=1), "c": rows(4, seed=2)}
+
+
+class Serialize(FederatedCallback):
+    """Switches the engine to real bytes before the first message."""
+
+    def __init__(self) -> None:
+        self.trainer: FederatedTrainer | None = None
+
+    def on_round_begin(self, args, state, control, **kwargs):
+        self.trainer._runtime.loop.engine.serialize = True
+
+
+class TrueBytes(FederatedCallback):
+    """The lengths of the messages as bytes, per round and client."""
+
+    def __init__(self) -> None:
+        self.down: dict[tuple[int, str], int] = {}
+        self.up: dict[tuple[int, str], int] = {}
+        self.trainer: FederatedTrainer | None = None
+
+    def on_client_begin(self, args, state, control, client_id, server=None, **kwargs):
+        self.down[server.round, client_id] = len(self.trainer._runtime.loop._fit_message(client_id).to_bytes())
+
+    def on_client_end(self, args, state, control, update, server=None, **kwargs):
+        self.up[server.round, update.client_id] = len(update.to_bytes())
+
+
+def federated(tmp_path, callbacks=(), **federation):
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset=CLIENTS,
+        callbacks=list(callbacks),
+        federation=FederatedConfig(num_rounds=2, clients_per_round=2, **federation),
+    )
+    for callback in callbacks:
+        callback.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "kwargs"),
+    [("fedavg", {"weighting": "tokens"}), ("fedprox", {"proximal_weight": 1.0}), ("fedopt", None), ("scaffold", None)],
+)
+def test_passing_messages_as_bytes_changes_nothing(tmp_path, aggregation, kwargs):
+    federation = {"aggregation": aggregation, "aggregation_kwargs": kwargs, "client_optimizer_state": "carry"}
+    objects = federated(tmp_path, **federation)
+    through_bytes = federated(tmp_path, [Serialize()], **federation)
+    assert through_bytes._runtime.loop.engine.serialize
+    assert same_weights(objects.model, through_bytes.model)
+    assert not same_weights(objects.model, tiny_model())
+    assert objects.ledger.to_dict() == through_bytes.ledger.to_dict()
+
+
+@pytest.mark.parametrize("aggregation", ["fedavg", "scaffold"])
+def test_the_ledger_counts_the_true_bytes_of_every_message(tmp_path, aggregation):
+    counter = TrueBytes()
+    ledger = federated(tmp_path, [counter], aggregation=aggregation).ledger
+    assert len(counter.down) == len(counter.up) == 4
+    for (round, client_id), down in counter.down.items():
+        account = ledger.to_dict()["rounds"][str(round)][client_id]
+        assert account == [down, counter.up[round, client_id]]
+    assert (ledger.bytes_down, ledger.bytes_up) == (sum(counter.down.values()), sum(counter.up.values()))
+    payload = sum(parameter.nbytes for parameter in tiny_model().parameters())
+    assert all(down > (2 if aggregation == "scaffold" else 1) * payload for down in counter.down.values())
+
+
+# ---- The engine by itself
+
+
+def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) -> LocalEngine:
+    trainer = FederatedTrainer(
+        model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, federation=FederatedConfig(num_rounds=2)
+    )
+    worker = ClientWorker(
+        trainer=trainer,
+        args=trainer.args,
+        exchange=Exchange(trainer.model),
+        train_datasets=CLIENTS,
+        eval_datasets={"a": rows(3, seed=9)},
+        algorithm=trainer.aggregation,
+        store=store or MemoryStore(),
+        config=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
+    )
+    return LocalEngine(worker, serialize=serialize)
+
+
+def fit(client_id: str, round: int = 0, seed: int = 5) -> Fit:
+    return Fit(round, client_id, seed, Exchange(tiny_model()).read())
+
+
+def test_replies_are_the_same_bytes_either_way(tmp_path):
+    plan = Plan(0, ("c", "a"), fit)
+    replies = [[reply.to_bytes() for reply in engine(tmp_path, serialize).run(plan)] for serialize in (False, True)]
+    assert replies[0] == replies[1]
+
+
+def test_every_client_answers_in_order_for_itself(tmp_path):
+    replies = list(engine(tmp_path).run(Plan(0, ("c", "a", "b"), fit)))
+    assert [type(reply) for reply in replies] == [ClientUpdate] * 3
+    assert [reply.client_id for reply in replies] == ["c", "a", "b"]
+    assert [reply.num_examples for reply in replies] == [4, 8, 5]
+    assert [reply.num_steps for reply in replies] == [1, 2, 2]
+
+
+def test_a_reply_does_not_depend_on_who_came_before(tmp_path):
+    first = {reply.client_id: reply.to_bytes() for reply in engine(tmp_path).run(Plan(0, ("a", "c"), fit))}
+    for reply in engine(tmp_path).run(Plan(0, ("c", "a"), fit)):
+        assert reply.to_bytes() == first[reply.client_id]
+
+
+def test_a_reply_is_its_own_and_not_the_model(tmp_path):
+    replies = list(engine(tmp_path).run(Plan(0, ("a", "b"), fit)))
+    first, second = replies[0].state, replies[1].state
+    assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
+    assert {value.data_ptr() for value in first.values()}.isdisjoint(value.data_ptr() for value in second.values())
+
+
+def test_messages_are_made_when_they_are_sent(tmp_path):
+    made: list[str] = []
+
+    def message_for(client_id: str) -> Fit:
+        made.append(client_id)
+        return fit(client_id)
+
+    replies = engine(tmp_path).run(Plan(0, ("a", "b", "c"), message_for))
+    assert made == []
+    next(replies)
+    assert made == ["a"]
+    next(replies)
+    assert made == ["a", "b"]
+
+
+def test_a_client_that_fails_is_reported_counted_and_left_behind(tmp_path):
+    local = engine(tmp_path)
+
+    def message_for(client_id: str) -> Fit:
+        message = fit(client_id)
+        if client_id == "b":
+            del message.state["classifier.bias"]
+        return message
+
+    replies = list(local.run(Plan(0, ("a", "b", "c"), message_for)))
+    assert [type(reply) for reply in replies] == [ClientUpdate, ClientFailure, ClientUpdate]
+    assert replies[1].client_id == "b" and "KeyError" in replies[1].error and "classifier.bias" in replies[1].error
+    assert local.ledger.to_dict()["rounds"]["0"]["b"][1] == len(replies[1].to_bytes())
+    untroubled = list(engine(tmp_path).run(Plan(0, ("c",), fit)))
+    assert replies[2].to_bytes() == untroubled[0].to_bytes()
+
+
+def test_the_error_behind_a_failure_can_be_looked_up(tmp_path):
+    local = engine(tmp_path)
+    for reply in local.run(Plan(0, ("nobody",), fit)):
+        assert isinstance(reply, ClientFailure)
+        assert isinstance(local.last_error, KeyError)
+    list(local.run(Plan(0, ("a",), fit)))
+    assert local.last_error is None
+
+
+def test_clients_evaluate_on_their_own_rows(tmp_path):
+    def message_for(client_id: str) -> Evaluate:
+        return Evaluate(1, client_id, Exchange(tiny_model()).read())
+
+    good, bad = engine(tmp_path).run(Plan(1, ("a", "b"), message_for))
+    assert isinstance(good, Metrics) and good.num_examples == 3
+    data = rows(3, seed=9)
+    model = tiny_model().eval()
+    with torch.no_grad():
+        loss = model(input_ids=torch.tensor(data["input_ids"]), labels=torch.tensor(data["labels"])).loss
+    assert good.metrics["eval_loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert isinstance(bad, ClientFailure) and bad.client_id == "b"
+
+
+def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path):
+    local = engine(tmp_path)
+    list(local.run(Plan(0, ("a",), fit)))
+    (tmp_path / "saved").mkdir()
+    local.save(tmp_path / "saved")
+    resumed = engine(tmp_path)
+    resumed.load(tmp_path / "saved")
+
+    def second(client_id: str) -> Fit:
+        return fit(client_id, round=1)
+
+    carried, again = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (local, resumed))
+    assert carried == again
+    fresh = engine(tmp_path)
+    resumed.load(tmp_path / "saved")
+    resumed.reset()
+    forgotten, never = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (resumed, fresh))
+    assert forgotten == never != carried

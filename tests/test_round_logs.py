@@ -1,0 +1,113 @@
+"""What a federation logs: numbers that the parent could not know of a round, equal to those counted by hand."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ROW_LENGTH, arguments, rows, tiny_model
+from transformers import Trainer
+
+from hf_federated import FederatedConfig, FederatedTrainer
+
+
+CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
+EVAL_ROWS = rows(8, seed=3)
+
+
+def build(
+    directory: Path,
+    train_dataset: Any = None,
+    federation: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> FederatedTrainer:
+    """A federation of four rounds; `kwargs` are training arguments."""
+    return FederatedTrainer(
+        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
+        train_dataset=CLIENTS if train_dataset is None else train_dataset,
+        federation=FederatedConfig(**{"num_rounds": 4, **(federation or {})}),
+    )
+
+
+def test_logged_loss_is_the_clients_mean_by_rows(tmp_path) -> None:
+    trainer = build(tmp_path, federation={"log_clients": True})
+    trainer.train()
+    weights = {name: data.num_rows for name, data in CLIENTS.items()}
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry in entries:
+        mean = sum(weights[name] * entry[f"client/{name}/loss"] for name in CLIENTS) / sum(weights.values())
+        assert entry["loss"] == pytest.approx(mean, rel=1e-6)
+        for name in ("grad_norm", "learning_rate"):
+            assert entry[name] == pytest.approx(statistics.fmean(entry[f"client/{c}/{name}"] for c in CLIENTS))
+        assert [entry[f"client/{name}/num_steps"] for name in CLIENTS] == [2, 1, 2]
+    assert all(entry["federated/num_clients"] == 3 and entry["federated/num_failed"] == 0 for entry in entries)
+
+
+def test_logged_learning_rate_is_that_of_the_last_local_step(tmp_path) -> None:
+    # Two steps a round, eight in all, from 0.01 down to 0; the second step of round r is number 2r + 1 from 0.
+    trainer = build(tmp_path, train_dataset={"a": rows(8), "b": rows(8, seed=1)})
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates == pytest.approx([0.01 * (1 - (2 * round + 1) / 8) for round in range(4)])
+
+
+def test_bytes_in_the_log_are_the_ledgers(tmp_path) -> None:
+    trainer = build(tmp_path)
+    trainer.train()
+    rounds = trainer.ledger.rounds()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for number, entry in enumerate(entries, start=1):
+        for direction in ("bytes_up", "bytes_down"):
+            assert entry[f"federated/{direction}"] == sum(row[direction] for row in rounds[:number])
+    model_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert 3 * model_bytes < rounds[0]["bytes_down"] < 3 * (model_bytes + 8192)
+
+
+@pytest.mark.parametrize("include", ["no", "all", "non_padding"])
+def test_flos_and_tokens_of_one_client_are_the_plain_trainers(tmp_path, include) -> None:
+    options = {"include_num_input_tokens_seen": include}
+    plain = Trainer(tiny_model(), arguments(tmp_path / "plain", num_train_epochs=4, **options), train_dataset=rows(10))
+    plain.train()
+    one = build(tmp_path / "one", train_dataset=rows(10), **options)
+    one.train()
+    assert one.state.total_flos == plain.state.total_flos > 0
+    assert one.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
+    tokens = [[entry.get("num_input_tokens_seen") for entry in run.state.log_history] for run in (one, plain)]
+    assert tokens[0] == tokens[1]
+    if include != "no":
+        assert one.state.num_input_tokens_seen == 4 * 10 * ROW_LENGTH
+
+
+def test_throughput_counts_the_rows_of_all_clients(tmp_path) -> None:
+    trainer = build(tmp_path, federation={"clients_per_round": 2, "local_epochs": 3})
+    trainer.train()
+    end = trainer.state.log_history[-1]
+    sampled = [client for round in range(4) for client in trainer._runtime._sampler(round)]
+    num_rows = 3 * sum(CLIENTS[client].num_rows for client in sampled)
+    assert end["train_samples_per_second"] == pytest.approx(num_rows / end["train_runtime"], abs=1e-3)
+    assert end["train_steps_per_second"] == pytest.approx(4 / end["train_runtime"], rel=0.01)
+
+
+def test_throughput_of_local_steps_counts_the_rows_that_were_seen(tmp_path) -> None:
+    trainer = build(tmp_path, train_dataset={"a": rows(40), "b": rows(40)}, federation={"local_steps": 2})
+    trainer.train()
+    end = trainer.state.log_history[-1]
+    # 4 rounds of 2 clients with 2 batches of 4 rows.
+    assert end["train_samples_per_second"] == pytest.approx(64 / end["train_runtime"], abs=1e-3)
+
+
+def test_tensorboard_gets_rounds_as_steps(tmp_path, monkeypatch) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    build(
+        tmp_path, trainer={"eval_dataset": EVAL_ROWS}, eval_strategy="epoch", report_to=["tensorboard"]
+    ).train()  # fmt: skip
+    runs = {path.parent for path in (tmp_path / "board").rglob("events.out.tfevents*")}
+    assert len(runs) == 1
+    events = event_accumulator.EventAccumulator(str(runs.pop()))
+    events.Reload()
+    for tag in ("train/loss", "train/grad_norm", "eval/loss", "train/federated/bytes_up"):
+        assert [scalar.step for scalar in events.Scalars(tag)] == [1, 2, 3, 4]
