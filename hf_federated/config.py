@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,10 @@ class FederatedConfig:
         _check_choice("client_store", self.client_store, STORES)
         if self.freeze is not None:
             self.freeze = str(self.freeze)
+            if not re.fullmatch(r"embeddings|(embeddings\+)?\d+", self.freeze):
+                raise ValueError(
+                    f"`freeze` is {self.freeze!r}; write 'embeddings', a number of layers, or 'embeddings+2'."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """

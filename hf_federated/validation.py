@@ -75,5 +75,10 @@ def check_update(
     where = f"Client {update.client_id!r}, round {round}"
     if update.round != round:
         raise InvalidUpdateError(f"{where}: the update answers round {update.round}.")
+    if update.num_examples < 1 or update.num_tokens < 0 or update.num_steps < 1:
+        raise InvalidUpdateError(
+            f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
+            "expected at least one example and one step. An update of no data cannot be weighted."
+        )
     _check_state(update.state, reference, where)
     _check_state(update.extra, extra_reference, f"{where}, beside the parameters")

@@ -44,9 +44,6 @@ class WeightedMean:
     It holds one state however many are added. One state, and any number of equal states, come out bit for bit.
     Integer and boolean tensors are not averaged: the first state's are kept.
 
-    Args:
-        total_weight (`float`, *optional*, defaults to `0.0`): Weight of what has been added.
-
     Example:
 
     ```python

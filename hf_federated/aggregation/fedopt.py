@@ -33,6 +33,7 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move every parameter along its gradient; `closure` is not called."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -157,6 +158,7 @@ class FedOpt(Aggregation):
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
+        self._saved: dict[str, Any] = {}
 
     @classmethod
     def diloco(cls, server_lr: float = 0.7, server_momentum: float = 0.9, weighting: str = "uniform") -> FedOpt:
@@ -170,6 +172,7 @@ class FedOpt(Aggregation):
     def setup(self, num_rounds: int, num_clients: int) -> None:
         self._num_rounds = num_rounds
         self._parameters, self._optimizer, self._scheduler = {}, None, None
+        self._saved = {}
 
     def _build(self, state: State) -> Optimizer:
         self._parameters = {
@@ -203,6 +206,8 @@ class FedOpt(Aggregation):
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         if self._optimizer is None:
             self._optimizer = self._build(state)
+            if self._saved:
+                self._restore(self._optimizer, self._saved)
         mean = accumulator.mean.finalize(wide=True)
         for name, parameter in self._parameters.items():
             # Whoever changed the global state between rounds (a distillation, say) wins over the wide copy.
@@ -219,7 +224,7 @@ class FedOpt(Aggregation):
 
     def state_dict(self) -> dict[str, Any]:
         if self._optimizer is None:
-            return {}
+            return self._saved
         return {
             "parameters": {name: parameter.detach() for name, parameter in self._parameters.items()},
             "optimizer": self._optimizer.state_dict(),
@@ -227,9 +232,15 @@ class FedOpt(Aggregation):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state:
-            return
-        self._optimizer = self._build(state["parameters"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scheduler.last_epoch = state["scheduler"]["last_epoch"]
-        self._scheduler._last_lr = state["scheduler"]["last_lr"]
+        # Taken up by the next aggregate, which knows the device that the global state is on.
+        self._parameters, self._optimizer, self._scheduler = {}, None, None
+        self._saved = state
+
+    @torch.no_grad()
+    def _restore(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(saved["parameters"][name])
+        optimizer.load_state_dict(saved["optimizer"])
+        self._scheduler.last_epoch = saved["scheduler"]["last_epoch"]
+        self._scheduler._last_lr = saved["scheduler"]["last_lr"]
+        self._saved = {}

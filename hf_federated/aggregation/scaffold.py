@@ -78,6 +78,8 @@ class Scaffold(Aggregation):
                 for name, value in state.items()
                 if value.is_floating_point()
             }
+        # What a checkpoint held is on the CPU.
+        self._control = {name: value.to(state[name].device) for name, value in self._control.items()}
         return dict(self._control)
 
     def expected_extra(self, state: State) -> State:

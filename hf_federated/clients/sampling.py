@@ -53,8 +53,8 @@ class ClientSampler:
             self.num_sampled = round(clients_per_round * total)
             if self.num_sampled == 0:
                 raise ValueError(
-                    f"clients_per_round={clients_per_round} of {total} clients samples nobody; the smallest share "
-                    f"that samples one is {1 / total:.3g}. Give a larger share or a count."
+                    f"clients_per_round={clients_per_round} of {total} clients samples nobody; one client is a share "
+                    f"of {1 / total:.3g}. Give a larger share or a count."
                 )
         else:
             self.num_sampled = clients_per_round
