@@ -1,0 +1,109 @@
+"""`federate()`: any trainer class keeps what is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import arguments, rows, tiny_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+)
+
+from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer, federate
+
+
+CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
+
+
+def test_a_users_trainer_keeps_its_own_loss(tmp_path) -> None:
+    class Halved(Trainer):
+        """Half the loss of its parent."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return (loss[0] / 2, loss[1]) if return_outputs else loss / 2
+
+    options = {"learning_rate": 1e-9, "logging_strategy": "steps"}
+    losses = []
+    for base in (Trainer, Halved):
+        trainer = federate(base)(
+            model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=CLIENTS,
+            federation=FederatedConfig(num_rounds=1),
+        )  # fmt: skip
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert federate(Halved).__name__ == "FederatedHalved"
+    assert federate(Halved) is federate(Halved)
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-4)
+
+
+def test_seq2seq_trainer_generates_in_its_evaluation(tmp_path) -> None:
+    sizes = {f"{part}_{name}": 8 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    config = BartConfig(vocab_size=32, d_model=8, max_position_embeddings=32, **sizes, **layers)
+    data = {
+        name: dataset.remove_columns("labels").add_column("labels", dataset["input_ids"][:])
+        for name, dataset in CLIENTS.items()
+    }
+
+    def longest(prediction: Any) -> dict[str, float]:
+        return {"longest": float((prediction.predictions != config.pad_token_id).sum(-1).max())}
+
+    trainer = federate(Seq2SeqTrainer)(
+        model=BartForConditionalGeneration(config),
+        args=Seq2SeqTrainingArguments(
+            **{**arguments(tmp_path).to_dict(), "predict_with_generate": True, "generation_max_length": 5}
+        ),
+        train_dataset=data,
+        eval_dataset=FederatedDataset.from_dict(data),
+        compute_metrics=longest,
+        federation=FederatedConfig(num_rounds=2, evaluate_clients=True),
+    )
+    trainer.train()
+    assert isinstance(trainer, Seq2SeqTrainer)
+    metrics = trainer.evaluate()
+    assert metrics["eval_longest"] == metrics["federated/eval_longest_best"] == 5
+    assert trainer.evaluate(data["north"], max_length=3)["eval_longest"] == 3
+
+
+def test_federate_refuses_what_is_no_trainer() -> None:
+    assert federate(Trainer) is FederatedTrainer
+    with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
+        federate(dict)
+    with pytest.raises(TypeError, match="FederatedTrainer is federated already"):
+        federate(FederatedTrainer)
+
+
+class PassingOn(Trainer):
+    """As most subclasses are written."""
+
+    def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature = temperature
+
+
+class PassingOnAfterItsOwn(PassingOn):
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.name = name
+
+
+@pytest.mark.parametrize("num_by_position", [0, 2, 4])
+def test_a_users_constructor_may_pass_everything_on(tmp_path, num_by_position) -> None:
+    given = {"model": tiny_model(), "args": arguments(tmp_path), "data_collator": None, "train_dataset": CLIENTS}
+    values = list(given.values())[:num_by_position]
+    by_name = dict(list(given.items())[num_by_position:])
+    trainer = federate(PassingOn)(*values, **by_name, temperature=2.0)
+    assert (trainer.temperature, list(trainer.clients)) == (2.0, list(CLIENTS))
+    with_own = federate(PassingOnAfterItsOwn)("mine", *values, **by_name)
+    assert (with_own.name, with_own.temperature, list(with_own.clients)) == ("mine", 1.0, list(CLIENTS))
+
+
+def test_an_argument_given_twice_is_refused(tmp_path) -> None:
+    with pytest.raises(TypeError, match="twice"):
+        FederatedTrainer(tiny_model(), arguments(tmp_path), None, CLIENTS, train_dataset=CLIENTS)
