@@ -59,6 +59,11 @@ def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:
     return Path(checkpoint) / FEDERATED_DIR / CLIENTS_DIR
 
 
+def clear_staging(output_dir: str | os.PathLike[str]) -> None:
+    """Delete what an earlier, killed run left half written or half deleted."""
+    shutil.rmtree(Path(output_dir) / STAGING_DIR, ignore_errors=True)
+
+
 @contextmanager
 def staged_directory(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
     """

@@ -29,7 +29,7 @@ from transformers.trainer_utils import TrainOutput
 from .adapters import Exchange
 from .aggregation import Aggregation
 from .cards import render_model_card
-from .checkpoint import list_checkpoints, publish, read_server_state, rotate, staged_directory
+from .checkpoint import clear_staging, list_checkpoints, publish, read_server_state, rotate, staged_directory
 from .checks import as_federated_dataset
 from .clients.local_training import LocalTraining
 from .config import FederatedConfig
@@ -212,6 +212,7 @@ class FederatedMixin(_Base):
             with self._arguments(round_arguments(self._user_args, self._runtime.num_rounds)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
+                clear_staging(self.args.output_dir)
                 rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
             return output
         finally:
