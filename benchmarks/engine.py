@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ALGORITHMS = ("fedavg", "fedprox", "fedopt")
 TINY = {"model": "tiny", "local_steps": 4, "batch_size": 8, "sequence_length": 16}
 MINILM = {"model": "minilm", "local_steps": 4, "batch_size": 8, "sequence_length": 64}
-MEMORY = {"model": "memory", "local_steps": 1, "batch_size": 4, "sequence_length": 32}
+MEMORY = {"model": "memory", "local_steps": 1, "batch_size": 1, "sequence_length": 8}
 
 
 class Bench:

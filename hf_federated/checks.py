@@ -136,9 +136,6 @@ def check_clients(
         )
     if streams:
         logger.warning_once("A client's stream starts at its first rows again in every round.")
-    empty = [client_id for client_id in clients if rows[client_id] == 0]
-    if empty:
-        raise ValueError(f"{len(empty)} clients have no rows, for example {empty[:5]}: leave them out.")
     batch = args.train_batch_size
     small = [client_id for client_id in clients if rows[client_id] is not None and rows[client_id] < batch]
     if args.dataloader_drop_last and small:

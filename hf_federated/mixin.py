@@ -336,13 +336,16 @@ class FederatedMixin(_Base):
         """
         `Trainer.evaluate`, and with `evaluate_clients=True` each client's own evaluation.
 
-        What the parent's `evaluate` takes beyond these arguments (`max_length` of `Seq2SeqTrainer`) goes to it.
+        A [`FederatedDataset`] is evaluated as all its rows together. What the parent's `evaluate` takes beyond these
+        arguments (`max_length` of `Seq2SeqTrainer`) goes to it.
 
         Returns:
             `dict[str, float]`: The parent's metrics of all rows together; beside them, of the clients' own metrics,
             `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation). Each client's
             are in `client_metrics`.
         """
+        if isinstance(eval_dataset, FederatedDataset):
+            eval_dataset = eval_dataset.to_dataset()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
         runtime = self._runtime
         if runtime is None or self.local_training is not None or eval_dataset is not None:

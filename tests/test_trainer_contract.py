@@ -221,6 +221,12 @@ def test_a_federated_eval_dataset_is_evaluated_as_all_rows_together(tmp_path) ->
     assert not any(name.startswith("federated/") for name in metrics)
 
 
+def test_federated_data_given_to_evaluate_are_all_rows_together(tmp_path) -> None:
+    clients = FederatedDataset.from_dict({"a": rows(6, seed=1), "b": rows(10, seed=2)})
+    trainer = FederatedTrainer(tiny_model(), arguments(tmp_path), train_dataset=clients)
+    assert trainer.evaluate(clients)["eval_loss"] == trainer.evaluate(clients.to_dataset())["eval_loss"]
+
+
 def test_evaluate_clients_by_hand(tmp_path) -> None:
     data = {"right": [1, 1, 1, 1], "half": [1, 1, 0, 0], "wrong": [0, 0, 0, 1]}
     eval_clients = FederatedDataset.from_dict(

@@ -13,6 +13,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, EvalPrediction, TrainingArguments
 
+from hf_federated.cards import RunRecord
 from hf_federated.cli.baselines import BaselineResult, Baselines
 from hf_federated.cli.inputs import Clients, load_clients, load_model, load_tokenizer, pooled_by_length
 from hf_federated.cli.recipe import Recipe, build, recipe_errors
@@ -22,6 +23,8 @@ from hf_federated.trainer import FederatedTrainer
 
 
 RESULTS_NAME = "results.json"
+# What the card is rendered from.
+RECORD_NAME = "run_record.json"
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
     run.trainer.save_model()
     (folder / RESULTS_NAME).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     run.trainer.create_model_card(**recipe.card)
+    RunRecord.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
     if recipe.plots:
         _plot(run, folder, baselines)
     echo("")
