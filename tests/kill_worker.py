@@ -1,4 +1,4 @@
-"""Trains in a forked process that may kill itself, for `test_checkpoints.py`.
+"""Trains in a forked process that may kill itself, for `test_resume.py`.
 
 Importing torch and transformers takes seconds, so one process imports them once and forks for every run. It reads a
 request a line from its standard input, `{"directory", "scenario", "moment", "resume"}`, and answers with a line that
