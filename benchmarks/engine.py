@@ -172,8 +172,8 @@ class Bench:
             runs: dict[str, list[dict[str, Any]]] = {"bare": [], "federation": [], "flower": []}
             for _ in range(1 if quick else 3):
                 for side in runs:
-                    extra = {**shared, "output_dir": str(self.folder / "flower")} if side == "flower" else {}
-                    runs[side].append(self.run(side, workload, watch=True, **extra))
+                    extra = {"rows": shared["rows"], "output_dir": str(self.folder / "flower")}
+                    runs[side].append(self.run(side, workload, watch=True, **(extra if side == "flower" else {})))
             entries.append(_compare_with_flower(workload, shared["name"], runs))
         _print_table(
             "(c) the same federation on Flower's simulation engine, one worker of as many threads",
