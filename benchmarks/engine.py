@@ -169,10 +169,11 @@ class Bench:
             workload = {**workload, "num_clients": 10, "num_rounds": 3 if quick else num_rounds}
             shared = self.run("prepare", workload, folder=str(self.folder / "shared"))
             workload["model"] = shared["model"]
+            paths = {"model": shared["model"], "rows": shared["rows"]}
             runs: dict[str, list[dict[str, Any]]] = {"bare": [], "federation": [], "flower": []}
             for _ in range(1 if quick else 3):
                 for side in runs:
-                    extra = {"rows": shared["rows"], "output_dir": str(self.folder / "flower")}
+                    extra = {**paths, "output_dir": str(self.folder / "flower")}
                     runs[side].append(self.run(side, workload, watch=True, **(extra if side == "flower" else {})))
             entries.append(_compare_with_flower(workload, shared["name"], runs))
         _print_table(
