@@ -193,9 +193,16 @@ class Message:
 
     A subclass declares its fields and nothing else travels: [`~Message.to_bytes`] serialises exactly these, and
     [`~Message.from_bytes`] refuses a blob that holds others.
+
+    Args:
+        round (`int`): Round number, from 0.
+        client_id (`str`): The client at the other end.
     """
 
     kind: ClassVar[str] = ""
+
+    round: int
+    client_id: str
 
     def _tree(self) -> dict[str, Any]:
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -250,8 +257,6 @@ class Fit(Message):
 
     kind: ClassVar[str] = "fit"
 
-    round: int
-    client_id: str
     seed: int
     state: dict[str, torch.Tensor]
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -278,8 +283,6 @@ class ClientUpdate(Message):
 
     kind: ClassVar[str] = "client_update"
 
-    round: int
-    client_id: str
     state: dict[str, torch.Tensor]
     num_examples: int
     num_tokens: int
@@ -301,8 +304,6 @@ class Evaluate(Message):
 
     kind: ClassVar[str] = "evaluate"
 
-    round: int
-    client_id: str
     state: dict[str, torch.Tensor]
 
 
@@ -320,8 +321,6 @@ class Metrics(Message):
 
     kind: ClassVar[str] = "metrics"
 
-    round: int
-    client_id: str
     num_examples: int
     metrics: dict[str, float]
 
@@ -339,8 +338,6 @@ class ClientFailure(Message):
 
     kind: ClassVar[str] = "client_failure"
 
-    round: int
-    client_id: str
     error: str
 
 

@@ -138,7 +138,7 @@ class RoundLoop:
                 update = self._accept(reply)
             except InvalidUpdateError as error:
                 first_error = first_error or self.engine.last_error or error
-                server.rejected[reply.client_id] = str(error)  # type: ignore[attr-defined]
+                server.rejected[reply.client_id] = str(error)
                 logger.warning(f"Refused: {error}")
                 continue
             self._fire("on_client_end", update=update)

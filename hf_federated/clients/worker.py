@@ -96,11 +96,9 @@ class ClientWorker:
                 return self._evaluate(message)
         except Exception as error:
             self.last_error = error
-            logger.warning(
-                f"Client {message.client_id!r} failed in round {message.round}:\n{traceback.format_exc()}"  # type: ignore[attr-defined]
-            )
+            logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{traceback.format_exc()}")
             text = f"{type(error).__name__}: {error}"
-            return ClientFailure(message.round, message.client_id, text)  # type: ignore[attr-defined]
+            return ClientFailure(message.round, message.client_id, text)
         raise TypeError(f"A client does not know the message {type(message).__name__}.")
 
     def _fit(self, message: Fit) -> ClientUpdate:
