@@ -108,6 +108,14 @@ class ClientWorker:
         trainer = self._train(message, hook, kept.get("optimizer"))
         self._exchange.check_unchanged(self._trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
+        state: dict[str, Any] = {}
+        if self._carry_optimizer:
+            state["optimizer"] = trainer.optimizer.state_dict()
+        else:
+            # The optimizer and its schedule refer to each other; its moments would wait for a garbage collection.
+            trainer.optimizer.state.clear()
+        if to_keep is not None:
+            state["algorithm"] = to_keep
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
@@ -118,11 +126,6 @@ class ClientWorker:
             metrics=_training_metrics(trainer),
             extra=extra,
         )
-        state: dict[str, Any] = {}
-        if self._carry_optimizer:
-            state["optimizer"] = trainer.optimizer.state_dict()
-        if to_keep is not None:
-            state["algorithm"] = to_keep
         # A client that diverged goes on from its last good state if it is asked again; the server rejects the update.
         if state and first_non_finite(update.state) is None:
             self.store.set(message.client_id, state)

@@ -64,6 +64,7 @@ class Engine(ABC):
         for client_id, reply in self._execute(plan, dispatch):
             self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
             yield reply
+            del reply  # The next client trains before another takes its place.
 
     @abstractmethod
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:

@@ -34,6 +34,7 @@ class LocalEngine(Engine):
                 reply = self.worker.handle(message)
             self.last_error = self.worker.last_error
             yield client_id, reply
+            del message, reply  # Not kept while the next client trains.
 
     def reset(self) -> None:
         self.worker.store.clear()
