@@ -32,6 +32,8 @@ class ServerState:
         fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
+        accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
+            the updates of all processes when `on_aggregate` fires.
 
     Example:
 
@@ -53,6 +55,7 @@ class ServerState:
     fit_settings: dict[str, Any] = field(default_factory=dict)
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    accumulators: list[Accumulator] = field(default_factory=list)
 
 
 class FederatedCallback(TrainerCallback):
@@ -93,7 +96,11 @@ class FederatedCallback(TrainerCallback):
         update: ClientUpdate,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """For each accepted update. An update must not be kept: memory would grow with the cohort."""
+        """
+        For each accepted update. An update must not be kept: memory would grow with the cohort.
+
+        With several processes and `parallelism="clients"` it fires where the client was trained, and nowhere else.
+        """
 
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -157,6 +164,7 @@ class AggregationCallback(FederatedCallback):
     ) -> None:
         assert server is not None
         self._accumulator = self.algorithm.accumulator()
+        server.accumulators.append(self._accumulator)
         server.fit_settings.update(self.algorithm.fit_settings())
         server.fit_extra.update(self.algorithm.fit_extra(server.weights))
         server.expected_extra.update(self.algorithm.expected_extra(server.weights))
@@ -183,4 +191,5 @@ class AggregationCallback(FederatedCallback):
         assert server is not None and self._accumulator is not None
         server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
         # A round's sums are as large as the model; they must not lie about until the next round.
+        server.accumulators.remove(self._accumulator)
         self._accumulator = None

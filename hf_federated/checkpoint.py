@@ -65,13 +65,20 @@ def clear_staging(output_dir: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def staged_directory(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
+def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) -> Iterator[Path]:
     """
     An empty directory below `output_dir` to write a checkpoint into; it is removed at the end, and what an earlier,
     killed run left of its own is removed at the start.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Where the checkpoint will lie.
+        create (`bool`, *optional*, defaults to `True`): `False` only names it: another process makes and removes it.
     """
     # It carries the name of the output directory, from which trainers derive a model's name.
     parent = Path(output_dir) / STAGING_DIR
+    if not create:
+        yield parent / Path(output_dir).absolute().name
+        return
     shutil.rmtree(parent, ignore_errors=True)
     staging = parent / Path(output_dir).absolute().name
     staging.mkdir(parents=True)

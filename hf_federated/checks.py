@@ -87,11 +87,6 @@ def check_arguments(args: TrainingArguments, federation: FederatedConfig, algori
         "deepspeed": (args.deepspeed is not None, "run without it"),
         "fsdp": (bool(args.fsdp), "run without it"),
         f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one of them"),
-        f"{args.world_size} processes": (args.world_size > 1, "run one process; several are not supported yet"),
-        f"parallelism={federation.parallelism!r}": (
-            federation.parallelism != "data",
-            "leave the default; several processes are not supported yet",
-        ),
         f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
             "use an optimizer that keeps gradients until its step, such as 'adamw_torch'",

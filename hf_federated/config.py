@@ -94,7 +94,10 @@ class FederatedConfig:
             What is frozen before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or both
             (`"embeddings+2"`). Frozen parameters never travel.
         parallelism (`str`, *optional*, defaults to `"data"`):
-            How several processes share the work. Only one process is supported so far.
+            How the processes of `accelerate launch` share the work. `"data"`: they train each client together, its batches
+            spread over them, as accelerate does. `"clients"`: each trains whole clients on its own. The results of
+            `"clients"` are those of one process, bit for bit; those of `"data"` are the plain Trainer's under the same
+            launch.
         client_store (`str`, *optional*, defaults to `"memory"`):
             Where the state that a client keeps between rounds lives: `"memory"` or `"disk"` (below `output_dir`).
         federation_seed (`int`, *optional*):

@@ -49,6 +49,15 @@ class Ledger:
         account[0] += bytes_down
         account[1] += bytes_up
 
+    def account(self, round: int, client_id: str) -> tuple[int, int]:
+        """Bytes down and up of a client in a round."""
+        down, up = self._bytes.get(round, {}).get(client_id, (0, 0))
+        return down, up
+
+    def set_account(self, round: int, client_id: str, bytes_down: int, bytes_up: int) -> None:
+        """Replace a client's account of a round by that of the process that kept it."""
+        self._bytes.setdefault(round, {})[client_id] = [bytes_down, bytes_up]
+
     @property
     def bytes_down(self) -> int:
         """All bytes from the server to clients."""
@@ -84,7 +93,9 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole ledger as JSON values."""
-        return {"rounds": {str(round): clients for round, clients in sorted(self._bytes.items())}}
+        return {
+            "rounds": {str(round): dict(sorted(clients.items())) for round, clients in sorted(self._bytes.items())}
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -40,7 +41,8 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(float(value))}
+        # Of one width, so that the size of a message tells nothing of its numbers.
+        return {"$float": struct.pack(">d", value).hex()}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _flatten(item, tensors, names, f"{path}.{key}") for key, item in value.items()}
@@ -68,7 +70,7 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if tag == "$tensor":
             return tensors[content]
         if tag == "$float":
-            return float(content)
+            return struct.unpack(">d", bytes.fromhex(content))[0]
         if tag == "$tuple":
             return tuple(_unflatten(item, tensors) for item in content)
         if tag == "$pairs":

@@ -198,8 +198,15 @@ class FederatedMixin(_Base):
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
             ValueError: If the checkpoint is not one of a federation.
         """
-        if self._runtime is None or self.local_training is not None:
+        runtime = self._runtime
+        if runtime is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with runtime.processes.shared_fate(), runtime.alone():
+            return self._train_rounds(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train_rounds(
+        self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         self._user_args = self.args
         self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
         neftune = self.neftune_noise_alpha
@@ -209,7 +216,7 @@ class FederatedMixin(_Base):
         gc.freeze()
         self._runs_rounds = True
         try:
-            with self._arguments(round_arguments(self._user_args, self._runtime.num_rounds)):
+            with self._arguments(round_arguments(self._user_args, self._federation.num_rounds)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
@@ -272,9 +279,8 @@ class FederatedMixin(_Base):
         return super()._remove_unused_columns(dataset, description)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Of the loop over rounds: none, but the federation starts here. Inside a client: the parent's, carried on."""
+        """Of the loop over rounds: none. Inside a client: the parent's, carried on."""
         if self._is_federating:
-            self._federation.start(self._user_args, self._resume_from)
             self.optimizer = ServerOptimizer()
             return self.optimizer
         # A user's override may know neither the argument nor the return value.
@@ -284,8 +290,10 @@ class FederatedMixin(_Base):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Of the loop over rounds: none. Inside a client: the parent's over the run, put at the client's place."""
+        """Of the loop over rounds: none, but the federation starts here. Inside a client: the parent's."""
         if self._is_federating:
+            # The model is prepared by now; its parameters lie where they will stay.
+            self._federation.start(self._user_args, self._resume_from)
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)
             return self.lr_scheduler
         local = self.local_training
@@ -298,10 +306,12 @@ class FederatedMixin(_Base):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Of a round: what its clients counted."""
         if self._is_federating:
-            return int(self._federation.summary.total_flos)
+            # With `parallelism="data"` the parent adds up what the processes say, and each knows the sum.
+            runtime = self._federation
+            return int(runtime.summary.total_flos) if runtime.spreads_clients or runtime.processes.is_main else 0
         if self.local_training is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # Trainer's count is proportional to the tokens, and it counts the parameters again for every batch.
-            tokens = inputs.get(self.model.main_input_name)
+            tokens = inputs.get(getattr(self.model, "main_input_name", ""))
             return 0 if tokens is None else self._federation.flos_per_token() * tokens.numel()
         return super().floating_point_ops(inputs)
 
@@ -346,15 +356,31 @@ class FederatedMixin(_Base):
         """
         if isinstance(eval_dataset, FederatedDataset):
             eval_dataset = eval_dataset.to_dataset()
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
         runtime = self._runtime
-        if runtime is None or self.local_training is not None or eval_dataset is not None:
-            return metrics
-        if not runtime.config.evaluate_clients:
-            return metrics
-        spread = runtime.evaluate_clients(self._user_args)
-        self.log(dict(spread))
-        return {**metrics, **spread}
+        if runtime is None or self.local_training is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        with runtime.processes.shared_fate(), runtime.alone():
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            if eval_dataset is not None or not runtime.config.evaluate_clients:
+                return metrics
+            spread = runtime.evaluate_clients(self._user_args)
+            self.log(dict(spread))
+            return {**metrics, **spread}
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.predict`. With `parallelism="clients"` every process predicts all rows."""
+        if self._runtime is None:
+            return super().predict(*args, **kwargs)
+        with self._runtime.alone():
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.evaluation_loop`. With `parallelism="clients"` every process goes over all rows."""
+        # So that metrics are those of one process, in every process: a loss averaged over processes is another one.
+        if self._runtime is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with self._runtime.alone(as_main=True):
+            return super().evaluation_loop(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused in a federation: the search would set its values on the loop over rounds and not in the clients."""
@@ -386,20 +412,32 @@ class FederatedMixin(_Base):
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = os.fspath(final)
         best = self.state.best_model_checkpoint
-        with staged_directory(self.args.output_dir) as staging:
+        runtime = self._federation
+        processes = runtime.processes
+        with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
+            processes.wait()  # For the directory.
             staged_args = copy.copy(self.args)
             staged_args.output_dir = os.fspath(staging)
             staged_args.push_to_hub = False
-            with self._arguments(staged_args):
-                super()._save_checkpoint(model, trial)
+            if processes.is_main or not runtime.spreads_clients:
+                with self._arguments(staged_args):
+                    super()._save_checkpoint(model, trial)
+            else:
+                self.store_flos()
             staged = staging / final.name
             self.state.best_model_checkpoint = best
-            if self.args.should_save:
+            if processes.is_main:
                 self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
                 if not self.args.save_only_model:
-                    self._federation.save(staged)
+                    runtime.save(staged)
+            processes.wait()  # For the room made for clients.
+            if not self.args.save_only_model:
+                runtime.save_clients(staged)
+            processes.wait()  # For all clients' files.
+            if processes.is_main:
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best)
+            processes.wait()  # For the finished checkpoint, which anyone may want to load.
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))

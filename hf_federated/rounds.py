@@ -128,17 +128,18 @@ class RoundLoop:
         server.round = round
         server.cohort = self._sampler(round)
         server.rejected = {}
-        server.fit_settings, server.fit_extra, server.expected_extra = {}, {}, {}
+        server.fit_settings, server.fit_extra, server.expected_extra, server.accumulators = {}, {}, {}, []
         self._fire("on_round_begin")
         plan = Plan(round, server.cohort, self._fit_message)
-        rows: dict[str, dict[str, float]] = {}
+        # Of each client what it counted and logged, or why it was refused.
+        outcomes: dict[str, dict[str, float] | str] = {}
         first_error: Exception | None = None
         for reply in self.engine.run(plan, lambda client_id: self._fire("on_client_begin", client_id=client_id)):
             try:
                 update = self._accept(reply)
             except InvalidUpdateError as error:
                 first_error = first_error or self.engine.last_error or error
-                server.rejected[reply.client_id] = str(error)
+                outcomes[reply.client_id] = str(error)
                 logger.warning(f"Refused: {error}")
                 continue
             self._fire("on_client_end", update=update)
@@ -147,11 +148,16 @@ class RoundLoop:
                 "num_tokens": update.num_tokens,
                 "num_steps": update.num_steps,
             }
-            rows[update.client_id] = {**counts, **update.metrics}
+            outcomes[update.client_id] = {**counts, **update.metrics}
             del update, reply
+        outcomes = self.engine.gather(plan, outcomes)
+        rows = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
+        server.rejected = {client_id: reason for client_id, reason in outcomes.items() if isinstance(reason, str)}
         if len(rows) < self._min_clients:
             self._write(server.weights)
             self._raise_failed(len(rows), first_error)
+        for accumulator in server.accumulators:
+            self.engine.reduce(plan, accumulator, server.weights, server.expected_extra)
         self._fire("on_aggregate")
         aggregated = server.weights
         self._write(aggregated)
@@ -207,4 +213,4 @@ class RoundLoop:
                 ) from self.engine.last_error
             results[reply.client_id] = reply.metrics
         self._write(server.weights)
-        return results
+        return self.engine.gather(plan, results)

@@ -6,7 +6,9 @@ trainer; `start` builds what runs the rounds around the model as it is then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from .aggregation import build_aggregation
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_arguments, check_clients, resolve_federation
-from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore
+from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, local_step_counts
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .engines import LocalEngine
+from .engines import LocalEngine, RankEngine, WatchPeers
 from .ledger import Ledger
 from .metrics import spread_over_clients
 from .postprocessing import Postprocessor
+from .processes import processes
 from .rounds import RoundLoop, RoundSummary
 
 
@@ -66,6 +69,7 @@ class FederationRuntime:
         self.config = resolve_federation(config, trainer.args)
         self.postprocessors = list(postprocessors)
         self.client_callbacks = list(client_callbacks)
+        self.processes = processes()
         self.ledger = Ledger()
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.summary = RoundSummary()
@@ -88,6 +92,20 @@ class FederationRuntime:
         self.exchange = Exchange(trainer.model, self.config.exchange)
 
     @property
+    def is_spread(self) -> bool:
+        """Whether several processes share the work."""
+        return self.processes.world_size > 1
+
+    @property
+    def spreads_clients(self) -> bool:
+        """Whether each process trains whole clients, and knows nothing of the others meanwhile."""
+        return self.is_spread and self.config.parallelism == "clients"
+
+    def alone(self, as_main: bool = False) -> AbstractContextManager[None]:
+        """With `parallelism="clients"` this process is the only one as far as the parent trainer can see."""
+        return self.processes.independent(as_main) if self.spreads_clients else nullcontext()
+
+    @property
     def num_rounds(self) -> int:
         """Rounds of the run."""
         assert self.config.num_rounds is not None
@@ -105,7 +123,8 @@ class FederationRuntime:
         exchange = Exchange(model, config.exchange)
         store: ClientStore = MemoryStore()
         if config.client_store == "disk":
-            store = DiskStore(Path(args.output_dir) / CLIENT_STORE_DIR)
+            folder = CLIENT_STORE_DIR if self.processes.is_main else f"{CLIENT_STORE_DIR}-{self.processes.rank}"
+            store = DiskStore(Path(args.output_dir) / folder)
         worker = ClientWorker(
             trainer=self._trainer,
             args=args,
@@ -116,9 +135,12 @@ class FederationRuntime:
             store=store,
             config=config,
             postprocessors=self.postprocessors,
-            callbacks=self.client_callbacks,
+            callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
         )
         engine = LocalEngine(worker)
+        if self.is_spread:
+            costs = local_step_counts(self.clients.num_rows, config.local_epochs, config.local_steps, args)
+            engine = RankEngine(worker, self.processes, config.parallelism, costs)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
         self.examples_seen = 0
@@ -212,13 +234,22 @@ class FederationRuntime:
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the server's state and what clients keep into a checkpoint that is being made."""
+        """Write the server's state, and room for what clients keep, into a checkpoint that is being made."""
         state = {"aggregation": self.aggregation.state_dict(), "ledger": self.ledger.to_dict()}
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)
         clients_directory(checkpoint).mkdir()
-        self.loop.engine.save(clients_directory(checkpoint))
+
+    def save_clients(self, checkpoint: Path) -> None:
+        """Write what this process's clients keep into a checkpoint that is being made; after `save`."""
+        directory = clients_directory(checkpoint)
+        if not directory.is_dir():
+            raise FileNotFoundError(
+                f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
+                f"{self.processes.rank}: `output_dir` must lie on a file system that all processes share."
+            )
+        self.loop.engine.save(directory)
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""

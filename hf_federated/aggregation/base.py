@@ -8,9 +8,9 @@ A round on the server is
 
 ```
 fit_settings(), fit_extra()      -> into the Fit message
-accumulator(state)               -> an empty mean
+accumulator()                    -> empty means
 accumulator.add(update)          for each reply, in any order, none kept
-aggregate(mean, state)           -> the new global state
+aggregate(accumulator, state)    -> the new global state
 ```
 """
 
@@ -32,17 +32,27 @@ WEIGHTINGS = ("examples", "tokens", "uniform")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to aggregate in: float32, or the tensor's own where that is wider."""
+    """The dtype of what a server keeps of a tensor: float32, or the tensor's own where that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
+    """
+    The dtype to add a tensor up in, so much wider than its own that the order of additions is rounded away: a mean is
+    then the same however clients are spread over processes. Apple's GPUs have no float64.
+    """
+    wider = torch.float64 if value.dtype.itemsize >= 4 and value.device.type != "mps" else torch.float32
+    return torch.promote_types(value.dtype, wider)
 
 
 class WeightedMean:
     """
-    A streaming weighted mean of states.
+    A streaming weighted mean of states: `Σ_i w_i x_i / Σ_i w_i`, summed in float64 (float32 for half precision).
 
-    `mean_k = mean_{k-1} + (w_k / W_k) (x_k − mean_{k-1})` with `W_k = Σ_{i≤k} w_i` (West, 1979), in float32 or wider.
-    It holds one state however many are added. One state, and any number of equal states, come out bit for bit.
-    Integer and boolean tensors are not averaged: the first state's are kept.
+    It holds one sum however many are added. With weights that are whole numbers the products and, as long as a value
+    differs between clients by less than five orders of magnitude, the sums are exact: the mean does not depend on the
+    order of additions nor on how clients are spread over processes. One state, and any number of equal states of less
+    than float64, come out bit for bit. Integer and boolean tensors are not averaged: the first state's are kept.
 
     Example:
 
@@ -61,7 +71,8 @@ class WeightedMean:
     def __init__(self) -> None:
         self.total_weight = 0.0
         self.num_updates = 0
-        self._floating: State = {}
+        # Of a single state the state itself, of more their weighted sum.
+        self._sums: State = {}
         self._others: State = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -78,27 +89,33 @@ class WeightedMean:
         """
         if not 0 < weight < float("inf"):
             raise ValueError(f"A weight must be positive and finite, got {weight}.")
+        if self.num_updates == 0:
+            self._start(state, copy=True)
+        else:
+            self._make_sum()
+            # One at a time: each is converted, and all conversions together are as large as the sum.
+            for name, total in self._sums.items():
+                total.add_(state[name].to(total), alpha=weight)
         self.total_weight += weight
         self.num_updates += 1
-        if self.num_updates == 1:
-            for name, value in state.items():
-                self._dtypes[name] = value.dtype
-                if value.is_floating_point():
-                    self._floating[name] = value.to(wide_dtype(value.dtype), copy=True)
-                else:
-                    self._others[name] = value.clone()
-            return
-        self._move_towards(state, weight / self.total_weight)
 
-    def _move_towards(self, state: Mapping[str, torch.Tensor], share: float) -> None:
-        means = list(self._floating.values())
-        values = [state[name].to(mean) for name, mean in self._floating.items()]
-        if means:
-            torch._foreach_lerp_(means, values, share)
+    def _start(self, state: Mapping[str, torch.Tensor], copy: bool) -> None:
+        for name, value in state.items():
+            self._dtypes[name] = value.dtype
+            if not value.is_floating_point():
+                self._others[name] = value.clone()
+            elif copy:
+                self._sums[name] = value.to(_accumulation_dtype(value), copy=True)
+            else:
+                self._sums[name] = torch.zeros_like(value, dtype=_accumulation_dtype(value))
+
+    def _make_sum(self) -> None:
+        if self.num_updates == 1 and self._sums:
+            torch._foreach_mul_(list(self._sums.values()), self.total_weight)
 
     def merge(self, other: WeightedMean) -> None:
         """
-        Add what another accumulator has gathered, for example on another rank.
+        Add what another accumulator has gathered.
 
         Args:
             other ([`WeightedMean`]): Left as it is.
@@ -106,13 +123,39 @@ class WeightedMean:
         if other.num_updates == 0:
             return
         if self.num_updates == 0:
-            self._floating = {name: value.clone() for name, value in other._floating.items()}
+            self._sums = {name: value.clone() for name, value in other._sums.items()}
             self._others = {name: value.clone() for name, value in other._others.items()}
             self._dtypes = dict(other._dtypes)
         else:
-            self._move_towards(other._floating, other.total_weight / (self.total_weight + other.total_weight))
+            self._make_sum()
+            factor = other.total_weight if other.num_updates == 1 else 1.0
+            for name, total in self._sums.items():
+                total.add_(other._sums[name], alpha=factor)
         self.total_weight += other.total_weight
         self.num_updates += other.num_updates
+
+    def as_part_of(
+        self, total_weight: float, num_updates: int, reference: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """
+        Become this process's part of a mean over several: after the first list was replaced, in place, by its sum over
+        all of them, and the second by those of the process that saw the first update, this is the mean of all.
+
+        Args:
+            total_weight (`float`): Of all processes.
+            num_updates (`int`): Of all processes.
+            reference (`Mapping[str, torch.Tensor]`): What the states look like, for a process that saw none.
+
+        Returns:
+            `tuple`: The tensors that are averaged, and the others, in the order of `reference`.
+        """
+        if self.num_updates == 0:
+            self._start(reference, copy=False)
+        elif num_updates > 1:
+            self._make_sum()
+        self.total_weight, self.num_updates = total_weight, num_updates
+        sums = [self._sums[name] for name in reference if name in self._sums]
+        return sums, [self._others[name] for name in reference if name in self._others]
 
     def finalize(self, wide: bool = False) -> State:
         """
@@ -130,8 +173,13 @@ class WeightedMean:
         """
         if self.num_updates == 0:
             raise ValueError("The mean of no updates is undefined.")
-        floating = {name: value if wide else value.to(self._dtypes[name]) for name, value in self._floating.items()}
-        return {name: floating[name] if name in floating else self._others[name] for name in self._dtypes}
+        return {name: self._mean(name, dtype, wide) for name, dtype in self._dtypes.items()}
+
+    def _mean(self, name: str, dtype: torch.dtype, wide: bool) -> torch.Tensor:
+        if name in self._others:
+            return self._others[name]
+        mean = self._sums[name] if self.num_updates == 1 else self._sums[name] / self.total_weight
+        return mean if wide else mean.to(dtype)
 
 
 class LocalHook:
@@ -317,6 +365,9 @@ class Accumulator:
     """
     One round's updates, added up as they come: their mean, and the mean of what they carried beside it.
 
+    Under several processes each gathers the updates of its own clients; the engine brings them together before
+    [`Aggregation.aggregate`].
+
     Args:
         algorithm ([`Aggregation`]): Says what an update weighs.
     """
@@ -325,6 +376,7 @@ class Accumulator:
         self._algorithm = algorithm
         self.mean = WeightedMean()
         self.extra = WeightedMean()
+        self.first_client: str | None = None
 
     @property
     def num_updates(self) -> int:
@@ -333,6 +385,8 @@ class Accumulator:
 
     def add(self, update: ClientUpdate) -> None:
         """Add one client's update, which is not kept."""
+        if self.first_client is None:
+            self.first_client = update.client_id
         self.mean.add(update.state, self._algorithm.weight(update))
         if update.extra:
             self.extra.add(update.extra, 1.0)

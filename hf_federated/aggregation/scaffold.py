@@ -89,7 +89,7 @@ class Scaffold(Aggregation):
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         change = accumulator.extra.finalize(wide=True)
         share = accumulator.num_updates / self._num_clients
-        self._control = {name: value + share * change[name] for name, value in self._control.items()}
+        self._control = {name: (value + share * change[name]).to(value.dtype) for name, value in self._control.items()}
         mean = accumulator.mean.finalize(wide=True)
         if self.server_lr == 1.0:
             return {name: mean[name].to(value.dtype) for name, value in state.items()}

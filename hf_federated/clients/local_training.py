@@ -168,6 +168,26 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
     return local
 
 
+def local_step_counts(
+    num_rows: Mapping[str, int | None], local_epochs: int, local_steps: int | None, args: TrainingArguments
+) -> dict[str, float]:
+    """
+    Batches of each client in a round.
+
+    Args:
+        num_rows (`Mapping[str, int]`): Rows of each client; `None` for a stream, which needs `local_steps`.
+        local_epochs (`int`): Passes over the data.
+        local_steps (`int`, *optional*): Optimizer steps instead.
+        args (`TrainingArguments`): The user's.
+    """
+    if local_steps is not None:
+        return dict.fromkeys(num_rows, float(local_steps * args.gradient_accumulation_steps))
+    return {
+        client_id: float(local_epochs * math.ceil((rows or 0) / args.train_batch_size))
+        for client_id, rows in num_rows.items()
+    }
+
+
 def local_trainer(
     trainer: Trainer,
     args: TrainingArguments,

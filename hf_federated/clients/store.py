@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ SUFFIX = ".safetensors"
 def _file_name(client_id: str) -> str:
     # A digest, since any text is a client id and not every text is a file name; the file holds the id itself.
     return hashlib.sha256(client_id.encode()).hexdigest()[:32] + SUFFIX
+
+
+def is_stored(directory: Path, client_id: str) -> bool:
+    """Whether a directory that a store wrote holds a client's state."""
+    return (directory / _file_name(client_id)).exists()
 
 
 def _pack(client_id: str, state: dict[str, Any]) -> bytes:
@@ -44,16 +49,26 @@ class ClientStore(ABC):
         """Replace a client's tree. The caller gives up the tensors in it."""
 
     @abstractmethod
+    def __contains__(self, client_id: object) -> bool:
+        """Whether a client keeps anything."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Forget every client."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write all states into an empty directory."""
+        """Write all states into a directory, one file each."""
 
     @abstractmethod
-    def load(self, directory: Path) -> None:
-        """Replace all states by those of a directory that `save` wrote."""
+    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
+        """
+        Replace all states by those of a directory that `save` wrote.
+
+        Args:
+            directory (`pathlib.Path`): Written by stores of any kind, each with clients of its own.
+            client_ids (`Sequence[str]`, *optional*): Whose; all by default.
+        """
 
 
 class MemoryStore(ClientStore):
@@ -82,6 +97,9 @@ class MemoryStore(ClientStore):
         # An accelerator's memory is for the one client that trains.
         self._states[client_id] = _map_tensors(state, lambda tensor: tensor.cpu())
 
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._states
+
     def clear(self) -> None:
         self._states = {}
 
@@ -89,8 +107,8 @@ class MemoryStore(ClientStore):
         for client_id, state in self._states.items():
             (directory / _file_name(client_id)).write_bytes(_pack(client_id, state))
 
-    def load(self, directory: Path) -> None:
-        trees = [unpack(path.read_bytes()) for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
+        trees = [unpack(path.read_bytes()) for path in _files(directory, client_ids)]
         self._states = {tree["client_id"]: tree["state"] for tree in trees}
 
 
@@ -131,6 +149,9 @@ class DiskStore(ClientStore):
         partial.write_bytes(_pack(client_id, state))
         os.replace(partial, path)
 
+    def __contains__(self, client_id: object) -> bool:
+        return isinstance(client_id, str) and is_stored(self.directory, client_id)
+
     def clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -138,11 +159,17 @@ class DiskStore(ClientStore):
         for path in self.directory.glob(f"*{SUFFIX}"):
             _link(path, directory / path.name)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
         self.clear()
         self.directory.mkdir(parents=True)
-        for path in directory.glob(f"*{SUFFIX}"):
+        for path in _files(directory, client_ids):
             _link(path, self.directory / path.name)
+
+
+def _files(directory: Path, client_ids: Sequence[str] | None) -> list[Path]:
+    if client_ids is None:
+        return sorted(directory.glob(f"*{SUFFIX}"))
+    return [directory / _file_name(client_id) for client_id in client_ids]
 
 
 def _link(source: Path, target: Path) -> None:

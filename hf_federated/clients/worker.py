@@ -17,6 +17,7 @@ from ..adapters import Exchange
 from ..config import FederatedConfig
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..postprocessing import Postprocessor, run_client_side
+from ..processes import PeerFailedError
 from ..validation import first_non_finite
 from .local_training import (
     LocalTraining,
@@ -94,6 +95,8 @@ class ClientWorker:
                 return self._fit(message)
             if isinstance(message, Evaluate):
                 return self._evaluate(message)
+        except PeerFailedError:  # Not this client's fault, and not the end of this client alone.
+            raise
         except Exception as error:
             self.last_error = error
             logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{traceback.format_exc()}")

@@ -2,6 +2,7 @@
 
 from .base import Engine, Plan
 from .local import LocalEngine
+from .ranks import RankEngine, WatchPeers
 
 
-__all__ = ["Engine", "LocalEngine", "Plan"]
+__all__ = ["Engine", "LocalEngine", "Plan", "RankEngine", "WatchPeers"]

@@ -8,12 +8,19 @@ are in the plan, so the same plan means the same result on every engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from ..aggregation import Accumulator
 from ..ledger import Ledger
 from ..messages import Message
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class Engine(ABC):
 
         Yields:
             [`Message`]: A reply a client, in any order; a [`ClientFailure`] of those that failed. Clients that never
-            answer are not waited for forever and yield nothing.
+            answer are not waited for forever and yield nothing. Of an engine of several processes each yields some of
+            the replies; [`~Engine.gather`] and [`~Engine.reduce`] bring together what was made of them.
         """
 
         def dispatch(client_id: str) -> Message:
@@ -66,6 +74,37 @@ class Engine(ABC):
             yield reply
             del reply  # The next client trains before another takes its place.
 
+    def gather(self, plan: Plan, found: Mapping[str, T]) -> dict[str, T]:
+        """
+        What all processes found out about the clients of a plan, once its replies are through; the ledger then knows
+        all of them too.
+
+        Args:
+            plan ([`Plan`]): What was run.
+            found (`Mapping[str, T]`): By client; scalars and containers of them.
+
+        Returns:
+            `dict[str, T]`: By client, in the order of the plan.
+        """
+        return {client_id: found[client_id] for client_id in plan.cohort if client_id in found}
+
+    def reduce(  # noqa: B027 - one process has nothing to do
+        self,
+        plan: Plan,
+        accumulator: Accumulator,
+        state: Mapping[str, torch.Tensor],
+        extra: Mapping[str, torch.Tensor],
+    ) -> None:
+        """
+        Let an accumulator hold what those of all processes hold together.
+
+        Args:
+            plan ([`Plan`]): Whose updates were added.
+            accumulator ([`Accumulator`]): This process's.
+            state (`Mapping[str, torch.Tensor]`): What an update's state looks like.
+            extra (`Mapping[str, torch.Tensor]`): What an update's `extra` looks like.
+        """
+
     @abstractmethod
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         """Yield each client's reply; call `dispatch` for a client's message exactly when it is sent."""
@@ -76,7 +115,7 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write into a checkpoint what clients keep. The directory exists and is empty."""
+        """Write into a checkpoint what clients keep. The directory exists and is empty of this engine's files."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

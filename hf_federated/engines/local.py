@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..clients import ClientWorker
@@ -26,15 +26,21 @@ class LocalEngine(Engine):
         self.serialize = serialize
 
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        for client_id in plan.cohort:
+        for client_id in self._own_clients(plan.cohort):
             message = dispatch(client_id)
-            if self.serialize:
-                reply = read_message(self.worker.handle(read_message(message.to_bytes())).to_bytes())
-            else:
-                reply = self.worker.handle(message)
+            reply = self._deliver(message)
             self.last_error = self.worker.last_error
             yield client_id, reply
             del message, reply  # Not kept while the next client trains.
+
+    def _deliver(self, message: Message) -> Message:
+        if self.serialize:
+            return read_message(self.worker.handle(read_message(message.to_bytes())).to_bytes())
+        return self.worker.handle(message)
+
+    def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
+        """The clients of a cohort that train in this process."""
+        return cohort
 
     def reset(self) -> None:
         self.worker.store.clear()

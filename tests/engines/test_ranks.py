@@ -1,0 +1,252 @@
+"""`RankEngine`: the same federation over one process and over several, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_federated.checkpoint import list_checkpoints, read_server_state
+from hf_federated.engines.ranks import assign
+
+
+WORKER = Path(__file__).parents[1] / "rank_worker.py"
+SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora"]
+
+Launch = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    """`launch(directory, scenario, world_size, ...)`: a run over some processes; their exit codes and the seconds."""
+    worker = subprocess.Popen(
+        [sys.executable, str(WORKER)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(directory: Path, scenario: str, world_size: int, **options: Any) -> dict[str, Any]:
+        assert worker.stdin is not None and worker.stdout is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        request = {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+
+    yield ask
+    worker.kill()
+    worker.wait()
+
+
+@pytest.fixture(scope="module")
+def finished(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The directory of an undisturbed run over some processes."""
+    directories: dict[tuple[str, int], Path] = {}
+
+    def directory(scenario: str, world_size: int) -> Path:
+        key = (scenario, world_size)
+        if key not in directories:
+            directories[key] = tmp_path_factory.mktemp(f"{scenario}-{world_size}".replace(" ", "_"))
+            answer = launch(directories[key], scenario, world_size)
+            assert answer["codes"] == [0] * world_size, logs(directories[key])
+        return directories[key]
+
+    return directory
+
+
+def logs(directory: Path) -> str:
+    return "\n".join(f"---- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("rank-*.log")))
+
+
+def notes(directory: Path, rank: int = 0) -> dict[str, Any]:
+    return json.loads((directory / f"rank-{rank}.json").read_text())
+
+
+def weights(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
+    return load_file(directory / f"rank-{rank}.safetensors")
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def without_timings(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    skipped = re.compile(r"(_runtime|_per_second)$")
+    return [{key: value for key, value in entry.items() if not skipped.search(key)} for entry in log]
+
+
+# ---- The same results over any number of processes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_clients_over_processes_train_the_same_model(finished, scenario: str, world_size: int) -> None:
+    alone, together = finished(scenario, 1), finished(scenario, world_size)
+    a = notes(alone)
+    for rank in range(world_size):
+        assert same_bits(weights(alone), weights(together, rank))
+        b = notes(together, rank)
+        assert a["cohorts"] == b["cohorts"]
+        assert a["ledger"] == b["ledger"]
+        assert a["total_flos"] == b["total_flos"]
+        assert without_timings(a["log"]) == without_timings(b["log"])
+        for notes_a, notes_b in zip(a["client_metrics"].items(), b["client_metrics"].items(), strict=True):
+            assert notes_a[0] == notes_b[0] and without_timings([notes_a[1]]) == without_timings([notes_b[1]])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_client_trains_in_one_process(finished, world_size: int) -> None:
+    directory = finished("fedavg", world_size)
+    by_rank = [notes(directory, rank)["trained"] for rank in range(world_size)]
+    assert all(by_rank)
+    assert sorted(sum(by_rank, [])) == sorted(notes(finished("fedavg", 1))["trained"])
+
+
+def test_a_process_without_a_client_is_fine(finished) -> None:
+    alone, together = finished("one client", 1), finished("one client", 3)
+    assert [len(notes(together, rank)["trained"]) for rank in range(3)] == [3, 0, 0]
+    # Nothing was averaged, so nothing was rounded.
+    assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(3))
+
+
+def test_one_payload_a_process_and_round(finished) -> None:
+    directory = finished("fedprox", 2)
+    payload = sum(value.nbytes for value in weights(directory).values() if value.is_floating_point())
+    # Sums are in float64.
+    assert [notes(directory, rank)["bytes_reduced"] for rank in range(2)] == [3 * 2 * payload] * 2
+
+
+def test_a_client_stays_where_its_state_is(finished) -> None:
+    for scenario in ("carry", "scaffold"):
+        directory = finished(scenario, 3)
+        homes = [{client_id for _, client_id in notes(directory, rank)["trained"]} for rank in range(3)]
+        assert sum(map(len, homes)) == len(set.union(*homes)) == 5
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora"])
+def test_a_checkpoint_resumes_on_another_number_of_processes(
+    launch, finished, tmp_path: Path, scenario: str, before: int, after: int
+) -> None:
+    answer = launch(tmp_path, scenario, before, trouble="stop")
+    assert answer["codes"] == [0] * before, logs(tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    answer = launch(tmp_path, scenario, after, resume=True)
+    assert answer["codes"] == [0] * after, logs(tmp_path)
+    never_stopped = finished(scenario, 1)
+    assert same_bits(weights(never_stopped), weights(tmp_path))
+    assert notes(never_stopped)["ledger"] == notes(tmp_path)["ledger"]
+    assert notes(never_stopped)["total_flos"] == notes(tmp_path)["total_flos"]
+
+
+def test_checkpoints_hold_the_same_files_on_any_number_of_processes(finished) -> None:
+    def files(directory: Path) -> list[str]:
+        return sorted(str(path.relative_to(directory)) for path in (directory / "run").rglob("*") if path.is_file())
+
+    for scenario in ("fedavg", "carry"):
+        assert files(finished(scenario, 1)) == files(finished(scenario, 2)) == files(finished(scenario, 3))
+    state = read_server_state(finished("fedavg", 2) / "run" / "checkpoint-3")
+    assert state["ledger"] == notes(finished("fedavg", 2))["ledger"]
+
+
+def test_data_parallel_training_of_one_client_is_the_plain_trainer_under_the_same_launch(finished) -> None:
+    plain, federated = finished("plain", 2), finished("data", 2)
+    for rank in range(2):
+        assert same_bits(weights(plain, rank), weights(federated, rank))
+    assert notes(plain)["total_flos"] == notes(federated)["total_flos"]
+    # Each step saw the batches of both.
+    assert not same_bits(weights(plain), weights(finished("plain", 1)))
+
+
+def test_data_parallel_training_of_many_clients(finished) -> None:
+    directory = finished("data many", 2)
+    assert same_bits(weights(directory, 0), weights(directory, 1))
+    assert notes(directory, 0)["ledger"] == notes(directory, 1)["ledger"]
+    assert notes(directory, 0)["trained"] == notes(directory, 1)["trained"]
+
+
+# ---- Failures
+
+
+SOON = 20
+
+
+def failed_in_every_process(launch: Launch, directory: Path, trouble: str, scenario: str = "fedprox") -> list[str]:
+    """What each process printed."""
+    answer = launch(directory, scenario, 2, trouble=trouble)
+    assert answer["codes"] == [1, 1], logs(directory)
+    assert answer["seconds"] < SOON
+    return [(directory / f"rank-{rank}.log").read_text() for rank in range(2)]
+
+
+def test_a_failing_client_ends_all_processes_with_its_name(launch, tmp_path: Path) -> None:
+    for log in failed_in_every_process(launch, tmp_path, "client"):
+        assert "RoundFailedError" in log.splitlines()[-1]
+        assert "'client 3'" in log and "ValueError: these rows are bad" in log
+
+
+def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) -> None:
+    states = []
+    for world_size in (1, 2):
+        directory = tmp_path / str(world_size)
+        answer = launch(directory, "fedprox", world_size, trouble="tolerated client")
+        assert answer["codes"] == [0] * world_size, logs(directory)
+        for rank in range(world_size):
+            rejected = notes(directory, rank)["rejected"]
+            assert [list(clients) for clients in rejected] == [[], ["client 3"], []]
+        states.append(weights(directory))
+    assert same_bits(*states)
+
+
+def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path) -> None:
+    for rank, log in enumerate(failed_in_every_process(launch, tmp_path, "callback")):
+        expected = "ValueError: the callback gave up"
+        assert log.splitlines()[-1] == (
+            expected if rank == 1 else f"hf_federated.processes.PeerFailedError: Process 1 failed: {expected}"
+        )
+
+
+def test_an_error_under_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
+    for log in failed_in_every_process(launch, tmp_path, "client", scenario="data many"):
+        assert "Client 'client 3', round 1: ValueError: these rows are bad" in log.splitlines()[-1]
+
+
+def test_a_killed_process_ends_all_and_the_run_resumes(launch, finished, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "carry", 2, trouble="kill")
+    assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
+    assert answer["seconds"] < SOON
+    assert "PeerFailedError" in (tmp_path / "rank-0.log").read_text()
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    answer = launch(tmp_path, "carry", 2, resume=True)
+    assert answer["codes"] == [0, 0], logs(tmp_path)
+    assert same_bits(weights(finished("carry", 2)), weights(tmp_path))
+    assert notes(finished("carry", 2))["ledger"] == notes(tmp_path)["ledger"]
+
+
+# ---- Who trains whom
+
+
+def test_assignment_is_balanced_and_keeps_clients_at_home() -> None:
+    costs = {str(i): float(cost) for i, cost in enumerate([7, 7, 6, 6, 5, 5, 4, 4, 4])}
+    ranks = assign(costs, 3, {})
+    loads = [sum(cost for client_id, cost in costs.items() if ranks[client_id] == rank) for rank in range(3)]
+    assert list(ranks) == list(costs)
+    # The best there is has 16; longest first is never above 4/3 of it.
+    assert max(loads) <= 4 / 3 * 16
+    assert assign(costs, 3, {"0": 2, "8": 2})["0"] == 2
+    assert assign({"a": 1.0}, 3, {}) == {"a": 0}
+    assert assign({}, 2, {}) == {}
+    equal = assign({f"{i:02}": 1.0 for i in range(32)}, 2, {})
+    assert sum(equal.values()) == 16

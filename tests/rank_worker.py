@@ -1,0 +1,257 @@
+"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/test_ranks.py`.
+
+Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. It reads a
+request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble"}`, and answers
+with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints lies in
+`rank-<number>.log`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tiny import arguments, rows, tiny_model
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer, FedOpt, Scaffold
+
+
+NUM_ROUNDS = 3
+RUN_DIR = "run"
+SIZES = (11, 3, 7, 20, 5)
+TIMEOUT = 120
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+class CountingModel(nn.Module):
+    """A classifier with a batch normalisation: its running statistics travel, one of them an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(32, 8)
+            self.normalisation = nn.BatchNorm1d(8)
+            self.classifier = nn.Linear(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.classifier(self.normalisation(self.embedding(input_ids).mean(1)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The model, the fields of the federation, the training arguments and what else the trainer gets."""
+    # A federation under test must not depend on draws that differ by rank.
+    model: nn.Module = tiny_model(problem_type="single_label_classification")
+    federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4}
+    args: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "eval_strategy": "steps"}
+    clients = {f"client {i}": rows(size, seed=i) for i, size in enumerate(SIZES)}
+    eval_clients = {f"client {i}": rows(3 + i, seed=10 + i) for i in range(len(SIZES))}
+    others: dict[str, Any] = {"eval_dataset": rows(7, seed=9), "compute_metrics": accuracy}
+    if name == "fedavg":
+        federation |= {"aggregation_kwargs": {"weighting": "tokens"}, "evaluate_clients": True, "log_clients": True}
+        others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
+    elif name == "fedopt":
+        federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "local_epochs": 2}
+    elif name == "fedprox":
+        federation |= {"aggregation": "fedprox", "clients_per_round": 1.0}
+    elif name == "scaffold":
+        federation |= {"aggregation": Scaffold(), "client_store": "disk"}
+        args |= {"optim": "sgd", "learning_rate": 0.05}
+    elif name == "carry":
+        federation |= {"client_optimizer_state": "carry"}
+    elif name == "one client":
+        clients = {"only": rows(10)}
+        federation["clients_per_round"] = 1
+    elif name == "buffers":
+        model = CountingModel()
+        federation |= {"exchange": "all"}
+    elif name == "lora":
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = get_peft_model(
+                model, LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+            )
+    elif name in ("data", "plain"):
+        federation = {"parallelism": "data", "client_optimizer_state": "carry"}
+        clients = {"only": rows(22)}
+        others = {}
+        args["eval_strategy"] = "no"
+    elif name == "data many":
+        federation = {"parallelism": "data"}
+    else:
+        raise ValueError(f"There is no scenario {name!r}.")
+    return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}
+
+
+class Note(FederatedCallback):
+    """What a rank saw: cohorts, learning rates, whom it trained."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[Any]] = []
+        self.cohorts: list[list[str]] = []
+        self.rejected: list[dict[str, str]] = []
+
+    def on_round_begin(self, args, state, control, server=None, **kwargs):
+        self.cohorts.append(list(server.cohort))
+
+    def on_client_end(self, args, state, control, update=None, server=None, **kwargs):
+        self.trained.append([server.round, update.client_id])
+
+    def on_aggregate(self, args, state, control, server=None, **kwargs):
+        self.rejected.append(server.rejected)
+
+
+class Trouble(FederatedCallback):
+    """Something goes wrong in one rank in the second round."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind = kind
+        self.rank = rank
+
+    def on_client_end(self, args, state, control, server=None, **kwargs):
+        if server.round == 1 and dist.get_rank() == self.rank:
+            if self.kind == "callback":
+                raise ValueError("the callback gave up")
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TroubleInClient(TrainerCallback):
+    """The rows of client 3 are to blame, in the second round."""
+
+    def __init__(self) -> None:
+        self.num_trainings = 0
+
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.global_step == 1 and len(train_dataloader.dataset) == SIZES[3]:
+            self.num_trainings += 1
+            if self.num_trainings == 2:
+                raise ValueError("these rows are bad")
+
+
+class Stop(TrainerCallback):
+    """Ends the run after its first round, as a time limit would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def train(rank: int, request: dict[str, Any]) -> None:
+    """One run in the current directory; the main rank leaves its model, every rank its notes."""
+    name, trouble = request["scenario"], request.get("trouble")
+    model, federation, args, others = scenario(name)
+    note = Note()
+    training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
+    if name == "plain":
+        training_arguments.num_train_epochs = NUM_ROUNDS
+        trainer: Trainer = Trainer(model=model, args=training_arguments, train_dataset=rows(22))
+        trainer.train()
+    else:
+        callbacks: list[TrainerCallback] = [note]
+        client_callbacks: list[TrainerCallback] = []
+        if trouble == "stop":
+            callbacks.append(Stop())
+        elif trouble in ("client", "tolerated client"):
+            client_callbacks.append(TroubleInClient())
+            federation |= {"clients_per_round": 1.0, "min_clients": len(SIZES) if trouble == "client" else 1}
+        elif trouble is not None:
+            callbacks.append(Trouble(trouble, rank=request["world_size"] - 1))
+        trainer = FederatedTrainer(
+            model=model,
+            args=training_arguments,
+            federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
+            callbacks=callbacks,
+            client_callbacks=client_callbacks,
+            **others,
+        )
+        trainer.train(resume_from_checkpoint=request.get("resume", False))
+    trainer.save_model("final")
+    state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
+    save_file(state, f"rank-{rank}.safetensors")
+    engine = None if name == "plain" else trainer._runtime.loop.engine
+    notes = {
+        "log": trainer.state.log_history,
+        "total_flos": trainer.state.total_flos,
+        "trained": note.trained,
+        "cohorts": note.cohorts,
+        "rejected": note.rejected,
+        "ledger": None if name == "plain" else trainer.ledger.to_dict(),
+        "client_metrics": {} if name == "plain" else trainer.client_metrics,
+        "bytes_reduced": getattr(engine, "bytes_reduced", 0),
+    }
+    with open(f"rank-{rank}.json", "w", encoding="utf-8") as file:
+        json.dump(notes, file)
+
+
+def run_rank(rank: int, request: dict[str, Any], port: int) -> int:
+    os.chdir(request["directory"])
+    log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world_size = request["world_size"]
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"ACCELERATE_USE_CPU": "true"}
+    try:
+        train(rank, request)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def wait(child: int, deadline: float) -> int:
+    """A rank's exit code. One that hangs is killed, and its code is that of SIGKILL."""
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -signal.SIGKILL
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = time.monotonic()
+        children = []
+        for rank in range(request["world_size"]):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    code = run_rank(rank, request, port)
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            children.append(child)
+        codes = [wait(child, deadline=started + TIMEOUT) for child in children]
+        print(json.dumps({"codes": codes, "seconds": time.monotonic() - started}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
