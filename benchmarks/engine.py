@@ -115,7 +115,7 @@ class Bench:
                     "client_ratio": _median(pair["ours"] / pair["bare"] for pair in pairs),
                 }
             )
-        _print_table(
+        print_table(
             "(a) time over a bare PyTorch loop (both sides alternate client by client; medians)",
             ["model", "clients", "rounds", "s/round", "bare", "x bare", "x plain Trainer", "ms/client", "bare"],
             [
@@ -147,7 +147,7 @@ class Bench:
             first, last = (peaks[str(count)]["peak_mb"] for count in (counts[0], counts[-1]))
             entries.append({"aggregation": algorithm, "peaks": peaks, "growth": last / first - 1})
         model_mb = entries[0]["peaks"][str(counts[0])]["model_mb"]
-        _print_table(
+        print_table(
             f"(b) peak resident memory in MB (anonymous part), a model of {model_mb:.0f} MB, 2 rounds",
             ["aggregation", *(f"{count} clients" for count in counts), "growth"],
             [
@@ -176,7 +176,7 @@ class Bench:
                     extra = {**paths, "output_dir": str(self.folder / "flower")}
                     runs[side].append(self.run(side, workload, watch=True, **(extra if side == "flower" else {})))
             entries.append(_compare_with_flower(workload, shared["name"], runs))
-        _print_table(
+        print_table(
             "(c) the same federation on Flower's simulation engine, one worker of as many threads",
             ["model", "side", "s/round", "overhead ms/client", "ratio", "PSS MB", "USS MB", "less Ray's own", "ratio"],
             [row for entry in entries for row in _flower_rows(entry)],
@@ -187,7 +187,7 @@ class Bench:
         """(d) Swapping an adapter in."""
         workload = {**MINILM, "model": self.options.model, "num_clients": 1, "num_rounds": 1}
         result = self.run("adapter", workload, num_repeats=50 if self.options.quick else 300)
-        _print_table(
+        print_table(
             f"(d) a LoRA adapter of {result['num_tensors']} tensors, {result['num_values']} values, swapped in",
             ["Exchange.write", "peft.set_peft_model_state_dict"],
             [[f"{result['write_ms']:.2f} ms", f"{result['set_peft_model_state_dict_ms']:.2f} ms"]],
@@ -234,7 +234,8 @@ def _flower_rows(entry: dict[str, Any]) -> list[list[Any]]:
     return rows
 
 
-def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A title and aligned columns."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     print(f"\n{title}")

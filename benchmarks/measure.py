@@ -6,6 +6,7 @@ The specification holds the fields of a `Workload` under `"workload"`, and what 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -143,8 +144,13 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
 def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
     """Seconds of each round, with nothing else in the process."""
     callback = AlternatingRounds()
-    federated_trainer(workload, output_dir, [callback]).train()
-    return {"rounds": [entry["ours"] for entry in callback.rounds[1:]]}
+    trainer = federated_trainer(workload, output_dir, [callback], **spec.get("federation", {}))
+    trainer.train()
+    return {
+        "rounds": [entry["ours"] for entry in callback.rounds[1:]],
+        "bytes_reduced": getattr(trainer.engine, "bytes_reduced", 0),
+        "payload_bytes": sum(value.nbytes for value in trainer.exchange.read().values()),
+    }
 
 
 def measure_bare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
@@ -230,7 +236,8 @@ def main() -> None:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as output_dir:
         result = MEASUREMENTS[name](Workload(**spec["workload"]), spec, output_dir)
-    Path(result_path).write_text(json.dumps(result))
+    if os.environ.get("RANK", "0") == "0":
+        Path(result_path).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

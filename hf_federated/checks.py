@@ -66,13 +66,16 @@ def resolve_federation(federation: FederatedConfig | None, args: TrainingArgumen
     return FederatedConfig(**values)
 
 
-def check_arguments(args: TrainingArguments, federation: FederatedConfig, algorithm: Aggregation) -> None:
+def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:
     """
-    Refuse training arguments that cannot mean anything in a federation, or that were never tried.
+    Refuse training arguments, and ways to launch, that cannot mean anything in a federation or that were never tried.
 
     Raises:
         ValueError: It names the argument and the alternative.
     """
+    args = trainer.args
+    launched_as = trainer.accelerator.distributed_type.value
+    unsharded = "launch with plain data parallelism; LoRA, also over a quantized base, makes a model fit"
     refused = {
         f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
         f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
@@ -84,8 +87,17 @@ def check_arguments(args: TrainingArguments, federation: FederatedConfig, algori
             "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
         ),
         "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
-        "deepspeed": (args.deepspeed is not None, "run without it"),
-        "fsdp": (bool(args.fsdp), "run without it"),
+        "sync_ref_model=True": (
+            bool(getattr(args, "sync_ref_model", False)),
+            "leave the reference model as it is; one client's would reach the next",
+        ),
+        "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, unsharded),
+        "FSDP": (bool(args.fsdp) or trainer.is_fsdp_enabled, unsharded),
+        f"a launch as {launched_as}": (launched_as != "NO" and not launched_as.startswith("MULTI_"), unsharded),
+        "tensor, context or sequence parallelism": (
+            getattr(trainer.accelerator, "parallelism_config", None) is not None,
+            unsharded,
+        ),
         f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one of them"),
         f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),

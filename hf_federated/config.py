@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 CONFIG_NAME = "federated_config.json"
 
 EXCHANGES = ("auto", "trainable", "adapter", "all")
+EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("reset", "carry")
 LR_SCHEDULES = ("global", "round")
 STORES = ("memory", "disk")
@@ -78,6 +79,10 @@ class FederatedConfig:
         exchange (`str`, *optional*, defaults to `"auto"`):
             What travels. `"auto"`: the adapter of a PEFT model, otherwise the trainable parameters; `"trainable"`;
             `"adapter"`; `"all"`: trainable and frozen parameters and buffers.
+        exchange_dtype (`str`, *optional*):
+            The dtype in which floating values travel, in both directions: `"float32"`, `"bfloat16"` or `"float16"`.
+            By default their own. The server keeps its values as they are; clients start from the rounded ones and send
+            back what they changed, so that small changes survive.
         client_optimizer_state (`str`, *optional*, defaults to `"reset"`):
             `"reset"`: a client starts each round with a fresh optimizer. `"carry"`: it keeps its optimizer's state.
         lr_schedule (`str`, *optional*, defaults to `"global"`):
@@ -94,10 +99,10 @@ class FederatedConfig:
             What is frozen before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or both
             (`"embeddings+2"`). Frozen parameters never travel.
         parallelism (`str`, *optional*, defaults to `"data"`):
-            How the processes of `accelerate launch` share the work. `"data"`: they train each client together, its batches
-            spread over them, as accelerate does. `"clients"`: each trains whole clients on its own. The results of
-            `"clients"` are those of one process, bit for bit; those of `"data"` are the plain Trainer's under the same
-            launch.
+            How the processes of `accelerate launch` share the work. `"data"`: they train each client together, its
+            batches spread over them, as accelerate does. `"clients"`: each trains whole clients on its own. The
+            results of `"clients"` are those of one process; of one client, those of `"data"` are the plain Trainer's
+            under the same launch.
         client_store (`str`, *optional*, defaults to `"memory"`):
             Where the state that a client keeps between rounds lives: `"memory"` or `"disk"` (below `output_dir`).
         federation_seed (`int`, *optional*):
@@ -131,6 +136,9 @@ class FederatedConfig:
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
     exchange: str = field(default="auto", metadata={"help": "What travels.", "choices": list(EXCHANGES)})
+    exchange_dtype: str | None = field(
+        default=None, metadata={"help": "Dtype of what travels (default: its own).", "choices": list(EXCHANGE_DTYPES)}
+    )
     client_optimizer_state: str = field(
         default="reset",
         metadata={"help": "Whether a client keeps its optimizer's state.", "choices": list(OPTIMIZER_STATES)},
@@ -177,6 +185,8 @@ class FederatedConfig:
         if self.min_clients < 1:
             raise ValueError(f"`min_clients` is {self.min_clients}; a round needs at least one update.")
         _check_choice("exchange", self.exchange, EXCHANGES)
+        if self.exchange_dtype is not None:
+            _check_choice("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
         _check_choice("client_optimizer_state", self.client_optimizer_state, OPTIMIZER_STATES)
         _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         _check_choice("parallelism", self.parallelism, ("data", "clients"))

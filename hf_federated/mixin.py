@@ -34,8 +34,10 @@ from .checks import as_federated_dataset
 from .clients.local_training import LocalTraining
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .engines import Engine
 from .ledger import Ledger
 from .postprocessing import Postprocessor
+from .preparation import Preparation, PreparedClients, PreparingMixin
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
 
@@ -46,7 +48,7 @@ else:
     _Base = object
 
 
-class FederatedMixin(_Base):
+class FederatedMixin(PreparingMixin, _Base):
     """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
 
     args: TrainingArguments
@@ -80,13 +82,22 @@ class FederatedMixin(_Base):
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
             given["eval_dataset"] = eval_clients.to_dataset()
-        given["train_dataset"] = None
+        # A constructor that prepares its rows gets one client's, and what it does with them is done with all clients'.
+        first = next(iter(clients))
+        given["train_dataset"] = clients[first] if self.prepares_data() else None
+        train, evaluation = Preparation(given["train_dataset"]), Preparation(given.get("eval_dataset"))
+        self._preparations = [train, evaluation]
         super().__init__(**given)
+        self._preparations = None
         self.train_dataset = clients
         self._runtime = FederationRuntime(
             trainer=self,
             clients=clients,
             eval_clients=eval_clients,
+            train_datasets=PreparedClients(self, train, clients, {first: train.prepared}) if train.calls else clients,
+            eval_datasets=PreparedClients(self, evaluation, eval_clients)
+            if evaluation.calls and eval_clients is not None
+            else eval_clients,
             config=federation,
             users_callbacks=users_callbacks,
             postprocessors=postprocessors,
@@ -161,6 +172,11 @@ class FederatedMixin(_Base):
     def aggregation(self) -> Aggregation:
         """The averaging algorithm."""
         return self._federation.aggregation
+
+    @property
+    def engine(self) -> Engine:
+        """Where the clients run; built when training or evaluation starts."""
+        return self._federation.loop.engine
 
     @property
     def ledger(self) -> Ledger:

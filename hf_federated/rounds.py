@@ -14,11 +14,14 @@ from .callbacks import ServerState
 from .clients import ClientSampler, client_seed
 from .engines import Engine, Plan
 from .messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
-from .postprocessing import Postprocessor, run_server_side
+from .postprocessing import Postprocessor, cast_floating, run_server_side
 from .validation import InvalidUpdateError, check_update
 
 
 logger = logging.get_logger(__name__)
+
+
+KNOWN_METRICS = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
 
 
 class RoundFailedError(RuntimeError):
@@ -39,6 +42,7 @@ class RoundSummary:
         num_examples (`int`): Rows of the accepted clients, once each.
         num_tokens (`int`): Input tokens, where they are counted.
         total_flos (`float`): Floating point operations.
+        further (`dict[str, float]`): What else the clients' trainers log, under their names: the mean over clients.
         clients (`dict[str, dict[str, float]]`): Each client's own metrics.
     """
 
@@ -50,6 +54,7 @@ class RoundSummary:
     num_examples: int = 0
     num_tokens: int = 0
     total_flos: float = 0.0
+    further: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -60,6 +65,7 @@ class RoundSummary:
             values = [row[name] for row in rows.values() if name in row]
             return statistics.fmean(values) if values else None
 
+        names = dict.fromkeys(name for row in rows.values() for name in row if name not in KNOWN_METRICS)
         weights = [max(row["num_examples"], 1) for row in rows.values()]
         losses = [row.get("loss", 0.0) for row in rows.values()]
         return cls(
@@ -71,6 +77,7 @@ class RoundSummary:
             num_examples=int(sum(row["num_examples"] for row in rows.values())),
             num_tokens=int(sum(row["num_tokens"] for row in rows.values())),
             total_flos=sum(row.get("total_flos", 0.0) for row in rows.values()),
+            further={name: mean(name) or 0.0 for name in names},
             clients=rows,
         )
 
@@ -88,6 +95,7 @@ class RoundLoop:
         postprocessors (`Sequence[Postprocessor]`): Their server sides run here.
         fire (`Callable`): `fire(event, **kwargs)` tells the callbacks.
         write (`Callable[[dict[str, torch.Tensor]], None]`): Puts a global state into the server's model.
+        sent_dtype (`torch.dtype`, *optional*): Of what clients are sent; its own by default.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class RoundLoop:
         postprocessors: Sequence[Postprocessor],
         fire: Callable[..., Any],
         write: Callable[[dict[str, torch.Tensor]], None],
+        sent_dtype: torch.dtype | None = None,
     ) -> None:
         self.engine = engine
         self.server = server
@@ -109,6 +118,10 @@ class RoundLoop:
         self._postprocessors = postprocessors
         self._fire = fire
         self._write = write
+        self._sent_dtype = sent_dtype
+        # What clients are sent, the same for all of them.
+        self._sent: dict[str, torch.Tensor] = {}
+        self._sent_extra: dict[str, torch.Tensor] = {}
 
     def run(self, round: int) -> RoundSummary:
         """
@@ -130,6 +143,8 @@ class RoundLoop:
         server.rejected = {}
         server.fit_settings, server.fit_extra, server.expected_extra, server.accumulators = {}, {}, {}, []
         self._fire("on_round_begin")
+        self._sent = cast_floating(server.weights, self._sent_dtype)
+        self._sent_extra = cast_floating(server.fit_extra, self._sent_dtype)
         plan = Plan(round, server.cohort, self._fit_message)
         # Of each client what it counted and logged, or why it was refused.
         outcomes: dict[str, dict[str, float] | str] = {}
@@ -148,11 +163,12 @@ class RoundLoop:
                 "num_tokens": update.num_tokens,
                 "num_steps": update.num_steps,
             }
-            outcomes[update.client_id] = {**counts, **update.metrics}
+            outcomes[update.client_id] = {**update.metrics, **counts}
             del update, reply
         outcomes = self.engine.gather(plan, outcomes)
         rows = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
         server.rejected = {client_id: reason for client_id, reason in outcomes.items() if isinstance(reason, str)}
+        self._sent, self._sent_extra = {}, {}
         if len(rows) < self._min_clients:
             self._write(server.weights)
             self._raise_failed(len(rows), first_error)
@@ -169,7 +185,7 @@ class RoundLoop:
     def _fit_message(self, client_id: str) -> Fit:
         server = self.server
         seed = client_seed(self._seed, client_id, server.round)
-        return Fit(server.round, client_id, seed, server.weights, server.fit_extra, server.fit_settings)
+        return Fit(server.round, client_id, seed, self._sent, self._sent_extra, server.fit_settings)
 
     def _accept(self, reply: Message) -> ClientUpdate:
         server = self.server
@@ -201,9 +217,8 @@ class RoundLoop:
             RoundFailedError: If a client fails. The message names it.
         """
         server = self.server
-        plan = Plan(
-            server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, server.weights)
-        )
+        sent = cast_floating(server.weights, self._sent_dtype)
+        plan = Plan(server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent))
         results: dict[str, dict[str, float]] = {}
         for reply in self.engine.run(plan):
             if not isinstance(reply, Metrics):

@@ -7,7 +7,7 @@ trainer; `start` builds what runs the rounds around the model as it is then.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .data import FederatedDataset
 from .engines import LocalEngine, RankEngine, WatchPeers
 from .ledger import Ledger
 from .metrics import spread_over_clients
-from .postprocessing import Postprocessor
+from .postprocessing import Postprocessor, SendChanges
 from .processes import processes
 from .rounds import RoundLoop, RoundSummary
 
@@ -43,6 +43,8 @@ class FederationRuntime:
         trainer (`transformers.Trainer`): Constructed already, without training data of its own.
         clients ([`FederatedDataset`]): Training rows by client.
         eval_clients ([`FederatedDataset`], *optional*): Evaluation rows by client.
+        train_datasets (`Mapping[str, Dataset]`): The training rows as the trainer takes them.
+        eval_datasets (`Mapping[str, Dataset]`, *optional*): The evaluation rows as the trainer takes them.
         config ([`FederatedConfig`], *optional*): As the user gave it.
         users_callbacks (`Sequence[TrainerCallback]`): As the user gave them; an [`AggregationCallback`] among them
             takes the place of `aggregation`.
@@ -58,6 +60,8 @@ class FederationRuntime:
         trainer: Trainer,
         clients: FederatedDataset,
         eval_clients: FederatedDataset | None,
+        train_datasets: Mapping[str, Any],
+        eval_datasets: Mapping[str, Any] | None,
         config: FederatedConfig | None,
         users_callbacks: Sequence[TrainerCallback],
         postprocessors: Sequence[Postprocessor],
@@ -66,8 +70,14 @@ class FederationRuntime:
         self._trainer = trainer
         self.clients = clients
         self.eval_clients = eval_clients
+        self._train_datasets = train_datasets
+        self._eval_datasets = eval_datasets
         self.config = resolve_federation(config, trainer.args)
         self.postprocessors = list(postprocessors)
+        name = self.config.exchange_dtype
+        self._exchange_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+        if self._exchange_dtype is not None:
+            self.postprocessors.append(SendChanges(self._exchange_dtype))
         self.client_callbacks = list(client_callbacks)
         self.processes = processes()
         self.ledger = Ledger()
@@ -84,7 +94,7 @@ class FederationRuntime:
         else:
             self.aggregation = build_aggregation(self.config.aggregation, self.config.aggregation_kwargs)
             trainer.add_callback(AggregationCallback(self.aggregation))
-        check_arguments(trainer.args, self.config, self.aggregation)
+        check_arguments(trainer, self.config, self.aggregation)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         if self.config.freeze is not None:
             freeze_layers(trainer.model, self.config.freeze)
@@ -129,8 +139,8 @@ class FederationRuntime:
             trainer=self._trainer,
             args=args,
             exchange=exchange,
-            train_datasets=self.clients,
-            eval_datasets=self.eval_clients,
+            train_datasets=self._train_datasets,
+            eval_datasets=self._eval_datasets,
             algorithm=self.aggregation,
             store=store,
             config=config,
@@ -166,6 +176,7 @@ class FederationRuntime:
             postprocessors=self.postprocessors,
             fire=self.fire,
             write=exchange.write,
+            sent_dtype=self._exchange_dtype,
         )
 
     @property
@@ -209,7 +220,9 @@ class FederationRuntime:
     def round_logs(self) -> dict[str, float]:
         """What the log of a round has that the parent's could not."""
         summary = self.summary
-        logs: dict[str, float] = {} if summary.grad_norm is None else {"grad_norm": summary.grad_norm}
+        logs: dict[str, float] = dict(summary.further)
+        if summary.grad_norm is not None:
+            logs["grad_norm"] = summary.grad_norm
         logs["federated/num_clients"] = summary.num_clients
         logs["federated/num_failed"] = summary.num_failed
         logs["federated/bytes_up"] = self.ledger.bytes_up

@@ -25,7 +25,15 @@ from tiny import arguments, rows, tiny_model
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer, FedOpt, Scaffold
+from hf_federated import (
+    FederatedCallback,
+    FederatedConfig,
+    FederatedDataset,
+    FederatedTrainer,
+    FedOpt,
+    Scaffold,
+    federate,
+)
 
 
 NUM_ROUNDS = 3
@@ -100,6 +108,34 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}
 
 
+def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
+    """TRL's trainer with LoRA over two clients, which prepares their rows."""
+    from language import language_model, texts, tokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    return federate(SFTTrainer)(
+        model=language_model(),
+        args=SFTConfig(
+            output_dir=RUN_DIR,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            max_length=16,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+        ),
+        train_dataset={"north": texts("north", 10), "south": texts("south", 6)},
+        eval_dataset=texts("south", 3),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        callbacks=callbacks,
+        federation=FederatedConfig(num_rounds=2, parallelism="clients"),
+    )
+
+
 class Note(FederatedCallback):
     """What a rank saw: cohorts, learning rates, whom it trained."""
 
@@ -156,12 +192,17 @@ class Stop(TrainerCallback):
 def train(rank: int, request: dict[str, Any]) -> None:
     """One run in the current directory; the main rank leaves its model, every rank its notes."""
     name, trouble = request["scenario"], request.get("trouble")
-    model, federation, args, others = scenario(name)
     note = Note()
+    if name == "sft":
+        trainer: Trainer = sft_trainer([note])
+        trainer.train()
+        write_notes(rank, trainer, note)
+        return
+    model, federation, args, others = scenario(name)
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
     if name == "plain":
         training_arguments.num_train_epochs = NUM_ROUNDS
-        trainer: Trainer = Trainer(model=model, args=training_arguments, train_dataset=rows(22))
+        trainer = Trainer(model=model, args=training_arguments, train_dataset=rows(22))
         trainer.train()
     else:
         callbacks: list[TrainerCallback] = [note]
@@ -182,19 +223,23 @@ def train(rank: int, request: dict[str, Any]) -> None:
             **others,
         )
         trainer.train(resume_from_checkpoint=request.get("resume", False))
+    write_notes(rank, trainer, note)
+
+
+def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
     trainer.save_model("final")
     state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
     save_file(state, f"rank-{rank}.safetensors")
-    engine = None if name == "plain" else trainer._runtime.loop.engine
+    is_plain = type(trainer) is Trainer
     notes = {
         "log": trainer.state.log_history,
         "total_flos": trainer.state.total_flos,
         "trained": note.trained,
         "cohorts": note.cohorts,
         "rejected": note.rejected,
-        "ledger": None if name == "plain" else trainer.ledger.to_dict(),
-        "client_metrics": {} if name == "plain" else trainer.client_metrics,
-        "bytes_reduced": getattr(engine, "bytes_reduced", 0),
+        "ledger": None if is_plain else trainer.ledger.to_dict(),
+        "client_metrics": {} if is_plain else trainer.client_metrics,
+        "bytes_reduced": 0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
     }
     with open(f"rank-{rank}.json", "w", encoding="utf-8") as file:
         json.dump(notes, file)

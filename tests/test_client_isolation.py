@@ -318,6 +318,20 @@ def test_memory_does_not_grow_with_the_number_of_clients(aggregation) -> None:
     assert many - few < model_bytes / 2
 
 
+def test_nothing_of_a_client_stays_until_the_next_one_trains() -> None:
+    measured = []
+
+    class Measure(FederatedCallback):
+        def on_client_begin(self, args, state, control, **kwargs) -> None:
+            measured.append(live_bytes())
+
+    data = rows(4)
+    trained({str(i): data for i in range(4)}, Measure(), federation={"aggregation": FedAvg()})
+    model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
+    # The model, the global weights, and their sum in float64; no update and no moments of an optimizer.
+    assert max(measured) < 4.5 * model_bytes
+
+
 def test_scaffold_keeps_one_control_variate_a_client() -> None:
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
     few, many = (peak_bytes(num_clients, Scaffold()) for num_clients in (3, 24))

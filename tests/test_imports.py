@@ -22,7 +22,7 @@ FLOORS: list[set[str]] = [
     {"validation", "postprocessing", "checkpoint", "round_steps"},
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
-    {"callbacks", "cards", "checks", "engines"},
+    {"callbacks", "cards", "checks", "engines", "preparation"},
     {"rounds"},
     {"runtime"},
     {"mixin", "trainer"},

@@ -33,6 +33,9 @@ from .store import ClientStore
 
 logger = logging.get_logger(__name__)
 
+# What a log entry says of where it stands, and of tokens, which are reported beside the metrics.
+POSITIONS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
+
 
 class ClientWorker:
     """
@@ -182,11 +185,17 @@ class ClientWorker:
 
 
 def _training_metrics(trainer: Trainer) -> dict[str, float]:
-    """What a client reports of its training, from its own trainer's log."""
+    """What a client reports of its training, from its own trainer's log: the entry of the last step."""
     metrics = {"total_flos": float(trainer.state.total_flos)}
     for entry in trainer.state.log_history:
-        # The last step's entry has the mean loss of the round, the others what `train()` logs when it ends.
-        metrics.update({name: float(entry[name]) for name in ("loss", "grad_norm", "learning_rate") if name in entry})
+        if "loss" in entry:
+            metrics.update(
+                {
+                    name: float(value)
+                    for name, value in entry.items()
+                    if name not in POSITIONS and isinstance(value, (int, float))
+                }
+            )
     return metrics
 
 

@@ -214,3 +214,26 @@ def test_it_holds_one_state_however_many_are_added(only_new_objects):
         if number in (0, 1, 63):
             held.append(live_tensors())
     assert held == [3, 3, 3]  # matrix, scalar, and c
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (5, 0), (0, 1), (1, 0), (1, 1, 1)])
+def test_parts_sum_up_to_the_mean_of_all(sizes):
+    # What processes do with one sum over all of them, done here in one.
+    states = random_states(sum(sizes), torch.float32)
+    weights = WEIGHTS[: len(states)]
+    whole = mean_of(states, weights).finalize()
+    parts = []
+    for size in sizes:
+        start = sum(part.num_updates for part in parts)
+        parts.append(mean_of(states[start : start + size], weights[start : start + size]))
+    tensors = [part.as_part_of(sum(weights), len(states), states[0]) for part in parts]
+    for over_parts in zip(*(sums for sums, _ in tensors), strict=True):
+        total = sum(value.clone() for value in over_parts)
+        for value in over_parts:
+            value.copy_(total)
+    first = next(index for index, size in enumerate(sizes) if size)
+    for others in zip(*(others for _, others in tensors), strict=True):
+        for value in others:
+            value.copy_(others[first])
+    for part in parts:
+        assert all(torch.equal(part.finalize()[name], whole[name]) for name in whole)

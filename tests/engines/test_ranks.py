@@ -106,6 +106,16 @@ def test_clients_over_processes_train_the_same_model(finished, scenario: str, wo
             assert notes_a[0] == notes_b[0] and without_timings([notes_a[1]]) == without_timings([notes_b[1]])
 
 
+def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:
+    pytest.importorskip("trl")
+    alone, together = finished("sft", 1), finished("sft", 2)
+    assert [notes(together, rank)["trained"] for rank in range(2)] == [
+        [[round, client_id] for round in range(2)] for client_id in ("north", "south")
+    ]
+    assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(2))
+    assert without_timings(notes(alone)["log"]) == without_timings(notes(together, 1)["log"])
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_client_trains_in_one_process(finished, world_size: int) -> None:
     directory = finished("fedavg", world_size)

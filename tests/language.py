@@ -1,0 +1,65 @@
+"""A tiny causal language model, its tokenizer and texts, for trainers that work on text."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+# Each client speaks words of its own.
+WORDS = {"north": [f"snow{i}" for i in range(12)], "south": [f"sand{i}" for i in range(12)]}
+SPECIAL = ["<pad>", "<eos>", "<unk>"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word, one token."""
+    words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
+    model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def language_model(hidden_size: int = 16) -> LlamaForCausalLM:
+    """Two layers of Llama; the same weights at each call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(SPECIAL) + 24,
+                hidden_size=hidden_size,
+                intermediate_size=hidden_size,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+        )
+
+
+def sentences(client_id: str, num_rows: int) -> list[str]:
+    """Runs of a client's words, of 3 to 6 words."""
+    words = WORDS[client_id]
+    return [" ".join(words[(i + j) % len(words)] for j in range(3 + i % 4)) for i in range(num_rows)]
+
+
+def texts(client_id: str, num_rows: int) -> Dataset:
+    """Rows for language modelling."""
+    return Dataset.from_dict({"text": sentences(client_id, num_rows)})
+
+
+def preferences(client_id: str, num_rows: int) -> Dataset:
+    """Rows of a prompt, a chosen and a rejected answer."""
+    words = WORDS[client_id]
+    return Dataset.from_dict(
+        {
+            "prompt": sentences(client_id, num_rows),
+            "chosen": [f" {words[i % 12]}" for i in range(num_rows)],
+            "rejected": [f" {words[(i + 5) % 12]}" for i in range(num_rows)],
+        }
+    )

@@ -1,0 +1,113 @@
+"""`federate()` around `SentenceTransformerTrainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from language import sentences, tokenizer
+from tiny import same_weights
+from transformers import BertConfig, BertModel
+
+from hf_federated import FederatedConfig, federate
+
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+
+def encoder(folder: Path) -> Any:
+    """A two-layer BERT with mean pooling."""
+    if not folder.exists():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+            BertModel(BertConfig(vocab_size=27, max_position_embeddings=32, **sizes)).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    transformer = Transformer(str(folder))
+    pooling = Pooling(transformer.get_embedding_dimension())
+    return sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device="cpu")
+
+
+def pairs(client_id: str, num_rows: int) -> Dataset:
+    texts = sentences(client_id, num_rows + 1)
+    return Dataset.from_dict({"anchor": texts[:-1], "positive": texts[1:]})
+
+
+def arguments(output_dir: Path, **kwargs: Any) -> Any:
+    return sentence_transformers.SentenceTransformerTrainingArguments(
+        **{
+            "output_dir": str(output_dir),
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "report_to": [],
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "use_cpu": True,
+            **kwargs,
+        }
+    )
+
+
+class Counting(sentence_transformers.SentenceTransformerTrainer):
+    """Notes how many rows it prepared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.prepared: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def preprocess_dataset(self, dataset=None, dataset_name=None):
+        if dataset is not None:
+            self.prepared.append(len(dataset))
+        return super().preprocess_dataset(dataset, dataset_name=dataset_name)
+
+
+def losses(model: Any) -> Any:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    return MultipleNegativesRankingLoss(model)
+
+
+def test_sentence_embeddings_over_two_clients(tmp_path) -> None:
+    model = encoder(tmp_path / "encoder")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = federate(Counting)(
+        model=model,
+        args=arguments(tmp_path / "run"),
+        train_dataset={"north": pairs("north", 9), "south": pairs("south", 6)},
+        loss=losses(model),
+        federation=FederatedConfig(num_rounds=2),
+    )
+    trainer.train()
+    assert trainer.prepared == [9, 6]
+    assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "final"), device="cpu")
+    assert torch.equal(
+        torch.as_tensor(loaded.encode(["snow1 snow2"])), torch.as_tensor(trainer.model.encode(["snow1 snow2"]))
+    )
+
+
+def test_one_client_is_the_plain_trainer(tmp_path) -> None:
+    models = [encoder(tmp_path / "encoder") for _ in range(2)]
+    plain = sentence_transformers.SentenceTransformerTrainer(
+        model=models[0],
+        args=arguments(tmp_path / "plain", num_train_epochs=2),
+        train_dataset=pairs("north", 9),
+        loss=losses(models[0]),
+    )
+    plain.train()
+    federated = federate(sentence_transformers.SentenceTransformerTrainer)(
+        model=models[1],
+        args=arguments(tmp_path / "federated"),
+        train_dataset=pairs("north", 9),
+        loss=losses(models[1]),
+        federation=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
+    )
+    federated.train()
+    assert same_weights(*models)

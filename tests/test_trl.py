@@ -1,0 +1,175 @@
+"""`federate()` around TRL's trainers: what they do to rows in their constructor, they do once for each client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language import SPECIAL, WORDS, language_model, preferences, texts, tokenizer
+from peft import LoraConfig, PeftModel
+from tiny import same_weights
+
+from hf_federated import FederatedConfig, FederatedDataset, federate
+
+
+trl = pytest.importorskip("trl")
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def arguments(config_class: type, output_dir: Path, **kwargs: Any) -> Any:
+    values: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "max_length": 16,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "epoch",
+        **kwargs,
+    }
+    return config_class(**values)
+
+
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.named_parameters() if "lora_" not in name}
+
+
+class CountingSFTTrainer(trl.SFTTrainer):
+    """Notes how many rows it prepared, and for what."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.prepared: list[tuple[str, int]] = []
+        super().__init__(*args, **kwargs)
+
+    def _prepare_dataset(self, dataset, *args, **kwargs):
+        self.prepared.append((args[-1], len(dataset)))
+        return super()._prepare_dataset(dataset, *args, **kwargs)
+
+
+CLIENTS = {"north": texts("north", 10), "south": texts("south", 6)}
+
+
+def sft(
+    output_dir: Path, clients: Any = CLIENTS, eval_dataset: Any = None, federation: Any = None, **kwargs: Any
+) -> Any:
+    options = {"peft_config": LORA} | {name: kwargs.pop(name) for name in ("peft_config",) if name in kwargs}
+    return federate(CountingSFTTrainer)(
+        model=language_model(),
+        args=arguments(trl.SFTConfig, output_dir, **kwargs),
+        train_dataset=clients,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer(),
+        federation=FederatedConfig(num_rounds=2, **(federation or {})),
+        **options,
+    )
+
+
+def test_sft_with_lora_over_two_clients(tmp_path) -> None:
+    eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
+    trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
+    assert isinstance(trainer.model, PeftModel)
+    before = base_weights(trainer.model)
+    output = trainer.train()
+    assert output.global_step == 2
+    # The constructor saw the first client's rows and all evaluation rows; the others came when they were asked for.
+    assert [entry for entry in trainer.prepared if entry[0] == "train"] == [("train", 10), ("train", 6)]
+    after = base_weights(trainer.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all("lora_" in name for name in trainer.exchange.names)
+    assert any(value.abs().sum() > 0 for name, value in trainer.model.named_parameters() if "lora_B" in name)
+    rounds = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(0 <= entry["mean_token_accuracy"] <= 1 for entry in rounds)
+    assert set(trainer.client_metrics) == {"north", "south"}
+    assert "federated/eval_loss_mean" in trainer.evaluate()
+
+
+def test_each_clients_evaluation_rows_are_prepared_once(tmp_path) -> None:
+    eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
+    trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
+    trainer.train()
+    datasets = trainer._runtime._eval_datasets
+    assert all("input_ids" in datasets[client_id].column_names for client_id in eval_clients)
+    assert datasets["north"] is datasets["north"]
+
+
+def test_packing_does_not_mix_clients(tmp_path) -> None:
+    trainer = sft(tmp_path, packing=True, max_length=12, peft_config=None)
+    trainer.train()
+    words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
+    for client_id, dataset in trainer._runtime._train_datasets.items():
+        others = {words.index(word) for other in WORDS if other != client_id for word in WORDS[other]}
+        packed = [token for row in dataset["input_ids"] for token in row]
+        assert packed and others.isdisjoint(packed)
+        assert len(dataset) < len(CLIENTS[client_id])
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
+def test_sft_of_one_client_is_the_plain_trainer(tmp_path, peft_config) -> None:
+    rows = texts("north", 10)
+    plain = trl.SFTTrainer(
+        model=language_model(),
+        args=arguments(trl.SFTConfig, tmp_path / "plain", num_train_epochs=2),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    plain.train()
+    carried = {"client_optimizer_state": "carry"}
+    federated = sft(tmp_path / "federated", clients=rows, federation=carried, peft_config=peft_config)
+    federated.train()
+    assert same_weights(plain.model, federated.model)
+
+
+def dpo(output_dir: Path, **kwargs: Any) -> Any:
+    return federate(trl.DPOTrainer)(
+        model=language_model(),
+        args=arguments(trl.DPOConfig, output_dir, **kwargs),
+        train_dataset={"north": preferences("north", 9), "south": preferences("south", 6)},
+        processing_class=tokenizer(),
+        peft_config=LORA,
+        federation=FederatedConfig(num_rounds=2),
+    )
+
+
+def test_dpo_with_lora_over_two_clients(tmp_path) -> None:
+    trainer = dpo(tmp_path)
+    adapters = list(trainer.model.peft_config)
+    before = base_weights(trainer.model)
+    trainer.train()
+    assert list(trainer.model.peft_config) == adapters
+    after = base_weights(trainer.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    rounds = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # Before the first step policy and reference agree; then the chosen answers gain.
+    assert rounds[0]["rewards/margins"] < rounds[1]["rewards/margins"]
+
+
+def test_dpo_scores_every_client_by_the_model_before_training(tmp_path) -> None:
+    lazily, before = dpo(tmp_path / "a"), dpo(tmp_path / "b", precompute_ref_log_probs=True)
+    datasets = before._runtime._train_datasets
+    columns = {column for column in datasets["south"].column_names if column.startswith("ref_")}
+    assert columns and all(columns <= set(datasets[client_id].column_names) for client_id in datasets)
+    scores = {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()}
+    lazily.train()
+    before.train()
+    assert {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()} == scores
+    for ours, theirs in zip(lazily.model.parameters(), before.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_moving_reference_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="sync_ref_model"):
+        federate(trl.DPOTrainer)(
+            model=language_model(),
+            ref_model=language_model(),
+            args=arguments(trl.DPOConfig, tmp_path, sync_ref_model=True),
+            train_dataset={"north": preferences("north", 9)},
+            processing_class=tokenizer(),
+            federation=FederatedConfig(num_rounds=2),
+        )
