@@ -83,7 +83,6 @@ def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> Non
         ({"evaluate_clients": True}, "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset"),
         ({"exchange": "adapter"}, "needs a PEFT model.*get_peft_model.*exchange='trainable'"),
         ({"freeze": "9"}, "asks for 9 layers; BertForSequenceClassification has 2"),
-        ({"parallelism": "clients"}, "parallelism='clients' .*leave the default"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -109,6 +108,18 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, federation, words) -> No
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path, train_dataset, words) -> None:
     with pytest.raises(ValueError, match=words):
         build(tmp_path, train_dataset)
+
+
+@pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_models_are_refused(tmp_path, attribute) -> None:
+    # As `accelerate launch` sets them up, whatever the arguments say.
+    class Sharded(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            setattr(self, attribute, True)
+
+    with pytest.raises(ValueError, match="(FSDP|DeepSpeed) does not work .*plain data parallelism; LoRA"):
+        build(tmp_path, base=Sharded)
 
 
 def test_a_federation_without_data_is_refused(tmp_path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from datasets import load_dataset
+from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -14,8 +15,6 @@ from transformers import (
     HfArgumentParser,
     TrainingArguments,
 )
-
-from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
 
 
 @dataclass

@@ -20,7 +20,11 @@ from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.train import closing_table, train
 
 
-RECIPES = sorted(Path(__file__).parents[2].glob("recipes/**/*.yaml"))
+RECIPES = sorted(
+    path
+    for path in Path(__file__).parents[2].glob("recipes/**/*.yaml")
+    if path.read_text(encoding="utf-8").startswith("# hf-federated train")
+)
 
 
 def set_all(*values: str) -> list[str]:
