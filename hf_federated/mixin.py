@@ -1,24 +1,20 @@
 """`FederatedMixin`: the overrides that make a trainer federated.
 
-It plays one of three roles. Without a federation it is the parent, untouched. With one, `train()` is the parent's
-own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's `train()`
-on the client's rows (`clients/local_training.py`). Each override says what it does in which role; the work is in the
-[`FederationRuntime`].
+It plays one of three roles (`roles.py`). Without a federation it is the parent, untouched. With one, `train()` is the
+parent's own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's
+`train()` on the client's rows (`clients/local_training.py`). Each override says what it does in which role; the work
+is in the [`FederationRuntime`]. What is saved is in `saving.py`, what a constructor does to rows in `preparation.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -26,38 +22,22 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
-from .adapters import Exchange
-from .aggregation import Aggregation
-from .cards import render_model_card
-from .checkpoint import clear_staging, list_checkpoints, publish, read_server_state, rotate, staged_directory
+from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
 from .checks import as_federated_dataset
-from .clients.local_training import LocalTraining
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .engines import Engine
-from .ledger import Ledger
 from .postprocessing import Postprocessor
 from .preparation import Preparation, PreparedClients, PreparingMixin
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
+from .saving import SavingMixin
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
-
-class FederatedMixin(PreparingMixin, _Base):
+class FederatedMixin(SavingMixin, PreparingMixin):
     """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
 
-    args: TrainingArguments
     lr_scheduler: Any
     neftune_noise_alpha: float | None
-    _runtime: FederationRuntime | None = None
-    _runs_rounds: bool = False
-    # Set on the isolated copy that trains one client.
-    local_training: LocalTraining | None = None
 
     def __init__(
         self,
@@ -130,69 +110,6 @@ class FederatedMixin(PreparingMixin, _Base):
         known += [callback if isinstance(callback, type) else type(callback) for callback in users_callbacks]
         return [callback for callback in self.callback_handler.callbacks if type(callback) not in known]
 
-    # ---- What a federation adds to a trainer's attributes
-
-    @property
-    def federation(self) -> FederatedConfig | None:
-        """The configuration, with `num_rounds` and the seed filled in; `None` without a federation."""
-        return None if self._runtime is None else self._runtime.config
-
-    @property
-    def _federation(self) -> FederationRuntime:
-        if self._runtime is None:
-            raise AttributeError("This trainer has no federation: give it `federation=` or a FederatedDataset.")
-        return self._runtime
-
-    @property
-    def clients(self) -> FederatedDataset:
-        """The clients' training rows."""
-        return self._federation.clients
-
-    @property
-    def eval_clients(self) -> FederatedDataset | None:
-        """The clients' evaluation rows, if `eval_dataset` was a [`FederatedDataset`]."""
-        return self._federation.eval_clients
-
-    @property
-    def postprocessors(self) -> list[Postprocessor]:
-        """The steps between a client's training and the aggregate."""
-        return self._federation.postprocessors
-
-    @property
-    def exchange(self) -> Exchange:
-        """What of the model travels."""
-        return self._federation.exchange
-
-    @property
-    def run_args(self) -> TrainingArguments:
-        """The user's arguments, also while rounds run and `args` are those of the loop over rounds."""
-        return self._user_args
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """The averaging algorithm."""
-        return self._federation.aggregation
-
-    @property
-    def engine(self) -> Engine:
-        """Where the clients run; built when training or evaluation starts."""
-        return self._federation.loop.engine
-
-    @property
-    def ledger(self) -> Ledger:
-        """Bytes per client and round."""
-        return self._federation.ledger
-
-    @property
-    def client_metrics(self) -> dict[str, dict[str, float]]:
-        """Each client's metrics of the last evaluation with `evaluate_clients=True`."""
-        return self._federation.client_metrics
-
-    @property
-    def _is_federating(self) -> bool:
-        """Whether this is the loop over rounds, and not a client inside it."""
-        return self._runs_rounds and self.local_training is None
-
     # ---- The loop over rounds: overrides of Trainer's public methods
 
     def train(
@@ -254,15 +171,6 @@ class FederatedMixin(PreparingMixin, _Base):
             resume_from_checkpoint = os.fspath(checkpoints[-1])
         read_server_state(resume_from_checkpoint)
         return resume_from_checkpoint
-
-    @contextmanager
-    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        """Other arguments for a while."""
-        before, self.args = self.args, args
-        try:
-            yield
-        finally:
-            self.args = before
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -403,102 +311,6 @@ class FederatedMixin(PreparingMixin, _Base):
         if self.federation is not None:
             raise ValueError("hyperparameter_search does not reach clients: build a FederatedTrainer for each trial.")
         return super().hyperparameter_search(*args, **kwargs)
-
-    # ---- What is saved
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`; `federated_config.json` and the ledger lie beside the global model."""
-        if self.federation is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        output_dir = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            self.federation.save_pretrained(output_dir)
-            self.ledger.save(output_dir)
-        with self._arguments(self._user_args):
-            super().save_model(output_dir, _internal_call)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The parent's checkpoint and the federation's state, written aside and put in place by one rename."""
-        if not self._is_federating:
-            super()._save_checkpoint(model, trial)
-            return
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        # The best model may be this very checkpoint, of which the parent would record the temporary path.
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = os.fspath(final)
-        best = self.state.best_model_checkpoint
-        runtime = self._federation
-        processes = runtime.processes
-        with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
-            processes.wait()  # For the directory.
-            staged_args = copy.copy(self.args)
-            staged_args.output_dir = os.fspath(staging)
-            staged_args.push_to_hub = False
-            if processes.is_main or not runtime.spreads_clients:
-                with self._arguments(staged_args):
-                    super()._save_checkpoint(model, trial)
-            else:
-                self.store_flos()
-            staged = staging / final.name
-            self.state.best_model_checkpoint = best
-            if processes.is_main:
-                self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
-                if not self.args.save_only_model:
-                    runtime.save(staged)
-            processes.wait()  # For the room made for clients.
-            if not self.args.save_only_model:
-                runtime.save_clients(staged)
-            processes.wait()  # For all clients' files.
-            if processes.is_main:
-                publish(staged, final)
-                rotate(self.args.output_dir, self._user_args.save_total_limit, best)
-            processes.wait()  # For the finished checkpoint, which anyone may want to load.
-        if self.args.push_to_hub:
-            with self._arguments(self._user_args):
-                self._push_from_checkpoint(os.fspath(final))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # PEFT saves prompt-learning adapters materialised; the trainable values come with the server's state.
-        if not self._is_federating or not isinstance(self.model, PeftModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
-            super()._load_best_model()
-            return
-        self._federation.load_weights(self.state.best_model_checkpoint)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """`Trainer.create_model_card`; of a federation, a card that tells what the run logged."""
-        arguments: dict[str, Any] = {
-            "language": language,
-            "license": license,
-            "tags": tags,
-            "model_name": model_name,
-            "finetuned_from": finetuned_from,
-            "tasks": tasks,
-            "dataset_tags": dataset_tags,
-            "dataset": dataset,
-            "dataset_args": dataset_args,
-        }
-        if self.federation is None:
-            super().create_model_card(**arguments)
-            return
-        if self.is_world_process_zero():
-            card = render_model_card(self, **arguments)
-            card.save(os.path.join(self._user_args.output_dir, "README.md"))
 
 
 class _RoundEndCallback(TrainerCallback):

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import hf_federated.mixin
+import hf_federated.saving
 from hf_federated import Aggregation, FederatedConfig, FederatedTrainer, FedOpt, Scaffold
 
 
@@ -160,13 +161,13 @@ def arm(moment: str | None) -> list[TrainerCallback]:
     elif moment == "before client states":
         kill_around(library.FederationRuntime, "save", nth_call(2), before=True)
     elif moment == "before rename":
-        kill_around(library, "publish", nth_call(2), before=True)
+        kill_around(hf_federated.saving, "publish", nth_call(2), before=True)
     elif moment == "after rename":
-        kill_around(library, "publish", nth_call(2), before=False)
+        kill_around(hf_federated.saving, "publish", nth_call(2), before=False)
     elif moment == "rotation":
         kill_around(shutil, "rmtree", half_deleted, before=True)
     elif moment == "after last round":
-        kill_around(library, "publish", nth_call(NUM_ROUNDS), before=False)
+        kill_around(hf_federated.saving, "publish", nth_call(NUM_ROUNDS), before=False)
     else:
         raise ValueError(f"There is no moment {moment!r}.")
     return []

@@ -22,9 +22,10 @@ FLOORS: list[set[str]] = [
     {"validation", "postprocessing", "checkpoint", "round_steps"},
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
-    {"callbacks", "cards", "checks", "engines", "preparation"},
+    {"callbacks", "cards", "checks", "engines"},
     {"rounds"},
     {"runtime"},
+    {"preparation", "roles", "saving"},
     {"mixin", "trainer"},
     {"cli"},
 ]

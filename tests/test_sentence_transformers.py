@@ -78,7 +78,7 @@ def test_sentence_embeddings_over_two_clients(tmp_path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = federate(Counting)(
         model=model,
-        args=arguments(tmp_path / "run"),
+        args=arguments(tmp_path / "run", save_strategy="epoch"),
         train_dataset={"north": pairs("north", 9), "south": pairs("south", 6)},
         loss=losses(model),
         federation=FederatedConfig(num_rounds=2),
@@ -86,8 +86,10 @@ def test_sentence_embeddings_over_two_clients(tmp_path) -> None:
     trainer.train()
     assert trainer.prepared == [9, 6]
     assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    trainer.create_model_card()
     trainer.save_model(str(tmp_path / "final"))
     loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "final"), device="cpu")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert torch.equal(
         torch.as_tensor(loaded.encode(["snow1 snow2"])), torch.as_tensor(trainer.model.encode(["snow1 snow2"]))
     )

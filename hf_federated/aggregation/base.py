@@ -28,6 +28,8 @@ from ..messages import ClientUpdate, Fit
 
 State = dict[str, torch.Tensor]
 
+# Numbers that are converted at a time.
+PIECE = 2**18
 WEIGHTINGS = ("examples", "tokens", "uniform")
 
 
@@ -43,6 +45,17 @@ def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
     """
     wider = torch.float64 if value.dtype.itemsize >= 4 and value.device.type != "mps" else torch.float32
     return torch.promote_types(value.dtype, wider)
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, weight: float) -> None:
+    """`total += weight · value` of a narrower dtype."""
+    if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= PIECE:
+        total.add_(value, alpha=weight)
+        return
+    # On a CPU the conversion is a tensor of its own. Pieces of it stay in the cache, and in memory at hand.
+    length = max(1, PIECE // (total.numel() // total.shape[0]))
+    for part, addend in zip(total.split(length), value.split(length), strict=True):
+        part.add_(addend, alpha=weight)
 
 
 class WeightedMean:
@@ -93,9 +106,8 @@ class WeightedMean:
             self._start(state, copy=True)
         else:
             self._make_sum()
-            # One at a time: each is converted, and all conversions together are as large as the sum.
             for name, total in self._sums.items():
-                total.add_(state[name].to(total), alpha=weight)
+                _add(total, state[name].to(total.device), weight)
         self.total_weight += weight
         self.num_updates += 1
 

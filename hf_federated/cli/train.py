@@ -16,7 +16,7 @@ from transformers import DataCollatorWithPadding, EvalPrediction, TrainingArgume
 from hf_federated.cards import RunRecord
 from hf_federated.cli.baselines import BaselineResult, Baselines
 from hf_federated.cli.inputs import Clients, load_clients, load_model, load_tokenizer, pooled_by_length
-from hf_federated.cli.recipe import Recipe, build, recipe_errors
+from hf_federated.cli.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import plot_learning_curve, plot_partition, require_matplotlib
 from hf_federated.trainer import FederatedTrainer
@@ -69,6 +69,11 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
             require_matplotlib()
     training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
     args: TrainingArguments = build("training", TrainingArguments, training)
+    if args.world_size > 1:
+        raise RecipeError(
+            "hf-federated train runs in one process; under `accelerate launch` run a script with a FederatedTrainer, "
+            "such as recipes/drop_in/federated.py"
+        )
     federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
     tokenizer = load_tokenizer(recipe.model)
     clients = load_clients(recipe.data, tokenizer)

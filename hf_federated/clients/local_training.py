@@ -247,9 +247,17 @@ def seed_torch(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put back the global generators of Python, numpy and torch, on every device."""
+    """Put back the global generators of Python, numpy and torch, on the CPU and on this process's accelerator."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=None if torch.accelerator.is_available() else []):
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Apple's has one generator, which has no number and cannot be forked.
+    if accelerator is None or accelerator.type == "mps":
+        forked = torch.random.fork_rng(devices=[])
+    else:
+        # Not those of other processes, which share the machine.
+        device = torch.accelerator.current_device_index()
+        forked = torch.random.fork_rng(devices=[device], device_type=accelerator.type)
+    with forked:
         try:
             yield
         finally:

@@ -87,7 +87,8 @@ class RankEngine(LocalEngine):
         worker ([`~hf_federated.clients.ClientWorker`]): Answers the messages of this process's clients.
         processes ([`Processes`]): Of the launch.
         parallelism (`str`): `"data"` or `"clients"`.
-        costs (`Mapping[str, float]`): What each client of the federation is expected to take, in any unit.
+        costs (`Mapping[str, float]`): What each client of the federation is expected to take, in any unit. Others,
+            which only evaluate, count as their mean.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class RankEngine(LocalEngine):
         self.bytes_reduced = 0
         self._spreads_clients = parallelism == "clients"
         self._costs = costs
+        self._mean_cost = sum(costs.values()) / len(costs)
         self._homes: dict[str, int] = {}
 
     def _ranks_of(self, cohort: Sequence[str]) -> dict[str, int]:
-        costs = {client_id: self._costs[client_id] for client_id in cohort}
+        costs = {client_id: self._costs.get(client_id, self._mean_cost) for client_id in cohort}
         return assign(costs, self.processes.world_size, self._homes)
 
     def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:

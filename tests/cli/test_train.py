@@ -153,6 +153,12 @@ def test_a_missing_recipe_exits_with_2_and_one_line(tmp_path, capsys):
     )
 
 
+def test_several_processes_are_refused(recipe_path, capsys, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    assert main(["train", str(recipe_path)]) == 2
+    assert "runs in one process" in capsys.readouterr().err
+
+
 def test_budgets_of_the_baselines():
     args = TrainingArguments(output_dir="unused", per_device_train_batch_size=4, use_cpu=True)
     assert passes_over_a_client(FederatedConfig(num_rounds=6, local_epochs=2), args, rows_a_client=10) == 12
