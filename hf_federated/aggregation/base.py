@@ -185,13 +185,26 @@ class WeightedMean:
         """
         if self.num_updates == 0:
             raise ValueError("The mean of no updates is undefined.")
-        return {name: self._mean(name, dtype, wide) for name, dtype in self._dtypes.items()}
+        return {name: self.mean_of(name, wide) for name in self._dtypes}
 
-    def _mean(self, name: str, dtype: torch.dtype, wide: bool) -> torch.Tensor:
+    def mean_of(self, name: str, wide: bool = False) -> torch.Tensor:
+        """
+        The mean of one tensor, as [`~WeightedMean.finalize`] returns it. Wide means of all tensors together are twice
+        as large as the states; one by one they are not in memory together.
+
+        Args:
+            name (`str`): Its name.
+            wide (`bool`, *optional*, defaults to `False`): Leave it in the accumulator's dtype.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if self.num_updates == 0:
+            raise ValueError("The mean of no updates is undefined.")
         if name in self._others:
             return self._others[name]
         mean = self._sums[name] if self.num_updates == 1 else self._sums[name] / self.total_weight
-        return mean if wide else mean.to(dtype)
+        return mean if wide else mean.to(self._dtypes[name])
 
 
 class LocalHook:

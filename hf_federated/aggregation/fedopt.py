@@ -208,17 +208,17 @@ class FedOpt(Aggregation):
             self._optimizer = self._build(state)
             if self._saved:
                 self._restore(self._optimizer, self._saved)
-        mean = accumulator.mean.finalize(wide=True)
+        mean = accumulator.mean
         for name, parameter in self._parameters.items():
             # Whoever changed the global state between rounds (a distillation, say) wins over the wide copy.
             if not torch.equal(parameter.to(state[name].dtype), state[name]):
                 parameter.copy_(state[name])
-            parameter.grad = (state[name] - mean[name]).to(parameter.dtype)
+            parameter.grad = (state[name] - mean.mean_of(name, wide=True)).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._scheduler.step()
         return {
-            name: self._parameters[name].to(value.dtype, copy=True) if name in self._parameters else mean[name]
+            name: self._parameters[name].to(value.dtype, copy=True) if name in self._parameters else mean.mean_of(name)
             for name, value in state.items()
         }
 

@@ -87,18 +87,20 @@ class Scaffold(Aggregation):
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
-        change = accumulator.extra.finalize(wide=True)
+        mean, change = accumulator.mean, accumulator.extra
         share = accumulator.num_updates / self._num_clients
-        self._control = {name: (value + share * change[name]).to(value.dtype) for name, value in self._control.items()}
-        mean = accumulator.mean.finalize(wide=True)
-        if self.server_lr == 1.0:
-            return {name: mean[name].to(value.dtype) for name, value in state.items()}
-        return {
-            name: torch.lerp(value.to(mean[name]), mean[name], self.server_lr).to(value.dtype)
-            if value.is_floating_point()
-            else mean[name]
-            for name, value in state.items()
+        self._control = {
+            name: (value + share * change.mean_of(name, wide=True)).to(value.dtype)
+            for name, value in self._control.items()
         }
+        if self.server_lr == 1.0:
+            return mean.finalize()
+        return {name: self._step_towards(value, mean.mean_of(name, wide=True)) for name, value in state.items()}
+
+    def _step_towards(self, value: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        if not value.is_floating_point():
+            return mean
+        return torch.lerp(value.to(mean), mean, self.server_lr).to(value.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         return {"control": self._control}
