@@ -213,7 +213,7 @@ class FedOpt(Aggregation):
             # Whoever changed the global state between rounds (a distillation, say) wins over the wide copy.
             if not torch.equal(parameter.to(state[name].dtype), state[name]):
                 parameter.copy_(state[name])
-            parameter.grad = (state[name] - mean.mean_of(name, wide=True)).to(parameter.dtype)
+            parameter.grad = state[name].to(parameter.dtype) - mean.mean_of(name, wide=True).to(parameter.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._scheduler.step()
