@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import arguments, rows, tiny_model
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import arguments, rows, same_weights, tiny_model
+from torch.utils.data import DataLoader
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -107,3 +110,63 @@ def test_a_users_constructor_may_pass_everything_on(tmp_path, num_by_position) -
 def test_an_argument_given_twice_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="twice"):
         FederatedTrainer(tiny_model(), arguments(tmp_path), None, CLIENTS, train_dataset=CLIENTS)
+
+
+class Own(Trainer):
+    """A trainer with a loss, a loader and a step of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.1 * outputs.logits.pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def get_train_dataloader(self):
+        # The longest rows first, without shuffling.
+        order = sorted(range(len(self.train_dataset)), key=lambda i: -sum(self.train_dataset[i]["input_ids"]))
+        loader = DataLoader(
+            self.train_dataset.select(order), batch_size=self.args.train_batch_size, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(loader)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, {**inputs, "attention_mask": inputs["input_ids"].ne(0).long()})
+
+
+def lora_model() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(
+            tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+        )
+
+
+def test_a_users_loss_loader_and_step_train_one_client_as_alone(tmp_path) -> None:
+    plain = Own(
+        model=lora_model(), args=arguments(tmp_path / "plain", num_train_epochs=2), train_dataset=CLIENTS["north"]
+    )
+    plain.train()
+    federated = federate(Own)(
+        model=lora_model(),
+        args=arguments(tmp_path / "federated"),
+        train_dataset=CLIENTS["north"],
+        federation=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
+    )
+    federated.train()
+    assert same_weights(plain.model, federated.model)
+
+
+def test_a_users_loss_loader_and_step_over_two_clients(tmp_path) -> None:
+    def trained(base: type[Trainer]) -> Any:
+        trainer = federate(base)(
+            model=lora_model(),
+            args=arguments(tmp_path / base.__name__),
+            train_dataset={name: CLIENTS[name] for name in ("north", "south")},
+            federation=FederatedConfig(num_rounds=2),
+        )
+        trainer.train()
+        return trainer
+
+    own, parents = trained(Own), trained(Trainer)
+    assert own.ledger.rounds() == parents.ledger.rounds()
+    assert not same_weights(own.model, parents.model)
+    assert all("lora_" in name or "modules_to_save" in name for name in own.exchange.names)

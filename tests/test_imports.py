@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +101,16 @@ def loaded_by_import() -> set[str]:
     code = f"import sys, peft, transformers; before = {names}; import hf_federated; print(*({names} - before))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(result.stdout.split())
+
+
+def test_the_core_requires_nothing_optional():
+    try:
+        requirements = importlib.metadata.requires("hf-federated") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed, so nobody knows its requirements")
+    required = {re.split(r"[^\w.-]", text)[0].lower() for text in requirements if "extra ==" not in text}
+    assert {"torch", "transformers"} <= required
+    assert required.isdisjoint({"trl", "bitsandbytes", "flwr", "ray", "sentence-transformers", "matplotlib"})
 
 
 @pytest.mark.parametrize(
