@@ -140,7 +140,7 @@ def unpack(blob: bytes) -> Any:
         tensors = safetensors.torch.load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         return _unflatten(json.loads(header["__metadata__"][TREE_KEY]), tensors)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
 
 

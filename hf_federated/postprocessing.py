@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .messages import ClientUpdate, Fit
+from .validation import InvalidUpdateError
 
 
 class Postprocessor:
@@ -151,6 +152,12 @@ class SendChanges(Postprocessor):
         return value.is_floating_point() and value.dtype != self.dtype
 
     def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
+        for name, value in (*update.state.items(), *update.extra.items()):
+            if value.is_floating_point() and value.dtype != self.dtype:
+                raise InvalidUpdateError(
+                    f"Client {update.client_id!r}, round {update.round}: {name!r} travelled as {value.dtype}, "
+                    f"expected {self.dtype}, which `exchange_dtype` agrees on."
+                )
         # A name that was not asked for, or another shape, is for the check to refuse.
         values = {
             name: (state[name] + value).to(state[name].dtype)

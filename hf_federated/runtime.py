@@ -21,7 +21,7 @@ from .aggregation import build_aggregation
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_arguments, check_clients, resolve_federation
-from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, local_step_counts
+from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, batches_per_round
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .engines import LocalEngine, RankEngine, WatchPeers
@@ -149,7 +149,7 @@ class FederationRuntime:
         )
         engine = LocalEngine(worker)
         if self.is_spread:
-            costs = local_step_counts(self.clients.num_rows, config.local_epochs, config.local_steps, args)
+            costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args)
             engine = RankEngine(worker, self.processes, config.parallelism, costs)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))

@@ -11,6 +11,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.messages import ClientUpdate, Fit
 from hf_federated.postprocessing import SendChanges
+from hf_federated.validation import InvalidUpdateError
 
 
 CLIENTS = {"north": rows(8), "south": rows(6, seed=1)}
@@ -77,6 +78,16 @@ def test_small_changes_survive_half_precision() -> None:
     torch.testing.assert_close(arrived - 1, trained_values - 1, rtol=1e-2, atol=1e-7)
     # The values themselves would all have been rounded to 1.
     assert torch.equal(trained_values.bfloat16(), start["w"].bfloat16())
+
+
+@pytest.mark.parametrize("place", ["state", "extra"])
+def test_another_dtype_than_agreed_on_is_refused(place) -> None:
+    # Whole values in the model's own dtype would otherwise pass for a change.
+    start = {"w": torch.ones(2)}
+    parts = {"state": {"w": torch.zeros(2).bfloat16()}, place: {"w": torch.ones(2)}}
+    update = ClientUpdate(3, "north", num_examples=1, num_tokens=0, num_steps=1, **parts)
+    with pytest.raises(InvalidUpdateError, match="'north', round 3: 'w' .* torch.float32, expected torch.bf"):
+        SendChanges(torch.bfloat16).server_side(update, start)
 
 
 def test_bf16_training_on_the_cpu(tmp_path) -> None:

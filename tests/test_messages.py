@@ -18,6 +18,7 @@ import torch
 import hf_federated
 from hf_federated.messages import (
     KINDS,
+    TREE_KEY,
     ClientFailure,
     ClientUpdate,
     Evaluate,
@@ -221,6 +222,20 @@ def test_a_dtype_that_cannot_travel_is_named_with_its_place():
 
 
 # ---- Blobs that are not ours
+
+
+@pytest.mark.parametrize("content", ['"aa"', '"xy"', '"3ff8000000000000ff"', "1.5", "null"])
+def test_a_damaged_number_is_refused(content):
+    blob = safetensors.torch.save({}, {TREE_KEY: f'{{"$float":{content}}}'})
+    with pytest.raises(ValueError, match="Not a packed tree"):
+        unpack(blob)
+
+
+def test_a_message_is_as_long_whatever_its_numbers():
+    def size(loss):
+        return Metrics(0, "a", num_examples=1, metrics={"loss": loss}).num_bytes
+
+    assert size(0.5) == size(0.123456789012345) == size(-1e-300) == size(float("nan"))
 
 
 def test_a_blob_cut_anywhere_is_refused():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 from tiny import arguments, rows, same_weights, tiny_model
 from transformers import Trainer
+from workers import without_timings, worker
 
 from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.checkpoint import list_checkpoints, read_server_state
@@ -58,25 +56,10 @@ Run = Callable[..., int]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """`run(directory, scenario, moment=None, resume=False)` in a process of its own; returns its exit code."""
-    worker = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("kill_worker.py"))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def ask(directory: Path, scenario: str, moment: str | None = None, resume: str | bool = False) -> int:
-        assert worker.stdin is not None and worker.stdout is not None
-        request = {"directory": str(directory), "scenario": scenario, "moment": moment, "resume": resume}
-        directory.mkdir(parents=True, exist_ok=True)
-        worker.stdin.write(json.dumps(request) + "\n")
-        worker.stdin.flush()
-        return json.loads(worker.stdout.readline())
-
-    yield ask
-    worker.kill()
-    worker.wait()
+    with worker("kill_worker.py") as ask:
+        yield lambda directory, scenario, moment=None, resume=False: ask(
+            {"directory": str(directory), "scenario": scenario, "moment": moment, "resume": resume}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +76,6 @@ def never_killed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return directory
 
 
-def without_timings(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """A log without what it says of this process: how fast it was, and its mean loss, which counts from a resume."""
-    skipped = re.compile(r"(_runtime|_per_second|^train_loss)$")
-    return [{key: value for key, value in entry.items() if not skipped.search(key)} for entry in log_history]
-
-
 def contents(directory: Path) -> dict[str, Any]:
     """Every file below a directory, by path; JSON with a log is read and freed of timings."""
     files: dict[str, Any] = {}
@@ -108,9 +85,9 @@ def contents(directory: Path) -> dict[str, Any]:
         value: Any = path.read_bytes()
         if path.name == "trainer_state.json":
             value = json.loads(value)
-            value["log_history"] = without_timings(value["log_history"])
+            value["log_history"] = without_timings(value["log_history"], "train_loss")
         elif path.name == "log_history.json":
-            value = without_timings(json.loads(value))
+            value = without_timings(json.loads(value), "train_loss")
         files[str(path.relative_to(directory))] = value
     return files
 

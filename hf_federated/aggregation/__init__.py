@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from .base import Accumulator, Aggregation, LocalHook, WeightedMean
+from .base import Accumulator, Aggregation, LocalHook
 from .fedavg import FedAvg
 from .fedopt import FedOpt
 from .fedprox import FedProx
 from .scaffold import Scaffold
+from .weighted_mean import WeightedMean
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {

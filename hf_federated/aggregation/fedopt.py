@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
-from .base import Accumulator, Aggregation, State, wide_dtype
+from .base import Accumulator, Aggregation
+from .weighted_mean import State, wide_dtype
 
 
 class Yogi(Optimizer):
@@ -32,7 +33,7 @@ class Yogi(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
         """Move every parameter along its gradient; `closure` is not called."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..messages import Fit
-from .base import Accumulator, Aggregation, LocalHook, State, wide_dtype
+from .base import Accumulator, Aggregation, LocalHook
+from .weighted_mean import State, wide_dtype
 
 
 class Scaffold(Aggregation):

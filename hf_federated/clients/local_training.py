@@ -168,7 +168,7 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
     return local
 
 
-def local_step_counts(
+def batches_per_round(
     num_rows: Mapping[str, int | None], local_epochs: int, local_steps: int | None, args: TrainingArguments
 ) -> dict[str, float]:
     """

@@ -129,7 +129,7 @@ class RankEngine(LocalEngine):
     def gather(self, plan: Plan, found: Mapping[str, T]) -> dict[str, T]:
         if not self._spreads_clients:
             return super().gather(plan, found)
-        own = [client_id for client_id, rank in self._ranks_of(plan.cohort).items() if rank == self.processes.rank]
+        own = self._own_clients(plan.cohort)
         told = {
             "found": dict(found),
             "bytes": {client_id: self.ledger.account(plan.round, client_id) for client_id in own},

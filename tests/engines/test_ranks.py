@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from workers import without_timings, worker
 
 from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
-WORKER = Path(__file__).parents[1] / "rank_worker.py"
 SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora"]
 
 Launch = Callable[..., dict[str, Any]]
@@ -29,25 +25,10 @@ Launch = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
     """`launch(directory, scenario, world_size, ...)`: a run over some processes; their exit codes and the seconds."""
-    worker = subprocess.Popen(
-        [sys.executable, str(WORKER)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent), *sys.path])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def ask(directory: Path, scenario: str, world_size: int, **options: Any) -> dict[str, Any]:
-        assert worker.stdin is not None and worker.stdout is not None
-        directory.mkdir(parents=True, exist_ok=True)
-        request = {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
-        worker.stdin.write(json.dumps(request) + "\n")
-        worker.stdin.flush()
-        return json.loads(worker.stdout.readline())
-
-    yield ask
-    worker.kill()
-    worker.wait()
+    with worker("rank_worker.py") as ask:
+        yield lambda directory, scenario, world_size, **options: ask(
+            {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +61,6 @@ def weights(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def without_timings(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    skipped = re.compile(r"(_runtime|_per_second)$")
-    return [{key: value for key, value in entry.items() if not skipped.search(key)} for entry in log]
 
 
 # ---- The same results over any number of processes
@@ -185,6 +161,8 @@ def test_data_parallel_training_of_many_clients(finished) -> None:
     assert same_bits(weights(directory, 0), weights(directory, 1))
     assert notes(directory, 0)["ledger"] == notes(directory, 1)["ledger"]
     assert notes(directory, 0)["trained"] == notes(directory, 1)["trained"]
+    # Each step saw the batches of both.
+    assert not same_bits(weights(directory), weights(finished("data many", 1)))
 
 
 # ---- Failures

@@ -1,0 +1,187 @@
+"""`WeightedMean`: the sum that every averaging algorithm is built on, the same in any order and grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+State = dict[str, torch.Tensor]
+
+# Numbers that are converted at a time.
+PIECE = 2**18
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what a server keeps of a tensor: float32, or the tensor's own where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
+    """
+    The dtype to add a tensor up in, so much wider than its own that the order of additions is rounded away: a mean is
+    then the same however clients are spread over processes. Apple's GPUs have no float64.
+    """
+    wider = torch.float64 if value.dtype.itemsize >= 4 and value.device.type != "mps" else torch.float32
+    return torch.promote_types(value.dtype, wider)
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, weight: float) -> None:
+    """`total += weight · value` of a narrower dtype."""
+    if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= PIECE:
+        total.add_(value, alpha=weight)
+        return
+    # On a CPU the conversion is a tensor of its own. Pieces of it stay in the cache, and in memory at hand.
+    length = max(1, PIECE // (total.numel() // total.shape[0]))
+    for part, addend in zip(total.split(length), value.split(length), strict=True):
+        part.add_(addend, alpha=weight)
+
+
+class WeightedMean:
+    """
+    A streaming weighted mean of states: `Σ_i w_i x_i / Σ_i w_i`, summed in float64 (float32 for half precision).
+
+    It holds one sum however many are added. With weights that are whole numbers the products and, as long as a value
+    differs between clients by less than five orders of magnitude, the sums are exact: the mean does not depend on the
+    order of additions nor on how clients are spread over processes. One state, and any number of equal states of less
+    than float64, come out bit for bit. Integer and boolean tensors are not averaged: the first state's are kept.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.aggregation import WeightedMean
+
+    >>> mean = WeightedMean()
+    >>> mean.add({"w": torch.tensor([1.0])}, weight=1)
+    >>> mean.add({"w": torch.tensor([4.0])}, weight=2)
+    >>> mean.finalize()
+    {'w': tensor([3.])}
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.total_weight = 0.0
+        self.num_updates = 0
+        # Of a single state the state itself, of more their weighted sum.
+        self._sums: State = {}
+        self._others: State = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
+        """
+        Add a state.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): The same names and shapes every time.
+            weight (`float`): Positive.
+
+        Raises:
+            ValueError: If the weight is not positive and finite.
+        """
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"A weight must be positive and finite, got {weight}.")
+        if self.num_updates == 0:
+            self._start(state, copy=True)
+        else:
+            self._make_sum()
+            for name, total in self._sums.items():
+                _add(total, state[name].to(total.device), weight)
+        self.total_weight += weight
+        self.num_updates += 1
+
+    def _start(self, state: Mapping[str, torch.Tensor], copy: bool) -> None:
+        for name, value in state.items():
+            self._dtypes[name] = value.dtype
+            if not value.is_floating_point():
+                self._others[name] = value.clone()
+            elif copy:
+                self._sums[name] = value.to(_accumulation_dtype(value), copy=True)
+            else:
+                self._sums[name] = torch.zeros_like(value, dtype=_accumulation_dtype(value))
+
+    def _make_sum(self) -> None:
+        if self.num_updates == 1 and self._sums:
+            torch._foreach_mul_(list(self._sums.values()), self.total_weight)
+
+    def merge(self, other: WeightedMean) -> None:
+        """
+        Add what another accumulator has gathered.
+
+        Args:
+            other ([`WeightedMean`]): Left as it is.
+        """
+        if other.num_updates == 0:
+            return
+        if self.num_updates == 0:
+            self._sums = {name: value.clone() for name, value in other._sums.items()}
+            self._others = {name: value.clone() for name, value in other._others.items()}
+            self._dtypes = dict(other._dtypes)
+        else:
+            self._make_sum()
+            factor = other.total_weight if other.num_updates == 1 else 1.0
+            for name, total in self._sums.items():
+                total.add_(other._sums[name], alpha=factor)
+        self.total_weight += other.total_weight
+        self.num_updates += other.num_updates
+
+    def as_part_of(
+        self, total_weight: float, num_updates: int, reference: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """
+        Become this process's part of a mean over several: after the first list was replaced, in place, by its sum over
+        all of them, and the second by those of the process that saw the first update, this is the mean of all.
+
+        Args:
+            total_weight (`float`): Of all processes.
+            num_updates (`int`): Of all processes.
+            reference (`Mapping[str, torch.Tensor]`): What the states look like, for a process that saw none.
+
+        Returns:
+            `tuple`: The tensors that are averaged, and the others, in the order of `reference`.
+        """
+        if self.num_updates == 0:
+            self._start(reference, copy=False)
+        elif num_updates > 1:
+            self._make_sum()
+        self.total_weight, self.num_updates = total_weight, num_updates
+        sums = [self._sums[name] for name in reference if name in self._sums]
+        return sums, [self._others[name] for name in reference if name in self._others]
+
+    def finalize(self, wide: bool = False) -> State:
+        """
+        The mean.
+
+        Args:
+            wide (`bool`, *optional*, defaults to `False`): Leave it in the accumulator's dtype instead of casting it
+                back to that of the states.
+
+        Returns:
+            `dict[str, torch.Tensor]`: The mean of the floating tensors, the first state's other tensors.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if self.num_updates == 0:
+            raise ValueError("The mean of no updates is undefined.")
+        return {name: self.mean_of(name, wide) for name in self._dtypes}
+
+    def mean_of(self, name: str, wide: bool = False) -> torch.Tensor:
+        """
+        The mean of one tensor, as [`~WeightedMean.finalize`] returns it. Wide means of all tensors together are twice
+        as large as the states; one by one they are not in memory together.
+
+        Args:
+            name (`str`): Its name.
+            wide (`bool`, *optional*, defaults to `False`): Leave it in the accumulator's dtype.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if self.num_updates == 0:
+            raise ValueError("The mean of no updates is undefined.")
+        if name in self._others:
+            return self._others[name]
+        mean = self._sums[name] if self.num_updates == 1 else self._sums[name] / self.total_weight
+        return mean if wide else mean.to(self._dtypes[name])
