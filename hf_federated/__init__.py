@@ -4,7 +4,7 @@ from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
 from .callbacks import AggregationCallback, FederatedCallback, ServerState
 from .config import FederatedConfig
-from .data import FederatedDataset, IidPartitioner
+from .data import DatasetSource, FederatedDataset, FederatedDatasetDict, IidPartitioner
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .rounds import RoundFailedError
@@ -18,12 +18,14 @@ __all__ = [
     "Aggregation",
     "AggregationCallback",
     "ClipUpdate",
+    "DatasetSource",
     "FedAvg",
     "FedOpt",
     "FedProx",
     "FederatedCallback",
     "FederatedConfig",
     "FederatedDataset",
+    "FederatedDatasetDict",
     "FederatedTrainer",
     "IidPartitioner",
     "Ledger",

@@ -1,7 +1,21 @@
 """A data set that belongs to many clients, and ways to make one."""
 
 from .federated_dataset import FederatedDataset
+from .federated_dataset_dict import FederatedDatasetDict
+from .hub import ConcurrentPushError
+from .partition_file import PartitionFile, PartitionFileError
 from .partitioners import IidPartitioner, Partition, Partitioner
+from .source import DatasetSource
 
 
-__all__ = ["FederatedDataset", "IidPartitioner", "Partition", "Partitioner"]
+__all__ = [
+    "ConcurrentPushError",
+    "DatasetSource",
+    "FederatedDataset",
+    "FederatedDatasetDict",
+    "IidPartitioner",
+    "Partition",
+    "PartitionFile",
+    "PartitionFileError",
+    "Partitioner",
+]

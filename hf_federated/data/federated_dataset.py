@@ -1,22 +1,30 @@
 """`FederatedDataset`: one data set for each client, opened when it is asked for.
 
 Rows are never copied to make one. A partition of a source is kept as row numbers; a client's view of them is built on
-access and not retained, so that a thousand clients cost no more memory than two. Data sets on disk and on the Hub are
-not handled here.
+access and not retained, so that a thousand clients cost no more memory than two. `storage.py` and `hub.py` know how
+they lie on disk and on the Hub; several splits at once are a `FederatedDatasetDict`.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset
+from huggingface_hub import CommitInfo
 
 from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
 from .columns import check_columns, owners_by_value
+from .hub import fetch_rows, read_hub_partition
+from .partition_file import PartitionFile
 from .partitioners.base import Partition, Partitioner, check_client_ids
+from .publishing import push_splits, save_splits
+from .source import DatasetSource
+from .storage import SplitToStore, read_rows
 
 
 class FederatedDataset(Mapping[str, ClientData]):
@@ -33,6 +41,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             Where the rows lie; the three methods above make it.
         partitioning (`dict[str, Any]`, *optional*):
             How the rows were given away, for cards: `"partitioner"` and its settings.
+        origin ([`DatasetSource`], *optional*):
+            The data set on the Hub that was cut.
 
     Example:
 
@@ -58,39 +68,60 @@ class FederatedDataset(Mapping[str, ClientData]):
     ```
     """
 
-    def __init__(self, rows: ClientRows, partitioning: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        rows: ClientRows,
+        partitioning: dict[str, Any] | None = None,
+        origin: DatasetSource | None = None,
+    ) -> None:
         self._rows = rows
         self.partitioning = partitioning
+        self.origin = origin
 
     @classmethod
-    def from_dataset(cls, dataset: Dataset, partitioner: Partitioner) -> FederatedDataset:
+    def from_dataset(cls, dataset: Dataset | DatasetSource, partitioner: Partitioner) -> FederatedDataset:
         """
         Cuts a data set into clients.
 
         Args:
-            dataset (`datasets.Dataset`): The rows. They are not copied.
+            dataset (`datasets.Dataset` or [`DatasetSource`]):
+                The rows; they are not copied. A `DatasetSource` is loaded at the commit that its revision means now,
+                which is then written beside the partition.
             partitioner ([`Partitioner`]): Says which rows each client gets.
 
         Raises:
             `TypeError`: If the data set has splits or cannot be indexed.
             `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
         """
-        _check_is_dataset(dataset, "from_dataset")
+        rows, origin = load_source(dataset, "from_dataset")
         if not isinstance(partitioner, Partitioner):
             raise TypeError(
                 f"from_dataset: expected a Partitioner, got {partitioner!r}. For example:"
                 " IidPartitioner(num_clients=10)."
             )
-        partition = partitioner.partition(dataset)
+        return cls.from_partition(rows, partitioner.partition(rows), partitioner, origin)
+
+    @classmethod
+    def from_partition(
+        cls, dataset: Dataset, partition: Partition, partitioner: Partitioner, origin: DatasetSource | None = None
+    ) -> FederatedDataset:
+        """
+        Takes the rows of a data set as a partitioner has given them away.
+
+        Raises:
+            `TypeError`: If the partitioner returned no [`Partition`].
+            `ValueError`: If it hands out rows that are not there, or a row twice.
+        """
         if not isinstance(partition, Partition):
             raise TypeError(f"{type(partitioner).__name__}.partition() must return a Partition, got {partition!r}.")
         partition.check_rows(len(dataset))
-        return cls(
-            PartitionedRows(dataset, partition), {"partitioner": type(partitioner).__name__, **partitioner.settings()}
-        )
+        partitioning = {"partitioner": type(partitioner).__name__, **partitioner.settings()}
+        return cls(PartitionedRows(dataset, partition), partitioning, origin)
 
     @classmethod
-    def from_column(cls, dataset: Dataset, column: str, min_rows: int | None = None) -> FederatedDataset:
+    def from_column(
+        cls, dataset: Dataset | DatasetSource, column: str, min_rows: int | None = None
+    ) -> FederatedDataset:
         """
         Makes a client of each value of a column: a speaker, a hospital, a movie.
 
@@ -98,8 +129,8 @@ class FederatedDataset(Mapping[str, ClientData]):
         order.
 
         Args:
-            dataset (`datasets.Dataset`):
-                The rows. They are not copied.
+            dataset (`datasets.Dataset` or [`DatasetSource`]):
+                The rows, as in [`~FederatedDataset.from_dataset`].
             column (`str`):
                 The column that says whose a row is: strings, whole numbers, truth values or dates.
             min_rows (`int`, *optional*):
@@ -109,7 +140,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `ValueError`: If there is no such column, a row has no value in it, or no client has `min_rows` rows.
             `TypeError`: If the type of the column does not name things (floats, lists).
         """
-        _check_is_dataset(dataset, "from_column")
+        dataset, origin = load_source(dataset, "from_column")
         client_ids, owners = owners_by_value(dataset, column)
         if not client_ids:
             raise ValueError("from_column: the data set has no rows, so there are no clients.")
@@ -125,9 +156,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             new_position[kept] = np.arange(len(kept))
             client_ids, owners = [client_ids[position] for position in kept], new_position[owners]
         partition = Partition.from_owners(client_ids, owners)
-        return cls(
-            PartitionedRows(dataset, partition), {"partitioner": "from_column", "column": column, "min_rows": min_rows}
-        )
+        partitioning = {"partitioner": "from_column", "column": column, "min_rows": min_rows}
+        return cls(PartitionedRows(dataset, partition), partitioning, origin)
 
     @classmethod
     def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:
@@ -160,6 +190,177 @@ class FederatedDataset(Mapping[str, ClientData]):
         check_not_empty(clients)
         check_same_schema(clients)
         return cls(SeparateRows(clients))
+
+    @classmethod
+    def load_from_disk(
+        cls,
+        path: str | os.PathLike[str],
+        clients: Sequence[str] | None = None,
+        split: str = "train",
+        source: Dataset | None = None,
+    ) -> FederatedDataset:
+        """
+        Opens what [`~FederatedDataset.save_to_disk`] wrote.
+
+        Rows are read when a client is opened. The files of the clients asked for are compared with their hashes.
+
+        Args:
+            path (`str`):
+                The folder.
+            clients (`Sequence[str]`, *optional*):
+                Ids of the clients to open, in this order. All if left out.
+            split (`str`, *optional*, defaults to `"train"`):
+                The split.
+            source (`datasets.Dataset`, *optional*):
+                The rows that were cut, where only row numbers are stored and the rows are not on the Hub.
+
+        Raises:
+            `FileNotFoundError`: If the folder holds no federated data set.
+            `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
+            `KeyError`: If a client does not exist.
+        """
+        partition_file = PartitionFile.read(Path(path))
+        return cls.from_stored(partition_file, split, read_rows(partition_file, Path(path), split, clients, source))
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        clients: Sequence[str] | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        token: bool | str | None = None,
+        cache_dir: str | None = None,
+        source: Dataset | None = None,
+    ) -> FederatedDataset:
+        """
+        Downloads clients of a federated data set, and nothing of the others.
+
+        Reads `partition.json`, then fetches the files of exactly these clients at the commit that it is of.
+
+        Args:
+            repo_id (`str`):
+                The repository on the Hub.
+            clients (`Sequence[str]`, *optional*):
+                Ids of the clients, in this order. All if left out.
+            split (`str`, *optional*, defaults to `"train"`):
+                The split.
+            revision (`str`, *optional*):
+                A branch, tag or commit.
+            token (`bool` or `str`, *optional*):
+                As in `huggingface_hub`.
+            cache_dir (`str`, *optional*):
+                As in `huggingface_hub`.
+            source (`datasets.Dataset`, *optional*):
+                The rows that were cut, where only row numbers are published and the rows are not on the Hub.
+
+        Raises:
+            `FileNotFoundError`: If the repository holds no federated data set.
+            `PartitionFileError`: If files are not those that were pushed, or `source` are other rows.
+            `KeyError`: If a client does not exist.
+        """
+        partition_file, commit = read_hub_partition(repo_id, revision, token, cache_dir)
+        rows = fetch_rows(repo_id, partition_file, commit, split, clients, token, cache_dir, source)
+        return cls.from_stored(partition_file, split, rows)
+
+    @classmethod
+    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientRows) -> FederatedDataset:
+        """A split that was stored, with what `partition.json` says of where it comes from."""
+        return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
+
+    def save_to_disk(
+        self,
+        path: str | os.PathLike[str],
+        split: str = "train",
+        label_column: str | None = None,
+        index_only: bool = False,
+        max_shard_size: int | str = "500MB",
+    ) -> None:
+        """
+        Writes a folder that `load_from_disk` opens, and `datasets.load_dataset` too.
+
+        `data/<client>/<split>-*.parquet`, `partition.json` and a card. The folder is complete or absent: a federated
+        data set that is there already stays until the new one can take its place.
+
+        Args:
+            path (`str`):
+                The folder. Anything in it but a federated data set is an error.
+            split (`str`, *optional*, defaults to `"train"`):
+                Name of the split.
+            label_column (`str`, *optional*):
+                Writes each client's rows of each label, of this column, into `partition.json` and the card.
+            index_only (`bool`, *optional*, defaults to `False`):
+                Writes row numbers instead of rows, for data that may not be copied.
+            max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
+                A client's rows are spread over files of about this size in memory.
+
+        Raises:
+            `FileExistsError`: If the folder holds something else.
+            `TypeError`: If a client is an `IterableDataset`.
+        """
+        save_splits({split: self.to_store()}, path, label_column, index_only, max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        split: str = "train",
+        private: bool | None = None,
+        revision: str | None = None,
+        token: bool | str | None = None,
+        commit_message: str | None = None,
+        label_column: str | None = None,
+        index_only: bool = False,
+        max_shard_size: int | str = "500MB",
+    ) -> CommitInfo | None:
+        """
+        Publishes the data set as one commit: what [`~FederatedDataset.save_to_disk`] writes.
+
+        A second push uploads only files that changed, and removes those of clients that are gone; other splits too,
+        so that several are pushed together, as a [`FederatedDatasetDict`].
+
+        Args:
+            repo_id (`str`):
+                The repository. It is made if there is none.
+            split (`str`, *optional*, defaults to `"train"`):
+                Name of the split.
+            private (`bool`, *optional*):
+                Whether a repository that is made is private. Its owner's default if left out.
+            revision (`str`, *optional*):
+                A branch; it is made if there is none.
+            token (`bool` or `str`, *optional*):
+                As in `huggingface_hub`.
+            commit_message (`str`, *optional*):
+                Message of the commit.
+            label_column (`str`, *optional*):
+                Publishes each client's rows of each label. Think twice with private data: counts say something of
+                each client.
+            index_only (`bool`, *optional*, defaults to `False`):
+                Publishes row numbers instead of rows.
+            max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
+                A client's rows are spread over files of about this size in memory.
+
+        Returns:
+            `CommitInfo` or `None`: The commit; `None` if the repository had all of it.
+
+        Raises:
+            `ValueError`: If the repository holds other data.
+            `ConcurrentPushError`: If somebody else committed meanwhile; nothing was published.
+        """
+        return push_splits(
+            {split: self.to_store()},
+            repo_id,
+            private,
+            revision,
+            token,
+            commit_message,
+            label_column,
+            index_only,
+            max_shard_size,
+        )
+
+    def to_store(self) -> SplitToStore:
+        """What `storage.py` writes of this data set."""
+        return SplitToStore(self._rows, self.partitioning, self.origin)
 
     def __getitem__(self, client_id: str) -> Any:
         if client_id not in self._rows.positions:
@@ -233,7 +434,7 @@ class FederatedDataset(Mapping[str, ClientData]):
                 raise _unknown_client(client_id, self._rows.client_ids)
         if not client_ids:
             raise ValueError("select_clients: the list of ids is empty.")
-        return FederatedDataset(self._rows.select(client_ids), self.partitioning)
+        return FederatedDataset(self._rows.select(client_ids), self.partitioning, self.origin)
 
     def to_dataset(self) -> Dataset:
         """The rows of all clients in one `datasets.Dataset`, in the order of clients. Says no more whose they are."""
@@ -278,7 +479,7 @@ class FederatedDataset(Mapping[str, ClientData]):
         return self._transform(lambda dataset: dataset.cast_column(column, feature))
 
     def _transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> FederatedDataset:
-        return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning)
+        return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning, self.origin)
 
     def _check_columns(self, columns: str | list[str]) -> None:
         if self.column_names:  # an IterableDataset may not know its columns before it is read
@@ -289,6 +490,24 @@ class FederatedDataset(Mapping[str, ClientData]):
         if len(sizes) < len(self):
             return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} in the others"
         return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} a client, median {float(np.median(sizes)):g})"
+
+
+def load_source(dataset: Any, method: str) -> tuple[Dataset, DatasetSource | None]:
+    """
+    The rows that are to be cut and, if they were named by where they lie, that place at its commit.
+
+    Args:
+        dataset (`datasets.Dataset` or [`DatasetSource`]): What a user passed.
+        method (`str`): To whom, for the error.
+
+    Raises:
+        `TypeError`: If it is neither.
+    """
+    if isinstance(dataset, DatasetSource):
+        origin = dataset.resolved()
+        return origin.load(), origin
+    _check_is_dataset(dataset, method)
+    return dataset, None
 
 
 def _check_is_dataset(dataset: object, method: str) -> None:

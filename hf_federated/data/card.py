@@ -1,0 +1,193 @@
+"""The README.md of a stored federated data set: what `datasets` needs to load it, and what a reader wants to know.
+
+The part between two marks is ours and is written anew at each push; what people wrote around it stays.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from huggingface_hub import DatasetCard, DatasetCardData
+
+from .partition_file import PARTITION_FILE, PartitionFile
+
+
+# A reader of `load_dataset` downloads and parses the whole card: 4.5 MB and seconds for 5000 clients.
+MAX_CLIENT_CONFIGS = 1000
+# Clients that the table names.
+MAX_TABLE_CLIENTS = 20
+
+_BEGIN, _END = "<!-- hf_federated: begin -->", "<!-- hf_federated: end -->"
+_TAGS = ("federated-learning", "hf_federated")
+
+
+def render_dataset_card(
+    partition_file: PartitionFile,
+    repo_id: str | None = None,
+    pictures: Sequence[tuple[str, str]] = (),
+    existing: str | None = None,
+) -> str:
+    """
+    The text of the card.
+
+    Args:
+        partition_file ([`PartitionFile`]):
+            What is stored.
+        repo_id (`str`, *optional*):
+            Where it will be on the Hub; a placeholder stands in the examples otherwise.
+        pictures (`Sequence[tuple[str, str]]`, *optional*):
+            Caption and path of each picture.
+        existing (`str`, *optional*):
+            The card that is there. Its metadata stays but for the configurations, and so does its text outside our
+            marks.
+    """
+    body = f"{_BEGIN}\n\n{_section(partition_file, repo_id, pictures)}\n{_END}"
+    if existing is None:
+        title = repo_id.split("/")[-1] if repo_id else "A federated data set"
+        metadata: dict[str, Any] = {}
+        text = f"# {title}\n\n{body}\n"
+    else:
+        card = DatasetCard(existing, ignore_metadata_errors=True)
+        metadata = card.data.to_dict()
+        text = card.text.lstrip("\n")
+        if _BEGIN in text and _END in text:
+            before, _, rest = text.partition(_BEGIN)
+            text = f"{before}{body}{rest.partition(_END)[2]}"
+        else:
+            text = f"{text.rstrip()}\n\n{body}\n"
+    # Of the features and the sizes only `datasets` itself would be right; it reads them from the files.
+    metadata.pop("dataset_info", None)
+    metadata["tags"] = [*dict.fromkeys([*(metadata.get("tags") or []), *_TAGS])]
+    configs = _configs(partition_file)
+    metadata.pop("configs", None)
+    header = DatasetCardData(**metadata).to_yaml() if metadata else ""
+    return f"---\n{header}\n{configs}---\n\n{text}"
+
+
+def _configs(partition_file: PartitionFile) -> str:
+    """The YAML by which `load_dataset` finds the files of all clients, and of each one."""
+    if partition_file.index:
+        return ""
+    configs = [_config("default", "*", partition_file.splits, default=True)]
+    if len(partition_file.clients) <= MAX_CLIENT_CONFIGS:
+        # only the splits that a client has: a pattern that no file matches is an error
+        configs += [_config(client.name, client.name, list(client.splits)) for client in partition_file.clients]
+    return yaml.dump({"configs": configs}, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _config(name: str, folder: str, splits: Sequence[str], default: bool = False) -> dict[str, Any]:
+    files = [{"split": _Quoted(split), "path": _Quoted(f"data/{folder}/{split}-*.parquet")} for split in splits]
+    return {"config_name": _Quoted(name), "data_files": files, **({"default": True} if default else {})}
+
+
+class _Quoted(str):
+    """Text that YAML must not read as a number, a date or a truth value: client names are `007`, `no`, `1e5`."""
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    pass
+
+
+_QuotingDumper.add_representer(
+    _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"')
+)
+
+
+def _section(partition_file: PartitionFile, repo_id: str | None, pictures: Sequence[tuple[str, str]]) -> str:
+    paragraphs = [
+        "## Clients",
+        _summary(partition_file),
+        _sizes(partition_file),
+        _table(partition_file),
+        *(f"![{caption}]({path})" for caption, path in pictures),
+        "## Use",
+        _usage(partition_file, repo_id),
+        "## How the rows were given away",
+        _provenance(partition_file),
+    ]
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
+
+
+def _summary(partition_file: PartitionFile) -> str:
+    columns = ", ".join(f"`{name}`" for name in partition_file.features)
+    where = (
+        f"Each client's rows are files of their own, listed in `{PARTITION_FILE}`."
+        if not partition_file.index
+        else "The rows are not here: `index/` holds, for each client, the numbers of its rows in the source."
+    )
+    return f"A data set of {len(partition_file.clients)} clients, with the columns {columns}. {where}"
+
+
+def _sizes(partition_file: PartitionFile) -> str:
+    lines = ["| split | clients | rows | smallest | median | largest |", "|---|---|---|---|---|---|"]
+    for split in partition_file.splits:
+        sizes = np.array([client.splits[split].num_rows for client in partition_file.clients_of(split)])
+        lines.append(
+            f"| {split} | {len(sizes)} | {sizes.sum()} | {sizes.min()} | {np.median(sizes):g} | {sizes.max()} |"
+        )
+    return "\n".join(lines)
+
+
+def _table(partition_file: PartitionFile) -> str:
+    splits, names = partition_file.splits, partition_file.label_names or []
+    first = splits[0]
+    ranked = sorted(partition_file.clients, key=lambda client: -sum(rows.num_rows for rows in client.splits.values()))[
+        :MAX_TABLE_CLIENTS
+    ]
+    chosen = {client.client_id for client in ranked}
+    shown_names = names if len(names) <= 12 else []
+    header = ["client", *(f"rows, {split}" for split in splits), *(f"{name} ({first})" for name in shown_names)]
+    lines = [f"| {' | '.join(map(_cell, header))} |", "|---" * len(header) + "|"]
+    for client in (client for client in partition_file.clients if client.client_id in chosen):
+        cells = [client.client_id]
+        cells += [str(client.splits[split].num_rows) if split in client.splits else "–" for split in splits]
+        counts = client.splits[first].label_counts if first in client.splits else None
+        cells += [str(count) for count in counts] if counts and shown_names else ["–"] * len(shown_names)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    if len(partition_file.clients) > len(ranked):
+        lines.append(f"\nThe {len(ranked)} clients with most rows; all are in `{PARTITION_FILE}`.")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r"\s+", " ", text)
+    text = text if len(text) <= 40 else f"{text[:39]}…"
+    return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", text)
+
+
+def _usage(partition_file: PartitionFile, repo_id: str | None) -> str:
+    repo = repo_id or "PATH_OR_REPOSITORY"
+    client = partition_file.clients[0]
+    lines = [
+        "```python",
+        "from hf_federated import FederatedDataset",
+        "",
+        f'clients = FederatedDataset.from_hub("{repo}")  # a mapping from client id to Dataset',
+        f'one = FederatedDataset.from_hub("{repo}", clients=[{json.dumps(client.client_id, ensure_ascii=False)}])  # downloads that client only',
+    ]
+    if not partition_file.index:
+        lines += ["", "from datasets import load_dataset", "", f'everyone = load_dataset("{repo}")']
+        if len(partition_file.clients) <= MAX_CLIENT_CONFIGS:
+            lines.append(f'one = load_dataset("{repo}", "{client.name}")')
+    return "\n".join([*lines, "```"])
+
+
+def _provenance(partition_file: PartitionFile) -> str:
+    lines = []
+    for split in partition_file.splits:
+        settings = partition_file.partitioning.get(split)
+        how = "one data set for each client" if settings is None else _settings(settings)
+        source = partition_file.sources.get(split)
+        origin = "" if source is None else f", of `{source.repo_id}` at `{source.revision}`"
+        lines.append(f"- {split}: {how}{origin}")
+    return "\n".join(lines)
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items() if name != "partitioner")
+    return f"`{settings['partitioner']}({arguments})`"

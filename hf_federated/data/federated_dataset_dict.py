@@ -1,0 +1,263 @@
+"""`FederatedDatasetDict`: the splits of a federated data set, as `datasets.DatasetDict` is for a data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from huggingface_hub import CommitInfo
+
+from .federated_dataset import FederatedDataset, load_source
+from .hub import fetch_rows, read_hub_partition
+from .partition_file import PartitionFile, check_split_name
+from .partitioners.base import Partitioner
+from .publishing import push_splits, save_splits
+from .storage import read_rows
+
+
+class FederatedDatasetDict(dict[str, FederatedDataset]):
+    """
+    Splits of a federated data set: split name to [`FederatedDataset`].
+
+    A client may lack a split (a small one has no test rows); it is then not in that split's data set. What `datasets`
+    has on a `DatasetDict` is here too: `map`, `remove_columns`, … over all splits.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset, DatasetDict
+    >>> from hf_federated import FederatedDatasetDict, IidPartitioner
+    >>> train = Dataset.from_dict({"text": [f"text {i}" for i in range(8)]})
+    >>> test = Dataset.from_dict({"text": ["one", "two"]})
+    >>> clients = FederatedDatasetDict.from_dataset(DatasetDict(train=train, test=test), IidPartitioner(2))
+    >>> clients.num_rows
+    {'train': {'0': 4, '1': 4}, 'test': {'0': 1, '1': 1}}
+    >>> clients.client("1")["test"]["text"][:]
+    ['one']
+
+    ```
+    """
+
+    def __init__(self, *args: Any, **kwargs: FederatedDataset) -> None:
+        super().__init__(*args, **kwargs)
+        for split, clients in self.items():
+            check_split_name(split)
+            if not isinstance(clients, FederatedDataset):
+                raise TypeError(
+                    f"FederatedDatasetDict: the split {split!r} is a {type(clients).__name__}, expected a"
+                    " FederatedDataset."
+                )
+
+    @classmethod
+    def from_dataset(cls, dataset: Mapping[str, Any], partitioner: Partitioner) -> FederatedDatasetDict:
+        """
+        Cuts all splits of a data set alike: a client has the same proportions in each.
+
+        Args:
+            dataset (`datasets.DatasetDict` or a mapping from split to [`DatasetSource`]):
+                The splits. What a partitioner fits, it fits on the first.
+            partitioner ([`Partitioner`]): Says which rows each client gets.
+
+        Raises:
+            `TypeError`: If these are no splits.
+            `ValueError`: If the partitioner cannot do it.
+        """
+        if not isinstance(dataset, Mapping) or not dataset:
+            raise TypeError(
+                f"FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got {type(dataset).__name__}."
+                " One data set is cut by FederatedDataset.from_dataset."
+            )
+        loaded = {split: load_source(rows, "FederatedDatasetDict.from_dataset") for split, rows in dataset.items()}
+        partitions = partitioner.partition_splits({split: rows for split, (rows, _) in loaded.items()})
+        return cls(
+            {
+                split: FederatedDataset.from_partition(rows, partitions[split], partitioner, origin)
+                for split, (rows, origin) in loaded.items()
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, clients: Mapping[Any, Mapping[str, Dataset]]) -> FederatedDatasetDict:
+        """
+        Takes the splits of each client as they are.
+
+        Args:
+            clients (`Mapping[str, datasets.DatasetDict]`): Client id to its splits. A client may lack one.
+
+        Raises:
+            `ValueError`, `TypeError`: As [`FederatedDataset.from_dict`], for each split.
+        """
+        splits = list(dict.fromkeys(split for own in clients.values() for split in own))
+        return cls(
+            {
+                split: FederatedDataset.from_dict(
+                    {client_id: own[split] for client_id, own in clients.items() if split in own}
+                )
+                for split in splits
+            }
+        )
+
+    @classmethod
+    def load_from_disk(
+        cls,
+        path: str | os.PathLike[str],
+        clients: Sequence[str] | None = None,
+        sources: Mapping[str, Dataset] | None = None,
+    ) -> FederatedDatasetDict:
+        """
+        Opens all splits of a folder, as [`FederatedDataset.load_from_disk`] opens one.
+
+        Args:
+            path (`str`): The folder.
+            clients (`Sequence[str]`, *optional*): Ids of the clients to open. All if left out.
+            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
+        """
+        partition_file = PartitionFile.read(Path(path))
+
+        def read(split: str, chosen: Sequence[str] | None) -> Any:
+            return read_rows(partition_file, Path(path), split, chosen, (sources or {}).get(split))
+
+        return cls._from_stored(partition_file, clients, read)
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        clients: Sequence[str] | None = None,
+        revision: str | None = None,
+        token: bool | str | None = None,
+        cache_dir: str | None = None,
+        sources: Mapping[str, Dataset] | None = None,
+    ) -> FederatedDatasetDict:
+        """
+        Downloads all splits of clients, as [`FederatedDataset.from_hub`] downloads one. Arguments as there.
+
+        Args:
+            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
+        """
+        partition_file, commit = read_hub_partition(repo_id, revision, token, cache_dir)
+
+        def fetch(split: str, chosen: Sequence[str] | None) -> Any:
+            source = (sources or {}).get(split)
+            return fetch_rows(repo_id, partition_file, commit, split, chosen, token, cache_dir, source)
+
+        return cls._from_stored(partition_file, clients, fetch)
+
+    @classmethod
+    def _from_stored(
+        cls, partition_file: PartitionFile, clients: Sequence[str] | None, read: Callable[..., Any]
+    ) -> FederatedDatasetDict:
+        known = {client.client_id for client in partition_file.clients}
+        unknown = [client_id for client_id in clients or () if client_id not in known]
+        if unknown:
+            raise KeyError(f"There is no client {unknown[0]!r}; there are {len(known)}.")
+        splits = {}
+        for split in partition_file.splits:
+            there = [client.client_id for client in partition_file.clients_of(split)]
+            chosen = None if clients is None else [client_id for client_id in clients if client_id in set(there)]
+            if chosen is None or chosen:
+                splits[split] = FederatedDataset.from_stored(partition_file, split, read(split, chosen))
+        return cls(splits)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """The clients of all splits, in the order of the first split that has them."""
+        return list(dict.fromkeys(client_id for clients in self.values() for client_id in clients))
+
+    @property
+    def num_rows(self) -> dict[str, dict[str, Any]]:
+        """Rows of each client, by split."""
+        return {split: clients.num_rows for split, clients in self.items()}
+
+    @property
+    def column_names(self) -> dict[str, list[str]]:
+        """Columns, by split."""
+        return {split: clients.column_names for split, clients in self.items()}
+
+    def client(self, client_id: str) -> DatasetDict:
+        """
+        The splits of one client.
+
+        Raises:
+            `KeyError`: If no split has the client.
+        """
+        own = DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
+        if not own:
+            raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
+        return own
+
+    def select_clients(self, client_ids: Sequence[str]) -> FederatedDatasetDict:
+        """A few of the clients, in the order given. Raises `KeyError` if no split has one of them."""
+        known = set(self.client_ids)
+        for client_id in client_ids:
+            if client_id not in known:
+                raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
+        chosen = {
+            split: [client_id for client_id in client_ids if client_id in clients] for split, clients in self.items()
+        }
+        return FederatedDatasetDict(
+            {split: clients.select_clients(chosen[split]) for split, clients in self.items() if chosen[split]}
+        )
+
+    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDatasetDict:
+        """[`FederatedDataset.map`] over all splits."""
+        return self._each(lambda clients: clients.map(function, **kwargs))
+
+    def remove_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
+        """Without these columns."""
+        return self._each(lambda clients: clients.remove_columns(column_names))
+
+    def select_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
+        """With these columns only."""
+        return self._each(lambda clients: clients.select_columns(column_names))
+
+    def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDatasetDict:
+        """With one column under another name."""
+        return self._each(lambda clients: clients.rename_column(original_column_name, new_column_name))
+
+    def cast_column(self, column: str, feature: Any) -> FederatedDatasetDict:
+        """With one column as another feature."""
+        return self._each(lambda clients: clients.cast_column(column, feature))
+
+    def save_to_disk(
+        self,
+        path: str | os.PathLike[str],
+        label_column: str | None = None,
+        index_only: bool = False,
+        max_shard_size: int | str = "500MB",
+    ) -> None:
+        """Writes all splits to one folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
+        save_splits(self._to_store(), path, label_column, index_only, max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: bool | str | None = None,
+        commit_message: str | None = None,
+        label_column: str | None = None,
+        index_only: bool = False,
+        max_shard_size: int | str = "500MB",
+    ) -> CommitInfo | None:
+        """Publishes all splits as one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
+        return push_splits(
+            self._to_store(),
+            repo_id,
+            private,
+            revision,
+            token,
+            commit_message,
+            label_column,
+            index_only,
+            max_shard_size,
+        )
+
+    def _to_store(self) -> dict[str, Any]:
+        return {split: clients.to_store() for split, clients in self.items()}
+
+    def _each(self, function: Callable[[FederatedDataset], FederatedDataset]) -> FederatedDatasetDict:
+        return FederatedDatasetDict({split: function(clients) for split, clients in self.items()})

@@ -1,0 +1,318 @@
+"""A federated data set as a folder: parquet files, `partition.json` and a card.
+
+The same folder is what a push to the Hub commits. It is written beside its place and renamed, so that it is complete
+or absent. This module knows rows and files only; `FederatedDataset` and `FederatedDatasetDict` are built on it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+from datasets.table import embed_table_storage
+from datasets.utils.py_utils import convert_file_size_to_int
+from huggingface_hub.utils import tqdm
+
+from .client_rows import ClientRows, PartitionedRows
+from .names import escape_client_ids
+from .partition_file import (
+    PARTITION_FILE,
+    PartitionFile,
+    PartitionFileError,
+    StoredClient,
+    StoredFile,
+    StoredIndex,
+    StoredRows,
+    check_split_name,
+)
+from .partitioners.base import Partition, row_number_dtype
+from .source import DatasetSource, content_hash
+from .stored_rows import ClientFiles, ParquetRows
+
+
+@dataclass(frozen=True)
+class SplitToStore:
+    """
+    One split of what is to be stored.
+
+    Args:
+        rows ([`ClientRows`]): The rows of its clients.
+        partitioning (`dict[str, Any]`, *optional*): How they were given away.
+        source ([`DatasetSource`], *optional*): The data set on the Hub that was cut, if it is known.
+    """
+
+    rows: ClientRows
+    partitioning: dict[str, Any] | None
+    source: DatasetSource | None
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """
+    Args:
+        column (`str`): The column that was counted.
+        names (`list[str]`): The labels, in the order of the counts.
+        counts (`dict[str, np.ndarray]`): For each split `int64` of shape `(num_clients, num_labels)`.
+    """
+
+    column: str
+    names: list[str]
+    counts: dict[str, np.ndarray]
+
+
+def write_files(
+    folder: Path,
+    splits: Mapping[str, SplitToStore],
+    label_counts: LabelCounts | None = None,
+    max_shard_size: int | str = "500MB",
+    index_only: bool = False,
+) -> PartitionFile:
+    """
+    Writes the data files and `partition.json` into an empty folder.
+
+    Args:
+        folder (`Path`):
+            An empty folder.
+        splits (`Mapping[str, SplitToStore]`):
+            What is stored, by split.
+        label_counts (`LabelCounts`, *optional*):
+            Counts to publish.
+        max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
+            A client's rows are spread over files of about this size in memory.
+        index_only (`bool`, *optional*, defaults to `False`):
+            Writes row numbers instead of rows.
+
+    Raises:
+        `ValueError`: If a split has an impossible name, or splits differ in their columns.
+        `TypeError`: If a client is an `IterableDataset`.
+    """
+    _check_splits(splits)
+    ids = list(dict.fromkeys(client_id for split in splits.values() for client_id in split.rows.client_ids))
+    names = escape_client_ids(ids)
+    stored: dict[str, dict[str, StoredRows]] = {client_id: {} for client_id in ids}
+    index: dict[str, StoredIndex] = {}
+    for split, to_store in splits.items():
+        if index_only:
+            index[split], rows_of = _write_index(folder, split, to_store)
+        else:
+            rows_of = _write_clients(folder, split, to_store.rows, names, convert_file_size_to_int(max_shard_size))
+        for position, (client_id, (num_rows, files)) in enumerate(rows_of.items()):
+            counts = None if label_counts is None else label_counts.counts[split][position].tolist()
+            stored[client_id][split] = StoredRows(num_rows, files, counts)
+    partition_file = PartitionFile(
+        splits=list(splits),
+        features=next(iter(splits.values())).rows.example.features,
+        clients=[StoredClient(client_id, names[client_id], stored[client_id]) for client_id in ids],
+        partitioning={split: to_store.partitioning for split, to_store in splits.items()},
+        sources={split: to_store.source for split, to_store in splits.items() if to_store.source is not None},
+        index=index,
+        label_column=None if label_counts is None else label_counts.column,
+        label_names=None if label_counts is None else label_counts.names,
+    )
+    (folder / PARTITION_FILE).write_text(partition_file.to_json(), encoding="utf-8")
+    return partition_file
+
+
+def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    """
+    Puts a folder in its place once it is complete.
+
+    A federated data set that is there already is replaced; anything else is not.
+
+    Args:
+        path (`str`): Where the folder shall be.
+        write (`Callable[[Path], object]`): Fills an empty folder.
+
+    Raises:
+        `FileExistsError`: If something else than a federated data set is there.
+    """
+    place = Path(path).absolute()
+    if place.exists() and not (place / PARTITION_FILE).is_file() and (not place.is_dir() or any(place.iterdir())):
+        raise FileExistsError(
+            f"{place} holds something else than a federated data set, and would be replaced. Choose another folder, or"
+            " remove it first."
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        new, old = work / "new", work / "old"
+        new.mkdir()
+        write(new)
+        if place.exists():
+            os.rename(place, old)
+        try:
+            os.rename(new, place)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.rename(old, place)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def read_rows(
+    partition_file: PartitionFile,
+    root: Path,
+    split: str,
+    clients: Sequence[str] | None = None,
+    source: Dataset | None = None,
+) -> ClientRows:
+    """
+    The rows of a split, from files that lie in a folder.
+
+    Args:
+        partition_file ([`PartitionFile`]): What the folder holds.
+        root (`Path`): The folder. The files of the clients asked for have to be there.
+        split (`str`): The split.
+        clients (`Sequence[str]`, *optional*): Ids of the clients to read, in this order; all of the split if left out.
+        source (`datasets.Dataset`, *optional*): The rows that were cut, if only their numbers are stored.
+
+    Raises:
+        `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
+        `ValueError`: If there is no such split.
+        `KeyError`: If there is no such client, or it has no rows in the split.
+    """
+    chosen = choose_clients(partition_file, split, clients)
+    if split in partition_file.index:
+        return _rows_by_number(partition_file, root, split, chosen, source)
+    if source is not None:
+        raise ValueError(f"The split {split!r} is stored with its rows, so it takes no source=.")
+    return ParquetRows(
+        partition_file.features,
+        {
+            client.client_id: ClientFiles(
+                client.splits[split], [file.check(root, client.client_id) for file in client.splits[split].files]
+            )
+            for client in chosen
+        },
+    )
+
+
+def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[str] | None) -> list[StoredClient]:
+    """The clients asked for that a split has, in the order asked for. Errors as in [`read_rows`]."""
+    if split not in partition_file.splits:
+        raise ValueError(f"There is no split {split!r}. The splits are: {', '.join(partition_file.splits)}.")
+    there = {client.client_id: client for client in partition_file.clients_of(split)}
+    if clients is None:
+        return list(there.values())
+    if isinstance(clients, str):
+        raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
+    if not clients:
+        raise ValueError("The list of clients is empty.")
+    for client_id in clients:
+        if client_id not in there:
+            raise KeyError(
+                f"There is no client {client_id!r} in the split {split!r}; it has {len(there)}, the first is"
+                f" {next(iter(there), None)!r}."
+            )
+    return [there[client_id] for client_id in clients]
+
+
+def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
+    if not splits:
+        raise ValueError("There is no split to store.")
+    (first_name, first), *others = splits.items()
+    check_split_name(first_name)
+    for name, split in others:
+        check_split_name(name)
+        if split.rows.example.features != first.rows.example.features:
+            raise ValueError(
+                f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
+                f" {first.rows.example.features} and {split.rows.example.features}. Cast them to the same."
+            )
+
+
+def _write_clients(
+    folder: Path, split: str, rows: ClientRows, names: Mapping[str, str], max_shard_bytes: int
+) -> dict[str, tuple[int, list[StoredFile]]]:
+    written: dict[str, tuple[int, list[StoredFile]]] = {}
+    # `disable=None` shows no bar where nobody looks at one
+    for client_id in tqdm(rows.client_ids, desc=f"Writing {split}", unit="client", disable=None):
+        dataset = rows.open(client_id)
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"Client {client_id!r} is an IterableDataset, whose rows cannot be stored.")
+        if len(dataset) == 0:
+            raise ValueError(f"Client {client_id!r} has no rows in the split {split!r}. Leave it out.")
+        # One chunk: a scattered selection has a chunk a row, which takes three times as long to write.
+        table = embed_table_storage(dataset.with_format("arrow")[:]).combine_chunks()
+        table = table.replace_schema_metadata(dataset.features.arrow_schema.metadata)
+        (folder / "data" / names[client_id]).mkdir(parents=True, exist_ok=True)
+        written[client_id] = (len(dataset), _write_shards(folder, names[client_id], split, table, max_shard_bytes))
+    return written
+
+
+def _write_shards(folder: Path, name: str, split: str, table: pa.Table, max_shard_bytes: int) -> list[StoredFile]:
+    num_shards = min(max(1, math.ceil(table.nbytes / max_shard_bytes)), table.num_rows)
+    bounds = np.linspace(0, table.num_rows, num_shards + 1).astype(np.int64)
+    files = []
+    for number in range(num_shards):
+        path = f"data/{name}/{split}-{number:05d}-of-{num_shards:05d}.parquet"
+        pq.write_table(table[int(bounds[number]) : int(bounds[number + 1])], folder / path)
+        files.append(StoredFile.describe(folder, path))
+    return files
+
+
+def _write_index(
+    folder: Path, split: str, to_store: SplitToStore
+) -> tuple[StoredIndex, dict[str, tuple[int, list[StoredFile]]]]:
+    rows = to_store.rows
+    if not isinstance(rows, PartitionedRows):
+        raise ValueError(
+            "Row numbers can be stored only of one data set that was cut (from_dataset, from_column); here each client"
+            " has its own. Store the rows: index_only=False."
+        )
+    content = content_hash(rows.source)
+    if to_store.source is not None:
+        _check_content(to_store.source.load(), f"{to_store.source.repo_id} at {to_store.source.revision}", content)
+    (folder / "index").mkdir(exist_ok=True)
+    path = f"index/{split}.parquet"
+    numbers = rows.partition.indices.astype(row_number_dtype(len(rows.source)))
+    pq.write_table(pa.table({"row": numbers}), folder / path)
+    index = StoredIndex(StoredFile.describe(folder, path), len(rows.source), content, to_store.source)
+    return index, {i: (int(size), []) for i, size in zip(rows.client_ids, rows.partition.sizes, strict=True)}
+
+
+def _rows_by_number(
+    partition_file: PartitionFile, root: Path, split: str, chosen: Sequence[StoredClient], source: Dataset | None
+) -> PartitionedRows:
+    index = partition_file.index[split]
+    numbers = pq.read_table(index.file.check(root))["row"].to_numpy()
+    everyone = partition_file.clients_of(split)
+    offsets = np.cumsum([0, *(client.splits[split].num_rows for client in everyone)], dtype=np.int64)
+    if len(numbers) != offsets[-1]:
+        raise PartitionFileError(f"{index.file.path} has {len(numbers)} rows; {PARTITION_FILE} says {offsets[-1]}.")
+    partition = Partition([client.client_id for client in everyone], numbers, offsets)
+    partition.check_rows(index.num_source_rows)
+    if source is None:
+        if index.source is None:
+            raise ValueError(
+                f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass those rows:"
+                " source=dataset."
+            )
+        source, name = index.source.load(), f"{index.source.repo_id} at {index.source.revision}"
+    else:
+        name = "source="
+    _check_content(source, name, index.content)
+    positions = {client.client_id: position for position, client in enumerate(everyone)}
+    return PartitionedRows(source, partition.select([positions[client.client_id] for client in chosen]))
+
+
+def _check_content(source: Dataset, name: str, content: str) -> None:
+    found = content_hash(source)
+    if found != content:
+        raise PartitionFileError(
+            f"The {len(source)} rows of {name} are not those that were cut: their content is {found}, expected"
+            f" {content}. The data changed since, or it was filtered, shuffled or mapped on one side. Cut it anew, or"
+            " pass the rows as they were cut."
+        )
