@@ -4,7 +4,7 @@ from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
 from .callbacks import AggregationCallback, FederatedCallback, ServerState
 from .config import FederatedConfig
-from .data import DatasetSource, FederatedDataset, FederatedDatasetDict, IidPartitioner
+from .data import DatasetSource, FederatedDataset, FederatedDatasetDict, IidPartitioner, split_for_distillation
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .rounds import RoundFailedError
@@ -36,4 +36,5 @@ __all__ = [
     "ServerState",
     "federate",
     "freeze_layers",
+    "split_for_distillation",
 ]

@@ -1,5 +1,6 @@
 """A data set that belongs to many clients, and ways to make one."""
 
+from .distillation_split import DistillationSplit, split_for_distillation
 from .federated_dataset import FederatedDataset
 from .federated_dataset_dict import FederatedDatasetDict
 from .hub import ConcurrentPushError
@@ -11,6 +12,7 @@ from .source import DatasetSource
 __all__ = [
     "ConcurrentPushError",
     "DatasetSource",
+    "DistillationSplit",
     "FederatedDataset",
     "FederatedDatasetDict",
     "IidPartitioner",
@@ -18,4 +20,5 @@ __all__ = [
     "PartitionFile",
     "PartitionFileError",
     "Partitioner",
+    "split_for_distillation",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 from huggingface_hub import DatasetCard, DatasetCardData
+from transformers.utils import logging
 
 from .partition_file import PARTITION_FILE, PartitionFile
 
@@ -21,6 +22,8 @@ from .partition_file import PARTITION_FILE, PartitionFile
 MAX_CLIENT_CONFIGS = 1000
 # Clients that the table names.
 MAX_TABLE_CLIENTS = 20
+
+logger = logging.get_logger(__name__)
 
 _BEGIN, _END = "<!-- hf_federated: begin -->", "<!-- hf_federated: end -->"
 _TAGS = ("federated-learning", "hf_federated")
@@ -74,7 +77,12 @@ def _configs(partition_file: PartitionFile) -> str:
     if partition_file.index:
         return ""
     configs = [_config("default", "*", partition_file.splits, default=True)]
-    if len(partition_file.clients) <= MAX_CLIENT_CONFIGS:
+    if len(partition_file.clients) > MAX_CLIENT_CONFIGS:
+        logger.warning(
+            f"{len(partition_file.clients)} clients are more than {MAX_CLIENT_CONFIGS}, so the card has no configuration"
+            " for each: load_dataset(path) gives all rows, and FederatedDataset opens single clients."
+        )
+    else:
         # only the splits that a client has: a pattern that no file matches is an error
         configs += [_config(client.name, client.name, list(client.splits)) for client in partition_file.clients]
     return yaml.dump({"configs": configs}, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=1000)

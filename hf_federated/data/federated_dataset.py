@@ -324,7 +324,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             split (`str`, *optional*, defaults to `"train"`):
                 Name of the split.
             private (`bool`, *optional*):
-                Whether a repository that is made is private. Its owner's default if left out.
+                Whether a repository that is made is private. Its owner's default if left out. `True` refuses a
+                repository that is there and public.
             revision (`str`, *optional*):
                 A branch; it is made if there is none.
             token (`bool` or `str`, *optional*):
@@ -343,7 +344,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `CommitInfo` or `None`: The commit; `None` if the repository had all of it.
 
         Raises:
-            `ValueError`: If the repository holds other data.
+            `ValueError`: If the repository holds other data, or is public against `private=True`.
             `ConcurrentPushError`: If somebody else committed meanwhile; nothing was published.
         """
         return push_splits(

@@ -50,7 +50,8 @@ def push_folder(
         repo_id (`str`):
             The repository. It is made if there is none.
         private (`bool`, *optional*):
-            Whether a repository that is made is private. The default of its owner if left out.
+            Whether a repository that is made is private. The default of its owner if left out. `True` refuses a
+            repository that is there and public.
         revision (`str`, *optional*):
             A branch; it is made from the main branch if there is none.
         token (`bool` or `str`, *optional*):
@@ -62,14 +63,21 @@ def push_folder(
         `CommitInfo` or `None`: The commit; `None` if the repository had all of it already.
 
     Raises:
-        `ValueError`: If the repository holds other data, or the data set has too many files for one commit.
+        `ValueError`: If the repository holds other data or is public against `private=True`, or the data set has too
+            many files for one commit.
         `ConcurrentPushError`: If somebody else committed meanwhile.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
     if revision is not None:
         api.create_branch(repo_id, branch=revision, repo_type="dataset", exist_ok=True)
-    head = api.dataset_info(repo_id, revision=revision).sha
+    info = api.dataset_info(repo_id, revision=revision)
+    if private and not info.private:
+        raise ValueError(
+            f"{repo_id} is there already and is public, so private=True cannot keep the data private. Push to another"
+            " repository, or make this one private first."
+        )
+    head = info.sha
     there = {
         entry.path: entry
         for entry in api.list_repo_tree(repo_id, recursive=True, revision=head, repo_type="dataset")

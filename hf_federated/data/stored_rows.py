@@ -52,7 +52,12 @@ class ParquetRows(ClientRows):
     def open(self, client_id: str) -> Dataset:
         client = self.clients[client_id]
         table = pa.concat_tables([pq.read_table(path, partitioning=None) for path in client.paths])
-        self._check(client_id, Features.from_arrow_schema(table.schema), table.num_rows)
+        self._check_features(client_id, Features.from_arrow_schema(table.schema))
+        if table.num_rows != client.stored.num_rows:
+            raise PartitionFileError(
+                f"The files of client {client_id!r} hold {table.num_rows} rows; {PARTITION_FILE} says"
+                f" {client.stored.num_rows}."
+            )
         # Of the bytes alone, so that map() finds its cache again in another process and another copy of the files.
         fingerprint = Hasher.hash([file.sha256 for file in client.stored.files])
         return Dataset(table, fingerprint=fingerprint)
@@ -69,6 +74,9 @@ class ParquetRows(ClientRows):
 
     def _cached(self) -> PartitionedRows:
         """All rows in one memory-mapped file of the cache of `datasets`, and where each client's begin."""
+        for client_id, client in self.clients.items():
+            for path in client.paths:
+                self._check_features(client_id, Features.from_arrow_schema(pq.read_schema(path)))
         paths = [str(path) for client in self.clients.values() for path in client.paths]
         source = Dataset.from_parquet(paths, features=self.features)
         offsets = np.cumsum([0, *(client.stored.num_rows for client in self.clients.values())], dtype=np.int64)
@@ -76,7 +84,7 @@ class ParquetRows(ClientRows):
             raise PartitionFileError(f"The files hold {len(source)} rows; {PARTITION_FILE} says {offsets[-1]}.")
         return PartitionedRows(source, Partition(self.client_ids, np.arange(len(source)), offsets))
 
-    def _check(self, client_id: str, features: Features, num_rows: int) -> None:
+    def _check_features(self, client_id: str, features: Features) -> None:
         if features != self.features:
             different = sorted(
                 name for name in {*features, *self.features} if features.get(name) != self.features.get(name)
@@ -84,9 +92,4 @@ class ParquetRows(ClientRows):
             raise PartitionFileError(
                 f"The files of client {client_id!r} have other columns, types or label names than {PARTITION_FILE}"
                 f" says: {', '.join(different)}."
-            )
-        if num_rows != self.clients[client_id].stored.num_rows:
-            raise PartitionFileError(
-                f"The files of client {client_id!r} hold {num_rows} rows; {PARTITION_FILE} says"
-                f" {self.clients[client_id].stored.num_rows}."
             )

@@ -1,0 +1,97 @@
+"""A hash of rows: the same for the same rows, another for any other."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import random
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, List, Value, concatenate_datasets
+
+from hf_federated.data.source import content_hash
+
+
+COLUMNS = {
+    "text": ["a", None, "ccc", "é", ""],
+    "number": [1, None, 3, 4, 0],
+    "real": [1.5, None, float("inf"), 2.0, -0.0],
+    "truth": [True, None, False, True, False],
+    "tokens": [[1, 2], [], None, [3], [None]],
+    "words": [["a", "b"], None, [], ["c", None], ["ab"]],
+    "record": [{"x": 1, "y": "a"}, {"x": None, "y": "b"}, {"x": 2, "y": None}, {"x": 3, "y": "q"}, {"x": 4, "y": ""}],
+    "time": [datetime.datetime(2020, 1, day) for day in range(1, 5)] + [None],
+    "date": [datetime.date(2020, 1, day) for day in range(1, 5)] + [None],
+    "nothing": [None] * 5,
+    "bytes": [b"\x00", None, b"", b"\xff\xfe", b"x"],
+    "price": [
+        decimal.Decimal("1.50"),
+        None,
+        decimal.Decimal("2.00"),
+        decimal.Decimal("0.01"),
+        decimal.Decimal("3.10"),
+    ],
+}
+
+
+@pytest.fixture
+def rows() -> Dataset:
+    return Dataset.from_dict(COLUMNS)
+
+
+def test_the_same_rows_have_the_same_hash_however_they_lie(rows, tmp_path):
+    expected = content_hash(rows)
+    order = [3, 1, 0, 4, 2]
+    back = np.argsort(order).tolist()
+    assert content_hash(rows.select(order).select(back)) == expected
+    assert content_hash(rows.select(order).flatten_indices().select(back).flatten_indices()) == expected
+    assert content_hash(concatenate_datasets([rows.select([0, 1]), rows.select([2, 3, 4])])) == expected
+    assert content_hash(concatenate_datasets([rows, rows]).select(range(5, 10))) == expected
+    rows.to_parquet(tmp_path / "rows.parquet")
+    assert content_hash(Dataset.from_parquet(str(tmp_path / "rows.parquet"))) == expected
+    rows.save_to_disk(tmp_path / "rows")
+    assert content_hash(Dataset.load_from_disk(tmp_path / "rows")) == expected
+    assert content_hash(rows.with_format("numpy", columns=["text"])) == expected
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_any_other_value_gives_another_hash(rows, column):
+    if column == "nothing":
+        return
+    for row in range(len(rows)):
+        changed = {name: list(values) for name, values in COLUMNS.items()}
+        changed[column][row] = next(value for value in COLUMNS[column] if value != COLUMNS[column][row])
+        other = Dataset.from_dict(changed, features=rows.features)
+        assert content_hash(other) != content_hash(rows), row
+
+
+def test_order_number_of_rows_columns_and_label_names_count(rows):
+    expected = content_hash(rows)
+    assert content_hash(rows.select([1, 0, 2, 3, 4])) != expected
+    assert content_hash(rows.select(range(4))) != expected
+    assert content_hash(rows.remove_columns("nothing")) != expected
+    assert content_hash(rows.rename_column("text", "body")) != expected
+    labels = [Dataset.from_dict({"y": [0, 1]}).cast_column("y", ClassLabel(names=n)) for n in (["a", "b"], ["b", "a"])]
+    assert content_hash(labels[0]) != content_hash(labels[1])
+
+
+def test_what_lies_between_texts_and_lists_counts():
+    def hash_of(**columns):
+        return content_hash(Dataset.from_dict(columns))
+
+    assert hash_of(text=["ab", "c"]) != hash_of(text=["a", "bc"])
+    assert hash_of(words=[["ab"], ["c"]]) != hash_of(words=[["a", "b"], ["c"]])
+    assert hash_of(words=[["a", "b"], ["c"]]) != hash_of(words=[["a"], ["b", "c"]])
+    lists = Features({"x": List(Value("int64"))})
+    empty, null = (Dataset.from_dict({"x": [[1], value]}, features=lists) for value in ([], None))
+    assert content_hash(empty) != content_hash(null)
+
+
+def test_hash_of_many_blocks_does_not_depend_on_chunks():
+    numbers = list(range(25_000))
+    random.Random(0).shuffle(numbers)
+    whole = Dataset.from_dict({"n": numbers, "text": [str(n) for n in numbers]})
+    pieces = concatenate_datasets([whole.select(range(start, start + 2_500)) for start in range(0, 25_000, 2_500)])
+    assert content_hash(whole) == content_hash(pieces)
+    assert content_hash(whole) != content_hash(whole.select([*range(24_998), 24_999, 24_998]))
