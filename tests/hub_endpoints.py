@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
@@ -38,7 +39,7 @@ class Request:
     path: str
     groups: Mapping[str, str | None]
     query: Mapping[str, str]
-    headers: Mapping[str, str]
+    headers: Message
     body: bytes
     user: User | None
 

@@ -136,6 +136,12 @@ class HubServer:
             files = self.repository(repo_id, repo_type).at(revision).files
             return {path: blob.content for path, blob in files.items() if path != ".gitattributes"}
 
+    def create(self, repo_id: str, private: bool = False, repo_type: str = "dataset") -> Repository:
+        """A repository without the request for it."""
+        key = repo_id if repo_type == "model" else f"{repo_type}s/{repo_id}"
+        with self._lock:
+            return self.repositories.setdefault(key, Repository(key, repo_id.split("/")[0], private))
+
     def push(self, repo_id: str, files: Mapping[str, bytes | None], repo_type: str = "dataset") -> Commit:
         """A commit to main past the protocol, as by somebody else; `None` deletes."""
         with self._lock:
@@ -345,6 +351,8 @@ def run_client(
         code += f"with open({str(answer)!r}, 'w') as file:\n    json.dump(returned, file)\n"
     else:
         code = client
+    script = home / "client.py"
+    script.write_text(code)
     folder = Path(__file__).parent
     environment = {
         name: value
@@ -361,7 +369,7 @@ def run_client(
         **({"HF_TOKEN": token} if token else {}),
     }
     process = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=home, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], env=environment, cwd=home, capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 0 or not check, f"the client failed:\n{process.stdout}\n{process.stderr}"
     value = json.loads(answer.read_text()) if answer.exists() else None
