@@ -191,18 +191,11 @@ def refs(hub: HubServer, request: Request) -> Reply:
 
 def commits(hub: HubServer, request: Request) -> Reply:
     repository = _readable(hub, request)
-    return Reply(
-        [
-            {
-                "id": commit.oid,
-                "title": commit.title,
-                "message": commit.description,
-                "date": commit.date,
-                "authors": [{"user": commit.author}],
-            }
-            for commit in repository.history(_at(repository, request.revision).oid)
-        ]
-    )
+    answer = []
+    for commit in repository.history(_at(repository, request.revision).oid):
+        told = {"title": commit.title, "message": commit.description, "authors": [{"user": commit.author}]}
+        answer.append({"id": commit.oid, "date": commit.date, **told})
+    return Reply(answer)
 
 
 def branch(hub: HubServer, request: Request) -> Reply:

@@ -91,7 +91,10 @@ def test_revisions_list_and_read_back_what_was_committed(hub, tmp_path) -> None:
     ).value
     listed = seen["listed"]
     assert set(listed) == {".gitattributes", "data", "data/a", "data/a b", *files}
-    assert listed["z"]["lfs"]["sha256"] == hashlib.sha256(LARGE).hexdigest()
+    sha256 = hashlib.sha256(LARGE).hexdigest()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(LARGE)}\n"
+    assert listed["z"]["lfs"]["sha256"] == sha256
+    assert listed["z"]["blob_id"] == hashlib.sha1(f"blob {len(pointer)}\0{pointer}".encode()).hexdigest()
     assert listed["z"]["size"] == listed["z"]["lfs"]["size"] == len(LARGE)
     assert listed["data/a b/y.txt"]["blob_id"] == hashlib.sha1(b"blob 1\0y").hexdigest()
     assert listed["data/a b/y.txt"]["lfs"] is None
