@@ -353,24 +353,103 @@ def run_client(
         code = client
     script = home / "client.py"
     script.write_text(code)
+    process = subprocess.run(
+        [sys.executable, str(script)],
+        env=_environment(hub, home) | ({"HF_TOKEN": token} if token else {}),
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0 or not check, f"the client failed:\n{process.stdout}\n{process.stderr}"
+    value = json.loads(answer.read_text()) if answer.exists() else None
+    return ClientRun(process.returncode, process.stdout, process.stderr, value)
+
+
+class HubClient:
+    """
+    A process whose Hub is `hub` and that runs one function after the other: imports take seconds, and only once.
+
+    Its caches and what it has imported last as long as it does; a function that needs an empty cache passes a
+    `cache_dir`. Use as a context manager.
+
+    Args:
+        hub ([`HubServer`]): The server.
+        home (`Path`): Holds the clients' caches.
+    """
+
+    def __init__(self, hub: HubServer, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "client.py").write_text(_LOOP)
+        self._errors = open(home / "stderr.txt", "w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(home / "client.py")],
+            env=_environment(hub, home),
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __enter__(self) -> HubClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=60)
+        self._errors.close()
+
+    def run(self, function: Callable[..., Any], token: str | None = None, **arguments: Any) -> Any:
+        """
+        What a function returns there; it sees its own source alone. An exception fails the test.
+
+        Args:
+            function (`Callable`): Imports what it needs itself.
+            token (`str`, *optional*): The clients' token.
+            arguments: Of the function; they and what it returns go through JSON.
+        """
+        source = "from __future__ import annotations\n" + textwrap.dedent(inspect.getsource(function))
+        task = {"source": source, "name": function.__name__, "token": token, "arguments": arguments}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        if "error" in answer:
+            self._errors.seek(0)
+            raise AssertionError(f"{function.__name__} failed:\n{answer['error']}\n{self._errors.read()[-2000:]}")
+        return answer["value"]
+
+
+_LOOP = """
+import json, os, sys, traceback
+
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    task, names = json.loads(line), {}
+    os.environ.pop("HF_TOKEN", None)
+    if task["token"]:
+        os.environ["HF_TOKEN"] = task["token"]
+    try:
+        exec(task["source"], names)
+        answer = {"value": names[task["name"]](**task["arguments"])}
+    except Exception:
+        answer = {"error": traceback.format_exc()}
+    print(json.dumps(answer), file=answers, flush=True)
+"""
+
+
+def _environment(hub: HubServer, home: Path) -> dict[str, str]:
     folder = Path(__file__).parent
     environment = {
         name: value
         for name, value in os.environ.items()
         if not re.match(r"HF_|HUGGING|TRANSFORMERS_OFFLINE|.*_proxy$", name, flags=re.IGNORECASE)
     }
-    environment |= {
+    return environment | {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)]),
-        **({"HF_TOKEN": token} if token else {}),
     }
-    process = subprocess.run(
-        [sys.executable, str(script)], env=environment, cwd=home, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0 or not check, f"the client failed:\n{process.stdout}\n{process.stderr}"
-    value = json.loads(answer.read_text()) if answer.exists() else None
-    return ClientRun(process.returncode, process.stdout, process.stderr, value)

@@ -79,8 +79,8 @@ def _configs(partition_file: PartitionFile) -> str:
     configs = [_config("default", "*", partition_file.splits, default=True)]
     if len(partition_file.clients) > MAX_CLIENT_CONFIGS:
         logger.warning(
-            f"{len(partition_file.clients)} clients are more than {MAX_CLIENT_CONFIGS}, so the card has no configuration"
-            " for each: load_dataset(path) gives all rows, and FederatedDataset opens single clients."
+            f"{len(partition_file.clients)} clients are more than {MAX_CLIENT_CONFIGS}, so the card has no"
+            " configuration for each: load_dataset(path) gives all rows, and FederatedDataset opens single clients."
         )
     else:
         # only the splits that a client has: a pattern that no file matches is an error

@@ -42,8 +42,8 @@ def split_for_distillation(
     `public_share=0.2, stratify_by_column="domain"`. What is private can be cut by any partitioner; a federated data
     set gives the same share of each of its clients.
 
-    Numbers of rows are rounded in every stratum (a value of the column, or a client), halves up; rows are drawn without
-    replacement and stay in their order.
+    Numbers of rows are rounded in every stratum (a value of the column, or a client), halves up; rows are drawn
+    without replacement and stay in their order.
 
     Args:
         data (`datasets.Dataset` or [`FederatedDataset`]):
