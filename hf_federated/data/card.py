@@ -171,12 +171,13 @@ def _cell(text: str) -> str:
 def _usage(partition_file: PartitionFile, repo_id: str | None) -> str:
     repo = repo_id or "PATH_OR_REPOSITORY"
     client = partition_file.clients[0]
+    name = json.dumps(client.client_id, ensure_ascii=False)
     lines = [
         "```python",
         "from hf_federated import FederatedDataset",
         "",
         f'clients = FederatedDataset.from_hub("{repo}")  # a mapping from client id to Dataset',
-        f'one = FederatedDataset.from_hub("{repo}", clients=[{json.dumps(client.client_id, ensure_ascii=False)}])  # downloads that client only',
+        f'one = FederatedDataset.from_hub("{repo}", clients=[{name}])  # downloads that client only',
     ]
     if not partition_file.index:
         lines += ["", "from datasets import load_dataset", "", f'everyone = load_dataset("{repo}")']

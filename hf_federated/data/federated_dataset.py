@@ -19,6 +19,7 @@ from huggingface_hub import CommitInfo
 
 from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
 from .columns import check_columns, owners_by_value
+from .fednlp import read_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile
 from .partitioners.base import Partition, Partitioner, check_client_ids
@@ -262,6 +263,39 @@ class FederatedDataset(Mapping[str, ClientData]):
         partition_file, commit = read_hub_partition(repo_id, revision, token, cache_dir)
         rows = fetch_rows(repo_id, partition_file, commit, split, clients, token, cache_dir, source)
         return cls.from_stored(partition_file, split, rows)
+
+    @classmethod
+    def from_fednlp_h5(
+        cls,
+        data_file: str | os.PathLike[str],
+        partition_file: str | os.PathLike[str],
+        method: str,
+        split: str = "train",
+    ) -> FederatedDataset:
+        """
+        Reads one split of a data set and a partition in the files of FedNLP. Needs `h5py` (extra `h5py`).
+
+        The columns are those of [`hf_federated.data.fednlp`]; clients are in the order of their numbers.
+
+        Args:
+            data_file (`str`):
+                The data, `<name>_data.h5`.
+            partition_file (`str`):
+                The partitions, `<name>_partition.h5`.
+            method (`str`):
+                The partition, for example `"niid_label_clients=100_alpha=1.0"`.
+            split (`str`, *optional*, defaults to `"train"`):
+                `"train"` or `"test"`; both at once with [`FederatedDatasetDict.from_fednlp_h5`].
+
+        Raises:
+            `ValueError`: If the partition or the split does not exist, names rows that are not there, or gives one
+                away twice.
+            `ImportError`: If h5py is not installed.
+        """
+        splits, _ = read_fednlp(data_file, partition_file, method)
+        if split not in splits:
+            raise ValueError(f"{partition_file}: {method!r} has no split {split!r}. It has: {', '.join(splits)}.")
+        return cls(splits[split], {"partitioner": "fednlp", "method": method})
 
     @classmethod
     def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientRows) -> FederatedDataset:

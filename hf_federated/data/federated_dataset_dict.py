@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
 from .federated_dataset import FederatedDataset, load_source
+from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile, check_split_name
 from .partitioners.base import Partitioner
@@ -145,6 +146,40 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             return fetch_rows(repo_id, partition_file, commit, split, chosen, token, cache_dir, source)
 
         return cls._from_stored(partition_file, clients, fetch)
+
+    @classmethod
+    def from_fednlp_h5(
+        cls, data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
+    ) -> FederatedDatasetDict:
+        """All splits of FedNLP's files. Arguments and errors as in [`FederatedDataset.from_fednlp_h5`]."""
+        splits, _ = read_fednlp(data_file, partition_file, method)
+        partitioning = {"partitioner": "fednlp", "method": method}
+        return cls({split: FederatedDataset(rows, partitioning) for split, rows in splits.items()})
+
+    def to_fednlp_h5(
+        self,
+        data_file: str | os.PathLike[str],
+        partition_file: str | os.PathLike[str],
+        method: str,
+        task_type: str,
+    ) -> None:
+        """
+        Writes the splits `train` and `test` as FedNLP reads them. Needs `h5py` (extra `h5py`).
+
+        Clients whose names are not `0`, `1`, … are numbered in their order.
+
+        Args:
+            data_file (`str`): The data file to write.
+            partition_file (`str`): The partition file to write.
+            method (`str`): Name of the partition in it.
+            task_type (`str`): One of the tasks of [`hf_federated.data.fednlp`], whose columns must be there.
+
+        Raises:
+            `ValueError`: If the task is not known, a column is missing, or there are other splits.
+            `ImportError`: If h5py is not installed.
+        """
+        rows = {split: clients.to_store().rows for split, clients in self.items()}
+        write_fednlp(rows, data_file, partition_file, method, task_type)
 
     @classmethod
     def _from_stored(

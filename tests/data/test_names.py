@@ -13,8 +13,8 @@ from hf_federated.data.names import MAX_NAME_LENGTH, escape_client_id
 HOSTILE = [
     "default", "Default", "_64efault", "..", ".", "../../etc/passwd", ".git", "__pycache__", "a/b", "a\\b", "a:b",
     "a*b", "a?b", "<a>", "a|b", 'a"b', "007", "no", "NO", "null", "1e5", "0x1F", "2024-01-01", "~", "-", "--", "-rf",
-    " ", "a ", " a", "a\nb", "\0", "zoë", "zoe\u0308", "张伟", "🦊", "CON", "con", "nul", "com1", "lpt9", "com10", "anna",
-    "Anna", "a_b", "a-b", "x" * 300, "x" * 301, "é" * 200, "[a]", "{a,b}", "a%2Fb", "train-00000",
+    " ", "a ", " a", "a\nb", "\0", "zoë", "zoe\u0308", "张伟", "🦊", "CON", "con", "nul", "com1", "lpt9", "com10",
+    "anna", "Anna", "a_b", "a-b", "x" * 300, "x" * 301, "é" * 200, "[a]", "{a,b}", "a%2Fb", "train-00000",
 ]  # fmt: skip
 
 
