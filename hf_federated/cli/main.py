@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from hf_federated.cli.recipe import RecipeError, RecipeField, load_recipe, sections, type_name
+from hf_federated.cli import inspection, partition
+from hf_federated.cli.errors import CommandError
+from hf_federated.cli.recipe import RecipeField, load_recipe, sections, type_name
 
 
 INTRODUCTIONS = {
@@ -54,12 +56,36 @@ class _TrainParser(argparse.ArgumentParser):
         return f"{super().format_help()}\n{recipe_help()}\n"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `hf-federated` and its commands."""
+def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
+    """
+    The parser of `hf-federated` and its commands.
+
+    Args:
+        partitioner (`str`, *optional*): The partitioner that the user named, whose options `partition` then has.
+    """
     parser = argparse.ArgumentParser(
         prog="hf-federated", description="Federated learning around transformers.Trainer."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_TrainParser)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_train(commands)
+    partition_parser = commands.add_parser(
+        "partition",
+        help="cut a data set into clients",
+        description="Cut a data set into clients, and save them to a folder or push them to the Hub.",
+    )
+    partition.add_arguments(partition_parser, partitioner)
+    inspect_parser = commands.add_parser(
+        "inspect",
+        help="look at a federated data set",
+        description="Print who has how many rows of what, and draw it.",
+    )
+    inspection.add_arguments(inspect_parser)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    # The class of the subparsers is that of the parser; train's alone describes recipes.
+    commands._parser_class = _TrainParser
     train = commands.add_parser(
         "train",
         help="train a recipe",
@@ -75,7 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="change a field, for example training.learning_rate=5e-4; the value is YAML; may be repeated",
     )
     train.add_argument("--output-dir", metavar="DIR", help="instead of the recipe's training.output_dir")
-    return parser
+    commands._parser_class = argparse.ArgumentParser
+
+
+def _named_partitioner(argv: Sequence[str] | None) -> str | None:
+    """The partitioner in the arguments, whose options the parser needs to read the others."""
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--partitioner")
+    return peek.parse_known_args(argv)[0].partitioner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,16 +119,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): The arguments; those of the process by default.
 
     Returns:
-        `int`: The exit code: `0`, or `2` for a recipe that cannot be run.
+        `int`: The exit code: `0`, or `2` for a command that cannot be carried out.
     """
-    arguments = build_parser().parse_args(argv)
-    # Training takes a second to import; a mistake in the recipe should not wait for it.
+    arguments = build_parser(_named_partitioner(argv)).parse_args(argv)
     try:
+        if arguments.command == "partition":
+            partition.partition(arguments)
+            return 0
+        if arguments.command == "inspect":
+            inspection.inspect(arguments)
+            return 0
+        # Training takes a second to import; a mistake in the recipe should not wait for it.
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         from hf_federated.cli.train import train
 
         train(recipe, arguments.output_dir)
-    except RecipeError as error:
+    except CommandError as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -24,10 +24,11 @@ from typing import Any, Literal
 import yaml
 from transformers import Trainer, TrainingArguments
 
+from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.config import FederatedConfig, ShareOrCount
 
 
-class RecipeError(ValueError):
+class RecipeError(CommandError):
     """A recipe that cannot be run. The message is one line: what was given, and what is allowed."""
 
 
@@ -364,13 +365,12 @@ def _read_yaml(text: str, source: str) -> Any:
 def recipe_errors(section: str) -> Iterator[None]:
     """Turns what a library says about a section's values into a [`RecipeError`] that names the section."""
     try:
-        yield
+        with command_errors(section):
+            yield
     except RecipeError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
-        # str() of a KeyError is the repr of its text.
-        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        raise RecipeError(f"{section}: {' '.join(text.split())}") from error
+    except CommandError as error:
+        raise RecipeError(str(error)) from error
 
 
 def build(section: str, function: Callable[..., Any], values: dict[str, Any]) -> Any:

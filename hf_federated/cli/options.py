@@ -1,0 +1,71 @@
+"""Options of a command that are the fields of a dataclass."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from typing import Any
+
+
+def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """
+    Adds an option for each field: `num_clients` becomes `--num-clients`, with the docstring's text as its help.
+
+    Args:
+        parser (`argparse.ArgumentParser`): Gets a group of options.
+        cls (`type`): A dataclass with the docstring of this project. Fields that a command line cannot write
+            (functions, other objects) have no option.
+    """
+    group = parser.add_argument_group(f"options of {cls.__name__}", inspect.getdoc(cls).split("\n\n")[0])  # type: ignore[union-attr]
+    texts = argument_texts(cls)
+    for field, annotation in writable_fields(cls).items():
+        required = field.default is dataclasses.MISSING
+        default = "" if required or field.default is None else f" (default {field.default})"
+        options: dict[str, Any] = {"help": (texts.get(field.name, "") + default).replace("%", "%%")}
+        if annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(annotation) is list:
+            options |= {"nargs": "+", "metavar": field.name.rstrip("s").upper()}
+        else:
+            options |= {"type": annotation, "metavar": field.name.upper() if annotation is str else "NUMBER"}
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}", required=required, default=argparse.SUPPRESS, **options
+        )
+
+
+def build_from_options(cls: type, arguments: argparse.Namespace) -> Any:
+    """An object of the dataclass from the options that were given; the others keep their defaults."""
+    given = vars(arguments)
+    return cls(**{field.name: given[field.name] for field in writable_fields(cls) if field.name in given})
+
+
+def writable_fields(cls: type) -> dict[dataclasses.Field, Any]:
+    """The fields that a command line can write, each with `bool`, `int`, `float`, `str` or `list[str]`."""
+    hints = typing.get_type_hints(cls)
+    fields = {field: _writable(hints[field.name]) for field in dataclasses.fields(cls)}
+    return {field: annotation for field, annotation in fields.items() if annotation is not None}
+
+
+def argument_texts(cls: type) -> dict[str, str]:
+    """The texts of a docstring's `Args:`, the first sentence of each."""
+    documentation = inspect.getdoc(cls) or ""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
+    entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
+    return {name: re.split(r"(?<=[.;]) ", text)[0].rstrip(".;").replace("`", "") for name, text in texts.items()}
+
+
+def _writable(annotation: Any) -> Any:
+    choices = [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        choices = [choice for choice in typing.get_args(annotation) if choice is not type(None)]
+    for choice in choices:
+        if choice in (bool, int, float):
+            return choice
+    if any(str(choice).startswith(("collections.abc.Sequence[str]", "list[str]")) for choice in choices):
+        return list[str]
+    return str if str in choices else None
