@@ -4,7 +4,7 @@ from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
 from .callbacks import AggregationCallback, FederatedCallback, ServerState
 from .config import FederatedConfig
-from .data import FederatedDataset, IidPartitioner
+from .data import FederatedDataset, IidPartitioner, LabelDirichletPartitioner, QuantityDirichletPartitioner
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .rounds import RoundFailedError
@@ -26,9 +26,11 @@ __all__ = [
     "FederatedDataset",
     "FederatedTrainer",
     "IidPartitioner",
+    "LabelDirichletPartitioner",
     "Ledger",
     "LocalHook",
     "Postprocessor",
+    "QuantityDirichletPartitioner",
     "RoundFailedError",
     "Scaffold",
     "ServerState",

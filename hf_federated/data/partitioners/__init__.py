@@ -2,6 +2,14 @@
 
 from .base import Partition, Partitioner
 from .iid import IidPartitioner
+from .label_dirichlet import LabelDirichletPartitioner
+from .quantity import QuantityDirichletPartitioner
 
 
-__all__ = ["IidPartitioner", "Partition", "Partitioner"]
+__all__ = [
+    "IidPartitioner",
+    "LabelDirichletPartitioner",
+    "Partition",
+    "Partitioner",
+    "QuantityDirichletPartitioner",
+]
