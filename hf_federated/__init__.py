@@ -4,7 +4,17 @@ from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
 from .callbacks import AggregationCallback, FederatedCallback, ServerState
 from .config import FederatedConfig
-from .data import FederatedDataset, IidPartitioner, LabelDirichletPartitioner, QuantityDirichletPartitioner
+from .data import (
+    FeatureClusterPartitioner,
+    FederatedDataset,
+    IidPartitioner,
+    LabelDirichletPartitioner,
+    MultiDomainPartitioner,
+    NaturalPartitioner,
+    NestedPartitioner,
+    PerClassDirichletPartitioner,
+    QuantityDirichletPartitioner,
+)
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .rounds import RoundFailedError
@@ -18,6 +28,7 @@ __all__ = [
     "Aggregation",
     "AggregationCallback",
     "ClipUpdate",
+    "FeatureClusterPartitioner",
     "FedAvg",
     "FedOpt",
     "FedProx",
@@ -29,6 +40,10 @@ __all__ = [
     "LabelDirichletPartitioner",
     "Ledger",
     "LocalHook",
+    "MultiDomainPartitioner",
+    "NaturalPartitioner",
+    "NestedPartitioner",
+    "PerClassDirichletPartitioner",
     "Postprocessor",
     "QuantityDirichletPartitioner",
     "RoundFailedError",

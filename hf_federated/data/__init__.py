@@ -2,19 +2,29 @@
 
 from .federated_dataset import FederatedDataset
 from .partitioners import (
+    FeatureClusterPartitioner,
     IidPartitioner,
     LabelDirichletPartitioner,
+    MultiDomainPartitioner,
+    NaturalPartitioner,
+    NestedPartitioner,
     Partition,
     Partitioner,
+    PerClassDirichletPartitioner,
     QuantityDirichletPartitioner,
 )
 
 
 __all__ = [
+    "FeatureClusterPartitioner",
     "FederatedDataset",
     "IidPartitioner",
     "LabelDirichletPartitioner",
+    "MultiDomainPartitioner",
+    "NaturalPartitioner",
+    "NestedPartitioner",
     "Partition",
     "Partitioner",
+    "PerClassDirichletPartitioner",
     "QuantityDirichletPartitioner",
 ]

@@ -15,8 +15,10 @@ import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset
 
 from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
-from .columns import check_columns, owners_by_value
+from .columns import check_columns
 from .partitioners.base import Partition, Partitioner, check_client_ids
+from .partitioners.flower import adopt
+from .partitioners.natural import NaturalPartitioner
 
 
 class FederatedDataset(Mapping[str, ClientData]):
@@ -68,14 +70,17 @@ class FederatedDataset(Mapping[str, ClientData]):
         Cuts a data set into clients.
 
         Args:
-            dataset (`datasets.Dataset`): The rows. They are not copied.
-            partitioner ([`Partitioner`]): Says which rows each client gets.
+            dataset (`datasets.Dataset`):
+                The rows. They are not copied.
+            partitioner ([`Partitioner`] or `flwr_datasets.partitioner.Partitioner`):
+                Says which rows each client gets. One of Flower's is copied first, so that it can be used again.
 
         Raises:
             `TypeError`: If the data set has splits or cannot be indexed.
             `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
         """
         _check_is_dataset(dataset, "from_dataset")
+        partitioner = adopt(partitioner)
         if not isinstance(partitioner, Partitioner):
             raise TypeError(
                 f"from_dataset: expected a Partitioner, got {partitioner!r}. For example:"
@@ -110,21 +115,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `TypeError`: If the type of the column does not name things (floats, lists).
         """
         _check_is_dataset(dataset, "from_column")
-        client_ids, owners = owners_by_value(dataset, column)
-        if not client_ids:
-            raise ValueError("from_column: the data set has no rows, so there are no clients.")
-        if min_rows is not None:
-            sizes = np.bincount(owners)
-            kept = np.flatnonzero(sizes >= min_rows)
-            if len(kept) == 0:
-                raise ValueError(
-                    f"from_column: none of the {len(client_ids)} values of {column!r} has min_rows={min_rows} rows;"
-                    f" the largest has {int(sizes.max())}."
-                )
-            new_position = np.full(len(client_ids), -1, dtype=np.int64)
-            new_position[kept] = np.arange(len(kept))
-            client_ids, owners = [client_ids[position] for position in kept], new_position[owners]
-        partition = Partition.from_owners(client_ids, owners)
+        partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
         return cls(
             PartitionedRows(dataset, partition), {"partitioner": "from_column", "column": column, "min_rows": min_rows}
         )

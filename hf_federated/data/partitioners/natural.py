@@ -76,7 +76,7 @@ class NaturalPartitioner(Partitioner):
         check_splits(splits)
         client_ids: list[str] = []
         client_of_value: dict[str, int] = {}
-        partitions = {}
+        partitions: dict[str, Partition] = {}
         for split, dataset in splits.items():
             values, owners = owners_by_value(dataset, self.column)
             if not partitions:
@@ -97,7 +97,7 @@ class NaturalPartitioner(Partitioner):
     def _choose(self, values: list[str], sizes: np.ndarray) -> tuple[list[str], np.ndarray]:
         """The names of the clients, and for each value the position of its client (-1: left out)."""
         if not values:
-            raise ValueError("NaturalPartitioner: the data set has no rows, so there are no clients.")
+            raise ValueError(f"The column {self.column!r} has no rows, so there are no clients.")
         minimum = self.min_size or 1
         groups = [[value] for value in np.flatnonzero(sizes >= minimum).tolist()]
         small = np.flatnonzero(sizes < minimum).tolist()
@@ -105,8 +105,8 @@ class NaturalPartitioner(Partitioner):
             groups = _merge(groups, small, sizes, minimum)
         if not groups:
             raise ValueError(
-                f"NaturalPartitioner: none of the {len(values)} values of {self.column!r} has min_size={minimum} rows;"
-                f" the largest has {int(sizes.max())}"
+                f"None of the {len(values)} values of {self.column!r} has the {minimum} rows that a client is to have"
+                f" at least; the largest has {int(sizes.max())}"
                 + (f", and all together have {int(sizes.sum())}." if self.merge_small else ".")
             )
         if self.max_clients is not None:

@@ -61,14 +61,16 @@ class NestedPartitioner(Partitioner):
         client_ids: dict[str, list[str]] = {split: [] for split in splits}
         indices: dict[str, list[np.ndarray]] = {split: [] for split in splits}
         sizes: dict[str, list[np.ndarray]] = {split: [] for split in splits}
-        first = next(iter(splits))
-        for group in groups[first].client_ids:
-            positions = {
-                split: partition.client_ids.index(group)
-                for split, partition in groups.items()
-                if group in partition.client_ids
+        position_of = {
+            split: {group: position for position, group in enumerate(partition.client_ids)}
+            for split, partition in groups.items()
+        }
+        for group in groups[next(iter(splits))].client_ids:
+            rows = {
+                split: groups[split].rows(positions[group])
+                for split, positions in position_of.items()
+                if group in positions
             }
-            rows = {split: groups[split].rows(position) for split, position in positions.items()}
             for split, partition in self._cut_group(group, splits, rows).items():
                 client_ids[split] += [f"{group}/{client_id}" for client_id in partition.client_ids]
                 indices[split].append(rows[split][partition.indices])

@@ -22,7 +22,6 @@ from .base import (
     check_enough_rows,
     check_splits,
     check_whole_number,
-    number_clients,
 )
 from .dirichlet import cut_by_shares, deal_rows, draw_shares
 
