@@ -128,7 +128,12 @@ class LabelDirichletPartitioner(Partitioner):
         shares = draw_shares(generator, self.alpha, first / first.sum(), self.num_clients)
         partitions = {}
         for name, codes in labels.items():
-            counts = draw_counts(generator, shares, sizes[name], np.bincount(codes, minlength=num_labels))
+            available = np.bincount(codes, minlength=num_labels)
+            # Without the labels that nobody asks for or has: they would only use up random numbers, so that the first
+            # split would be cut differently where a later one has more labels.
+            drawn = np.flatnonzero(shares.any(axis=0) | (available > 0))
+            counts = np.zeros(shares.shape, dtype=np.int64)
+            counts[:, drawn] = draw_counts(generator, shares[:, drawn], sizes[name], available[drawn])
             owners = deal_rows(generator, codes, counts)
             partitions[name] = Partition.from_owners(number_clients(self.num_clients), owners)
         return partitions

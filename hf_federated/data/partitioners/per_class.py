@@ -120,7 +120,8 @@ class PerClassDirichletPartitioner(Partitioner):
             smallest = int(cut_by_shares(shares[occurring], available[occurring, None]).sum(axis=0).min())
             if smallest >= self.min_size:
                 lacking = np.flatnonzero(available == 0)
-                shares[lacking] = draw_shares(generator, self.alpha, prior, len(lacking))
+                # By a generator of its own, so that the first split is cut as if it were alone.
+                shares[lacking] = draw_shares(np.random.default_rng([self.seed, 1]), self.alpha, prior, len(lacking))
                 return shares
             most = max(most, smallest)
         raise ValueError(
