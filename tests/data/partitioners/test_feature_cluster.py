@@ -60,6 +60,15 @@ def test_clusters_are_fitted_on_the_first_split():
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.9
 
 
+def test_a_later_split_is_not_clustered_on_its_own():
+    train = Dataset.from_dict({"text": ["rain", "bread"] * 100})
+    # One topic in two places that lie close: K-means of these rows alone would take them for two clusters.
+    kinds = ["rain 1", "rain 12"] * 100
+    partitioner = FeatureClusterPartitioner(4, "text", 2, places, alpha=1e-6)
+    partition = partitioner.partition_splits({"train": train, "test": Dataset.from_dict({"text": kinds})})["test"]
+    assert count_labels(partition, kinds).min() > 10  # of the 50 rows of each client
+
+
 def test_columns_and_tokens_are_joined():
     seen = []
 
@@ -101,7 +110,7 @@ def test_an_encoder_is_loaded_by_its_path_and_the_global_generators_are_left_alo
     encoder = sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
     encoder.save_pretrained(str(tmp_path / "encoder"))
 
-    dataset = Dataset.from_dict({"text": sentences("a", 30) + sentences("b", 30)})
+    dataset = Dataset.from_dict({"text": sentences("north", 30) + sentences("south", 30)})
     by_path = FeatureClusterPartitioner(4, "text", 3, str(tmp_path / "encoder"), alpha=0.5)
     before = torch.get_rng_state()
     partition = by_path.partition(dataset)

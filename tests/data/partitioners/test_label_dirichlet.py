@@ -166,7 +166,7 @@ def test_sizes_do_not_follow_from_the_shares_of_labels():
     # both come from one seed; the same numbers drawn twice would tie a client's size to its labels
     pairs = []
     for seed in range(150):
-        partitioner = LabelDirichletPartitioner(2, alpha=1.0, quantity_beta=1.0, seed=seed)
+        partitioner = LabelDirichletPartitioner(2, alpha=40.0, quantity_beta=20.0, seed=seed)
         partition = partitioner.partition(labelled([0, 1] * 200))
         pairs.append((partition.sizes[0], (partition.rows(0) % 2).mean()))
     assert abs(np.corrcoef(np.array(pairs).T)[0, 1]) < 0.3

@@ -118,6 +118,13 @@ def test_a_domain_that_lacks_a_label_gives_it_no_share():
     assert counts.min(axis=1).tolist() == [0, 0] and counts.sum() > 20
 
 
+def test_a_tiny_alpha_chooses_among_the_labels_that_a_domain_has():
+    dataset = Dataset.from_dict({"domain": ["a"] * 100 + ["b"] * 100, "label": [0, 1] * 50 + [2, 3] * 50})
+    for seed in range(10):
+        partition = MultiDomainPartitioner("domain", alpha=1e-6, seed=seed).partition(dataset)
+        assert count_labels(partition, dataset["label"][:]).max(axis=1).tolist() == [50, 50]
+
+
 def test_domains_of_later_splits_only_are_dropped():
     train = reviews(1000)
     test = Dataset.from_dict({"domain": ["zoo"] * 50 + DOMAINS * 50, "label": [0, 1, 2, 3, 4] * 10 + [4] * 250})
