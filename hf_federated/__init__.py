@@ -4,7 +4,20 @@ from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
 from .callbacks import AggregationCallback, FederatedCallback, ServerState
 from .config import FederatedConfig
-from .data import DatasetSource, FederatedDataset, FederatedDatasetDict, IidPartitioner, split_for_distillation
+from .data import (
+    DatasetSource,
+    FeatureClusterPartitioner,
+    FederatedDataset,
+    FederatedDatasetDict,
+    IidPartitioner,
+    LabelDirichletPartitioner,
+    MultiDomainPartitioner,
+    NaturalPartitioner,
+    NestedPartitioner,
+    PerClassDirichletPartitioner,
+    QuantityDirichletPartitioner,
+    split_for_distillation,
+)
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .rounds import RoundFailedError
@@ -19,6 +32,7 @@ __all__ = [
     "AggregationCallback",
     "ClipUpdate",
     "DatasetSource",
+    "FeatureClusterPartitioner",
     "FedAvg",
     "FedOpt",
     "FedProx",
@@ -28,9 +42,15 @@ __all__ = [
     "FederatedDatasetDict",
     "FederatedTrainer",
     "IidPartitioner",
+    "LabelDirichletPartitioner",
     "Ledger",
     "LocalHook",
+    "MultiDomainPartitioner",
+    "NaturalPartitioner",
+    "NestedPartitioner",
+    "PerClassDirichletPartitioner",
     "Postprocessor",
+    "QuantityDirichletPartitioner",
     "RoundFailedError",
     "Scaffold",
     "ServerState",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_federated.cli import inspection, partition
@@ -49,11 +49,14 @@ def recipe_help() -> str:
     return "\n".join(parts)
 
 
-class _TrainParser(argparse.ArgumentParser):
-    """Describes a recipe's fields in its help, which takes reading them: only when help is asked for."""
+class _CommandParser(argparse.ArgumentParser):
+    """Ends its help with a text that takes time to make: only when help is asked for."""
+
+    further_help: Callable[[], str] | None = None
 
     def format_help(self) -> str:
-        return f"{super().format_help()}\n{recipe_help()}\n"
+        further = "" if self.further_help is None else f"\n{self.further_help()}\n"
+        return super().format_help() + further
 
 
 def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
@@ -66,7 +69,7 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-federated", description="Federated learning around transformers.Trainer."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_CommandParser)
     _add_train(commands)
     partition_parser = commands.add_parser(
         "partition",
@@ -84,8 +87,6 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Any) -> None:
-    # The class of the subparsers is that of the parser; train's alone describes recipes.
-    commands._parser_class = _TrainParser
     train = commands.add_parser(
         "train",
         help="train a recipe",
@@ -101,7 +102,7 @@ def _add_train(commands: Any) -> None:
         help="change a field, for example training.learning_rate=5e-4; the value is YAML; may be repeated",
     )
     train.add_argument("--output-dir", metavar="DIR", help="instead of the recipe's training.output_dir")
-    commands._parser_class = argparse.ArgumentParser
+    train.further_help = recipe_help
 
 
 def _named_partitioner(argv: Sequence[str] | None) -> str | None:

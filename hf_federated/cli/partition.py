@@ -142,4 +142,3 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     if split not in rows:
         raise CommandError(f"{data} has no split {split!r}. It has: {', '.join(rows)}.")
     return {split: rows[split]}
-

@@ -5,7 +5,18 @@ from .federated_dataset import FederatedDataset
 from .federated_dataset_dict import FederatedDatasetDict
 from .hub import ConcurrentPushError
 from .partition_file import PartitionFile, PartitionFileError
-from .partitioners import IidPartitioner, Partition, Partitioner
+from .partitioners import (
+    FeatureClusterPartitioner,
+    IidPartitioner,
+    LabelDirichletPartitioner,
+    MultiDomainPartitioner,
+    NaturalPartitioner,
+    NestedPartitioner,
+    Partition,
+    Partitioner,
+    PerClassDirichletPartitioner,
+    QuantityDirichletPartitioner,
+)
 from .source import DatasetSource
 
 
@@ -13,12 +24,19 @@ __all__ = [
     "ConcurrentPushError",
     "DatasetSource",
     "DistillationSplit",
+    "FeatureClusterPartitioner",
     "FederatedDataset",
     "FederatedDatasetDict",
     "IidPartitioner",
+    "LabelDirichletPartitioner",
+    "MultiDomainPartitioner",
+    "NaturalPartitioner",
+    "NestedPartitioner",
     "Partition",
     "PartitionFile",
     "PartitionFileError",
     "Partitioner",
+    "PerClassDirichletPartitioner",
+    "QuantityDirichletPartitioner",
     "split_for_distillation",
 ]

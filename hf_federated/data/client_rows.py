@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets
-from datasets.fingerprint import Hasher
 
 from .partitioners.base import Partition, check_client_ids, raise_if_empty
+from .rows import select_rows
 
 
 ClientData: TypeAlias = Dataset | IterableDataset
@@ -71,7 +71,7 @@ class PartitionedRows(ClientRows):
         return self.partition.sizes.tolist()
 
     def open(self, client_id: str) -> Dataset:
-        return _select_rows(self.source, self.partition.rows(self.positions[client_id]))
+        return select_rows(self.source, self.partition.rows(self.positions[client_id]))
 
     def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedRows:
         source, partition = self.source, self.partition
@@ -89,7 +89,7 @@ class PartitionedRows(ClientRows):
         return PartitionedRows(self.source, self.partition.select([self.positions[i] for i in client_ids]))
 
     def pooled(self) -> Dataset:
-        return _select_rows(self.source, self.partition.indices)
+        return select_rows(self.source, self.partition.indices)
 
 
 class SeparateRows(ClientRows):
@@ -178,10 +178,3 @@ def _check_same_rows(before: int, after: int, where: str) -> None:
             " client on its own instead: FederatedDataset.from_dict({client_id: clients[client_id].map(...) for"
             " client_id in clients}); or change the rows before they are partitioned."
         )
-
-
-def _select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
-    # A fingerprint of our own is stable over processes (so that map() finds its cache) and cheap; a list of ints takes
-    # the fast path through select(), which walks over an array number by number.
-    fingerprint = Hasher.hash((source._fingerprint, indices.astype(np.int64).tobytes()))
-    return source.select(indices.tolist(), new_fingerprint=fingerprint)

@@ -18,11 +18,13 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset
 from huggingface_hub import CommitInfo
 
 from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
-from .columns import check_columns, owners_by_value
+from .columns import check_columns
 from .fednlp import read_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile
 from .partitioners.base import Partition, Partitioner, check_client_ids
+from .partitioners.flower import adopt
+from .partitioners.natural import NaturalPartitioner
 from .publishing import push_splits, save_splits
 from .source import DatasetSource
 from .storage import SplitToStore, read_rows
@@ -88,13 +90,15 @@ class FederatedDataset(Mapping[str, ClientData]):
             dataset (`datasets.Dataset` or [`DatasetSource`]):
                 The rows; they are not copied. A `DatasetSource` is loaded at the commit that its revision means now,
                 which is then written beside the partition.
-            partitioner ([`Partitioner`]): Says which rows each client gets.
+            partitioner ([`Partitioner`] or `flwr_datasets.partitioner.Partitioner`):
+                Says which rows each client gets. One of Flower's is copied first, so that it can be used again.
 
         Raises:
             `TypeError`: If the data set has splits or cannot be indexed.
             `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
         """
         rows, origin = load_source(dataset, "from_dataset")
+        partitioner = adopt(partitioner)
         if not isinstance(partitioner, Partitioner):
             raise TypeError(
                 f"from_dataset: expected a Partitioner, got {partitioner!r}. For example:"
@@ -142,21 +146,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `TypeError`: If the type of the column does not name things (floats, lists).
         """
         dataset, origin = load_source(dataset, "from_column")
-        client_ids, owners = owners_by_value(dataset, column)
-        if not client_ids:
-            raise ValueError("from_column: the data set has no rows, so there are no clients.")
-        if min_rows is not None:
-            sizes = np.bincount(owners)
-            kept = np.flatnonzero(sizes >= min_rows)
-            if len(kept) == 0:
-                raise ValueError(
-                    f"from_column: none of the {len(client_ids)} values of {column!r} has min_rows={min_rows} rows;"
-                    f" the largest has {int(sizes.max())}."
-                )
-            new_position = np.full(len(client_ids), -1, dtype=np.int64)
-            new_position[kept] = np.arange(len(kept))
-            client_ids, owners = [client_ids[position] for position in kept], new_position[owners]
-        partition = Partition.from_owners(client_ids, owners)
+        partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
         partitioning = {"partitioner": "from_column", "column": column, "min_rows": min_rows}
         return cls(PartitionedRows(dataset, partition), partitioning, origin)
 

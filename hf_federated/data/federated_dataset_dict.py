@@ -15,6 +15,7 @@ from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile, check_split_name
 from .partitioners.base import Partitioner
+from .partitioners.flower import adopt
 from .publishing import push_splits, save_splits
 from .storage import read_rows
 
@@ -71,6 +72,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 f"FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got {type(dataset).__name__}."
                 " One data set is cut by FederatedDataset.from_dataset."
             )
+        partitioner = adopt(partitioner)
         loaded = {split: load_source(rows, "FederatedDatasetDict.from_dataset") for split, rows in dataset.items()}
         partitions = partitioner.partition_splits({split: rows for split, (rows, _) in loaded.items()})
         return cls(

@@ -7,6 +7,7 @@ Labels of several columns, and several labels a row, are not handled here.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +79,23 @@ def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
     if len(codes) and int(codes.min()) < 0:
         _raise_without_label(int(codes.argmin()), column)
     return codes, names
+
+
+def read_labels_of_splits(splits: Mapping[str, Dataset], column: str) -> tuple[dict[str, np.ndarray], list[str]]:
+    """
+    [`read_labels`] of several splits, with the same number for the same name.
+
+    Returns:
+        `tuple[dict[str, np.ndarray], list[str]]`: Labels of each split, and the names: first those of the first split,
+        then those that only later ones have.
+    """
+    position_of: dict[str, int] = {}
+    labels = {}
+    for split, dataset in splits.items():
+        codes, names = read_labels(dataset, column)
+        positions = [position_of.setdefault(name, len(position_of)) for name in names]
+        labels[split] = np.array(positions, dtype=np.int64)[codes]
+    return labels, list(position_of)
 
 
 def _class_codes(values: pa.ChunkedArray) -> np.ndarray:

@@ -56,12 +56,15 @@ def test_names_of_a_class_label_keep_their_order_and_stay_if_they_do_not_occur()
     assert (codes.tolist(), names) == ([2, 0, 2], ["z", "y", "a"])
 
 
-@pytest.mark.parametrize("num_selected", [2, 5])
-@pytest.mark.parametrize("label", [["c", "a", None, "a", "b"], [2, 0, None, 0, 1], [["c"], ["a"], None, ["a"], ["b"]]])
+@pytest.mark.parametrize("num_selected", [3, 12])  # of 20: few are gathered before they are read, many after
+@pytest.mark.parametrize(
+    "label", [["c", "a", None, "a", "b"], [2, 0, None, 0, 1], [["c"], ["a"], None, ["a"], ["b"]]], ids=str
+)
 def test_rows_are_those_selected_and_the_others_do_not_count(label, num_selected):
-    dataset = Dataset.from_dict({"label": label})
-    rows = [3, 0, 4, 1, 3][:num_selected]
-    expected = [label[row][0] if isinstance(label[row], list) else str(label[row]) for row in rows]
+    dataset = Dataset.from_dict({"label": label * 4})
+    rows = [3, 0, 13, 1, 3, 10, 18, 16, 6, 8, 5, 0][:num_selected]
+    selected = [dataset[row]["label"] for row in rows]
+    expected = [value[0] if isinstance(value, list) else str(value) for value in selected]
     assert labels_of(dataset.select(rows)) == expected
     assert read_labels(dataset.select(rows), "label")[1] == sorted(set(expected))
 

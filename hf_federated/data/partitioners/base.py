@@ -8,13 +8,18 @@ piece. A million rows over a thousand clients is 4 MB of `int32`. This module do
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from datasets import Dataset
+
+
+PartitionerType = TypeVar("PartitionerType", bound="Partitioner")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +173,114 @@ class Partitioner(ABC):
             `Partition`: Each client's row numbers. Every client has at least one row.
         """
 
+    def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
+        """
+        Cuts several splits so that a client has the same share of each.
+
+        Whatever is learned from rows (a prior over labels, clusters, which clients there are) is learned from the
+        *first* split and holds for the others, so that a client's test rows follow its training rows. The first
+        split is cut as [`~Partitioner.partition`] cuts it.
+
+        Args:
+            splits (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`): Split name to rows, training first.
+
+        Returns:
+            `dict[str, Partition]`: A partition of each split.
+        """
+        # Right where shares follow from the settings alone; the others override it.
+        check_splits(splits)
+        return {name: self.partition(dataset) for name, dataset in splits.items()}
+
     def settings(self) -> dict[str, Any]:
-        """All constructor arguments with their values."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """
+        All constructor arguments with their values, as JSON can hold them.
+
+        A partitioner among them is a dictionary with its name and settings, a function is its name.
+        """
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def reseeded(self: PartitionerType, key: str) -> PartitionerType:
+        """The same partitioner with another seed, which follows from its own and a key, if it has one."""
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "seed":
+                # Not hash(), which differs between processes.
+                derived = np.random.SeedSequence([value, zlib.crc32(key.encode())]).generate_state(1)
+                changes["seed"] = int(derived[0])
+            elif isinstance(value, Partitioner):
+                changes[field.name] = value.reseeded(key)
+        return dataclasses.replace(self, **changes)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Partitioner):
+        return {"partitioner": type(value).__name__, **value.settings()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if callable(value):
+        named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return value
+
+
+def check_splits(splits: object) -> None:
+    """Raises `TypeError` or `ValueError` unless there is at least one split and each is a `datasets.Dataset`."""
+    if not isinstance(splits, Mapping):
+        raise TypeError(
+            f"partition_splits: expected a mapping from split name to Dataset, got {type(splits).__name__}. For one"
+            " data set, call partition."
+        )
+    if not splits:
+        raise ValueError("partition_splits: the mapping is empty, so there is nothing to cut.")
+    for name, dataset in splits.items():
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"partition_splits: the split {name!r} is a {type(dataset).__name__}, expected a datasets.Dataset."
+            )
+
+
+def check_whole_number(owner: Partitioner, name: str, minimum: int) -> None:
+    """Raises `ValueError` unless a setting is a whole number, at least `minimum`."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{type(owner).__name__}: {name} must be a whole number from {minimum}, got {value!r}.")
+
+
+def check_concentration(owner: Partitioner, name: str) -> None:
+    """Raises `ValueError` unless a setting is a finite number above zero."""
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(
+            f"{type(owner).__name__}: {name} must be a finite number above 0, got {value!r}. It concentrates the"
+            " Dirichlet distribution: small values make clients differ, large ones make them alike."
+        )
+
+
+def check_column_name(owner: Partitioner, name: str) -> None:
+    """Raises `ValueError` unless a setting is the name of a column."""
+    value = getattr(owner, name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{type(owner).__name__}: {name} must be the name of a column, got {value!r}.")
+
+
+def check_enough_rows(owner: Partitioner, num_rows: int, num_clients: int, min_size: int, split: str = "") -> None:
+    """Raises `ValueError` unless the rows suffice for that many clients."""
+    if num_rows >= num_clients * min_size:
+        return
+    where = f" of the split {split!r}" if split else ""
+    each = f" with at least {min_size} each" if min_size > 1 else ""
+    at_most = num_rows // min_size
+    lower = ", lower min_size" if min_size > 1 else ""
+    advice = f"Ask for at most {at_most} clients{lower}, or pass more rows" if at_most else f"Pass more rows{lower}"
+    raise ValueError(
+        f"{type(owner).__name__}: {num_clients} clients{each} cannot share {num_rows} rows{where}. {advice}."
+    )
+
+
+def number_clients(num_clients: int) -> list[str]:
+    """`"0"`, `"1"`, …"""
+    return [str(position) for position in range(num_clients)]
 
 
 def row_number_dtype(num_rows: int) -> type[np.signedinteger]:

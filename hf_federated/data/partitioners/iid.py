@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from .base import Partition, Partitioner
+from .base import Partition, Partitioner, check_enough_rows, check_whole_number, number_clients
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,12 @@ class IidPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_clients, bool) or not isinstance(self.num_clients, int) or self.num_clients < 1:
-            raise ValueError(f"IidPartitioner: num_clients must be a whole number from 1, got {self.num_clients!r}.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"IidPartitioner: seed must be a whole number from 0, got {self.seed!r}.")
+        check_whole_number(self, "num_clients", 1)
+        check_whole_number(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         num_rows = len(dataset)
-        if self.num_clients > num_rows:
-            raise ValueError(
-                f"IidPartitioner: {self.num_clients} clients cannot share {num_rows} rows. Ask for at most {num_rows}"
-                " clients, or pass more rows."
-            )
+        check_enough_rows(self, num_rows, self.num_clients, min_size=1)
         owners = np.arange(num_rows) % self.num_clients
         np.random.default_rng(self.seed).shuffle(owners)
-        return Partition.from_owners([str(position) for position in range(self.num_clients)], owners)
+        return Partition.from_owners(number_clients(self.num_clients), owners)

@@ -1,0 +1,94 @@
+"""One partitioner inside the other: domain and label, hospital and ward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from datasets import Dataset
+
+from ..rows import select_rows
+from .base import Partition, Partitioner, check_splits
+
+
+@dataclass(frozen=True)
+class NestedPartitioner(Partitioner):
+    """
+    Cuts rows into groups, and each group into clients.
+
+    A client is named `"<group>/<client>"`. The inner partitioner has another seed in each group, which follows from
+    its own seed and the group's name; so groups differ, and a group's clients stay the same when other groups change.
+    Rows that the outer partitioner gives to nobody belong to nobody.
+
+    Of several splits, the groups follow the outer partitioner, and within a group the inner one is given the group's
+    part of every split. A group that is absent from a later split has no clients there.
+
+    Args:
+        outer ([`Partitioner`]): Makes the groups.
+        inner ([`Partitioner`]): Makes the clients of a group.
+
+    Raises:
+        `ValueError`: If a group cannot be cut; the message names the group.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from hf_federated import FederatedDataset, LabelDirichletPartitioner, NaturalPartitioner, NestedPartitioner
+    >>> reviews = Dataset.from_dict({"domain": ["baby", "sport"] * 20, "label": [0, 1, 1, 0] * 10})
+    >>> partitioner = NestedPartitioner(NaturalPartitioner("domain"), LabelDirichletPartitioner(2, alpha=0.5))
+    >>> FederatedDataset.from_dataset(reviews, partitioner).num_rows
+    {'baby/0': 10, 'baby/1': 10, 'sport/0': 10, 'sport/1': 10}
+
+    ```
+    """
+
+    outer: Partitioner
+    inner: Partitioner
+
+    def __post_init__(self) -> None:
+        for name in ("outer", "inner"):
+            if not isinstance(getattr(self, name), Partitioner):
+                raise ValueError(f"NestedPartitioner: {name} must be a Partitioner, got {getattr(self, name)!r}.")
+
+    def partition(self, dataset: Dataset) -> Partition:
+        return self.partition_splits({"": dataset})[""]
+
+    def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
+        check_splits(splits)
+        groups = self.outer.partition_splits(splits)
+        client_ids: dict[str, list[str]] = {split: [] for split in splits}
+        indices: dict[str, list[np.ndarray]] = {split: [] for split in splits}
+        sizes: dict[str, list[np.ndarray]] = {split: [] for split in splits}
+        position_of = {
+            split: {group: position for position, group in enumerate(partition.client_ids)}
+            for split, partition in groups.items()
+        }
+        for group in groups[next(iter(splits))].client_ids:
+            rows = {
+                split: groups[split].rows(positions[group])
+                for split, positions in position_of.items()
+                if group in positions
+            }
+            for split, partition in self._cut_group(group, splits, rows).items():
+                client_ids[split] += [f"{group}/{client_id}" for client_id in partition.client_ids]
+                indices[split].append(rows[split][partition.indices])
+                sizes[split].append(partition.sizes)
+        return {
+            split: Partition(
+                client_ids[split],
+                np.concatenate(indices[split]),
+                np.concatenate([[0], np.cumsum(np.concatenate(sizes[split]))]),
+            )
+            for split in splits
+        }
+
+    def _cut_group(
+        self, group: str, splits: Mapping[str, Dataset], rows: Mapping[str, np.ndarray]
+    ) -> dict[str, Partition]:
+        parts = {split: select_rows(splits[split], numbers) for split, numbers in rows.items()}
+        try:
+            return self.inner.reseeded(group).partition_splits(parts)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"NestedPartitioner: the group {group!r} cannot be cut. {error}") from error
