@@ -1,4 +1,4 @@
-"""Reading one column of a data set as client ids, in Arrow, without copying rows."""
+"""Reading one column of a data set in Arrow, without copying rows: its values as numbers, and as names of clients."""
 
 from __future__ import annotations
 
@@ -26,43 +26,75 @@ def owners_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarra
         `TypeError`: If the type of the column does not name things.
     """
     check_columns(dataset.column_names, [column])
-    values: pa.ChunkedArray = dataset.data.column(column)
-    _check_type(values.type, column)
-    encoded = values.dictionary_encode().unify_dictionaries()
-    if encoded.num_chunks == 0:
-        return [], np.empty(0, dtype=np.int64)
-    codes = np.concatenate([chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks])
-    names: list = encoded.chunk(0).dictionary.to_pylist()
-    # The table holds the rows before any select, shuffle or filter. Datasets keeps those as a mapping that is private;
-    # its public reader gathers row by row, which takes seconds for a million rows.
-    if dataset._indices is not None:
-        codes = codes[dataset._indices.column(0).to_numpy()]
+    values, rows = read_column(dataset, column)
+    if not names_things(values.type):
+        raise TypeError(
+            f"The column {column!r} has the type {values.type}, whose values do not name clients. Use a column of"
+            " strings, whole numbers, truth values or dates, or cast it:"
+            f' dataset.cast_column({column!r}, Value("string")).'
+        )
+    codes, names = rank_values(values, rows)
     if len(codes) and int(codes.min()) < 0:
         raise ValueError(
             f"Row {int(codes.argmin())} has no value in the column {column!r}, so it belongs to no client. Drop such"
             f" rows first: dataset.filter(lambda row: row[{column!r}] is not None)."
         )
-    occurring = np.flatnonzero(np.bincount(codes, minlength=len(names)))
-    ranked = sorted(occurring.tolist(), key=lambda code: names[code])
-    if ranked and names[ranked[0]] == "":
+    if names and names[0] == "":
         raise ValueError(
-            f"Row {int((codes == ranked[0]).argmax())} has the empty string in the column {column!r}, which names no"
+            f"Row {int((codes == 0).argmax())} has the empty string in the column {column!r}, which names no"
             " client. Give it a name or drop it."
         )
-    rank_of_code = np.full(len(names), -1, dtype=np.int64)
+    return [str(name) for name in names], codes
+
+
+def read_column(dataset: Dataset, column: str) -> tuple[pa.ChunkedArray, np.ndarray | None]:
+    """
+    The values of a column where they lie, and which of them are the rows of the data set.
+
+    Returns:
+        `tuple[pa.ChunkedArray, np.ndarray | None]`: Values, and for each row of the data set its position among them;
+        `None` if the rows are the values as they stand.
+    """
+    values: pa.ChunkedArray = dataset.data.column(column)
+    # The table holds the rows before any select, shuffle or filter. Datasets keeps those as a mapping that is private;
+    # its public reader gathers row by row, which takes seconds for a million rows.
+    if dataset._indices is None:
+        return values, None
+    rows = dataset._indices.column(0).to_numpy().astype(np.int64, copy=False)
+    if 4 * len(rows) < len(values):  # a few rows of many: the others need not be looked at
+        return values.take(pa.array(rows)), None
+    return values, rows
+
+
+def rank_values(values: pa.ChunkedArray, rows: np.ndarray | None = None) -> tuple[np.ndarray, list]:
+    """
+    Numbers values by their order.
+
+    Args:
+        values (`pa.ChunkedArray`): Strings, whole numbers, truth values or dates.
+        rows (`np.ndarray`, *optional*): Positions of the values that count, as [`read_column`] returns them.
+
+    Returns:
+        `tuple[np.ndarray, list]`: For each row the rank of its value (`int64`, `-1` for null), and the values that
+        occur, sorted.
+    """
+    encoded = values.dictionary_encode().unify_dictionaries()
+    if encoded.num_chunks == 0:
+        return np.empty(0, dtype=np.int64), []
+    codes = np.concatenate([chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks])
+    distinct: list = encoded.chunk(0).dictionary.to_pylist()
+    if rows is not None:
+        codes = codes[rows]
+    occurring = np.flatnonzero(np.bincount(codes + 1, minlength=len(distinct) + 1)[1:])
+    ranked = sorted(occurring.tolist(), key=lambda code: distinct[code])
+    rank_of_code = np.full(len(distinct) + 1, -1, dtype=np.int64)  # the last place is that of code -1, null
     rank_of_code[ranked] = np.arange(len(ranked))
-    return [str(names[code]) for code in ranked], rank_of_code[codes]
+    return rank_of_code[codes], [distinct[code] for code in ranked]
 
 
-def check_columns(column_names: list[str], wanted: list[str]) -> None:
-    """Raises `ValueError` with the columns there are, if one of those wanted does not exist."""
-    for column in wanted:
-        if column not in column_names:
-            raise ValueError(f"There is no column {column!r}. The columns are: {', '.join(column_names)}.")
-
-
-def _check_type(arrow_type: pa.DataType, column: str) -> None:
-    names_things = (
+def names_things(arrow_type: pa.DataType) -> bool:
+    """Whether values of this type can name a client or a class: equal values are equal, and there are few of them."""
+    return bool(
         pa.types.is_string(arrow_type)
         or pa.types.is_large_string(arrow_type)
         or pa.types.is_integer(arrow_type)
@@ -70,9 +102,10 @@ def _check_type(arrow_type: pa.DataType, column: str) -> None:
         or pa.types.is_date(arrow_type)
         or pa.types.is_null(arrow_type)  # a column of nothing but nulls: the error names the row
     )
-    if not names_things:
-        raise TypeError(
-            f"The column {column!r} has the type {arrow_type}, whose values do not name clients. Use a column of"
-            " strings, whole numbers, truth values or dates, or cast it:"
-            f' dataset.cast_column({column!r}, Value("string")).'
-        )
+
+
+def check_columns(column_names: list[str], wanted: list[str]) -> None:
+    """Raises `ValueError` with the columns there are, if one of those wanted does not exist."""
+    for column in wanted:
+        if column not in column_names:
+            raise ValueError(f"There is no column {column!r}. The columns are: {', '.join(column_names)}.")
