@@ -109,7 +109,8 @@ def text_map(
 
     Raises:
         `ImportError`: If scikit-learn is not installed.
-        `ValueError`: If there is no such column, a row has no text, or there are fewer than three texts or words.
+        `ValueError`: If there is no such column, a row has no text, there are fewer than three texts or words,
+            or all texts have the same.
         `TypeError`: If a client is an `IterableDataset`, or the column holds something else than strings.
 
     Example:
@@ -144,6 +145,8 @@ def text_map(
             f" {num_words} words in the column {text_column!r}."
         )
     features = vectorizer.fit_transform(texts)
+    if (features.max(axis=0) != features.min(axis=0)).nnz == 0:
+        raise ValueError(f"text_map: all {len(texts)} texts have the same words, so that they are one point.")
     # ARPACK centres a sparse matrix without filling it.
     coordinates = PCA(n_components=2, svd_solver="arpack", random_state=seed).fit_transform(features)
     return coordinates, np.repeat(np.arange(len(clients)), sizes)
