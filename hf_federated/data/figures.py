@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Paul Tol's "bright" scheme, which stays distinct for colour-blind readers and in print.
 COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
-MAX_NAME_LENGTH = 20
+MAX_NAME_LENGTH = 24
 
 
 def require_matplotlib() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from .figures import COLORS, new_figure, shown_name
+from .figures import COLORS, new_figure, require_matplotlib, shown_name
 from .label_statistics import LabelCounts
 
 
@@ -162,27 +162,25 @@ def plot_label_shares(counts: LabelCounts | Mapping[str, LabelCounts], path: str
             )
     named = max(len(labels.client_ids) for labels in settings.values()) <= MAX_NAMED_CLIENTS
     names = [shown_name(name) for name in label_names]
-    height = 1.3 + (1.2 if named else 0) + min(max(0.18 * len(names), 1.0), 9.0)
+    height = 1.3 + (1.2 if named else 0) + min(max(0.18 * len(names), 1.6), 9.0)
     figure, axes = _panels(len(settings), 3.4 if len(settings) > 1 else 7.0, height, extra_width=2.2)
     largest = max(float(labels.shares.max()) for labels in settings.values())
     for axis, (setting, labels) in zip(axes, settings.items(), strict=True):
         shares, ids = labels.shares, labels.client_ids
-        many_clients = len(ids) > MAX_NAMED_CLIENTS
-        if many_clients:
+        if len(ids) > MAX_NAMED_CLIENTS:
             shares = shares[np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)))]
             axis.set_xlabel(f"{len(ids)} clients, by their\nmost frequent label")
         else:
             _name_clients(axis.xaxis, ids, rotation=90)
         image = _draw_matrix(axis, shares.T, largest, aspect="auto")
-        axis.set_title(setting, fontsize=10)
+        axis.set_title(shown_name(setting), fontsize=10)
         axis.set_yticks([])
-    if len(names) <= MAX_NAMED_LABELS:
-        for axis in axes[::MAX_COLUMNS]:
+    for axis in axes[::MAX_COLUMNS]:
+        if len(names) <= MAX_NAMED_LABELS:
             axis.set_yticks(range(len(names)), names, fontsize=8)
-    else:
-        for axis in axes[::MAX_COLUMNS]:
+        else:
             axis.set_ylabel(f"{len(names)} labels")
-    figure.colorbar(image, ax=axes, label="share of the client's rows", shrink=0.9)
+    figure.colorbar(image, ax=axes, label="share of the client's rows")
     figure.savefig(path, dpi=130)
 
 
@@ -190,22 +188,25 @@ def plot_divergence(
     divergence: np.ndarray | Mapping[str, np.ndarray],
     path: str | os.PathLike[str],
     client_ids: Sequence[str] | None = None,
+    quantity: str = "Jensen-Shannon divergence (bits)",
 ) -> None:
     """
     Draws how much every two clients differ, as a heat map that is symmetric.
 
     The colours always go from 0 to 1, so that pictures of several partitions compare. Several matrices stand side by
-    side (figure 2 of FedNLP: one an α). More than 30 clients are ordered by their mean divergence from all others, the
-    most different first, each matrix on its own. A single matrix of up to 10 clients also shows its numbers.
+    side (figure 2 of FedNLP: one an α). More than 30 clients are ordered by their mean over all others, the highest
+    first, each matrix on its own. A single matrix of up to 10 clients also shows its numbers.
 
     Args:
         divergence (`np.ndarray` of shape `(num_clients, num_clients)` or `Mapping[str, np.ndarray]`):
             The matrix of [`jensen_shannon_divergence`], or several by the name of their setting. Any other matrix
-            between 0 and 1, such as that of [`vocabulary_overlap`], is drawn too.
+            between 0 and 1 can be drawn too, such as that of [`vocabulary_overlap`].
         path (`str`):
             The PNG file to write.
         client_ids (`Sequence[str]`, *optional*):
             The clients' names; their numbers by default.
+        quantity (`str`, *optional*, defaults to `"Jensen-Shannon divergence (bits)"`):
+            What the numbers are, for the scale of colours.
 
     Raises:
         ValueError: If there is nothing to draw, a matrix is not square, has values outside 0 to 1, or there are not as
@@ -235,13 +236,13 @@ def plot_divergence(
     for setting, matrix in settings.items():
         _check_matrix(matrix, setting, client_ids)
     named = max(len(matrix) for matrix in settings.values()) <= MAX_NAMED_CLIENTS
-    side = 5.0 if len(settings) == 1 else 3.0
-    figure, axes = _panels(len(settings), side, side + (1.4 if named else 0.9), extra_width=1.4 if named else 0.9)
+    side, names = 5.0 if len(settings) == 1 else 3.0, 1.4 if named else 0.4  # inches
+    figure, axes = _panels(len(settings), side + names, side + names, extra_width=1.0)
     for axis, (setting, matrix) in zip(axes, settings.items(), strict=True):
         if len(matrix) > MAX_NAMED_CLIENTS:
             order = np.argsort(-matrix.sum(axis=1), kind="stable")
             matrix = matrix[np.ix_(order, order)]
-            axis.set_xlabel(f"{len(matrix)} clients, most different first")
+            axis.set_xlabel(f"{len(matrix)} clients, highest mean first")
             axis.set_xticks([])
             axis.set_yticks([])
         else:
@@ -249,14 +250,14 @@ def plot_divergence(
             _name_clients(axis.xaxis, ids, rotation=90)
             _name_clients(axis.yaxis, ids)
         image = _draw_matrix(axis, matrix, 1.0, aspect="equal")
-        axis.set_title(setting, fontsize=10)
+        axis.set_title(shown_name(setting), fontsize=10)
         if len(settings) == 1 and len(matrix) <= MAX_WRITTEN_CLIENTS:
             for row, column in np.ndindex(matrix.shape):
                 value = matrix[row, column]
                 color = "black" if value > 0.6 else "white"
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
-    figure.colorbar(image, ax=axes, label="Jensen-Shannon divergence (bits)", shrink=0.8)
-    figure.savefig(path, dpi=130)
+    figure.colorbar(image, ax=axes, label=quantity)
+    figure.savefig(path, dpi=130, bbox_inches="tight")  # square axes leave room at two sides
 
 
 def plot_sizes(
@@ -301,12 +302,16 @@ def plot_sizes(
             raise ValueError(
                 f"plot_sizes needs a whole number of rows from 1 for each client, the sizes{where} are not."
             )
+    require_matplotlib()
+    from matplotlib.ticker import MaxNLocator
+
     smallest, largest = (int(bound([bound(values) for values in settings.values()])) for bound in (min, max))
     logarithmic = largest > LOG_RATIO * smallest
     many_clients = max(map(len, settings.values())) > MAX_NAMED_CLIENTS
     if many_clients:
         figure, (histogram, axis) = new_figure(7, 5, nrows=2, sharex=True, height_ratios=(2, 3))
-        edges = (np.geomspace if logarithmic else np.linspace)(smallest - 0.5, largest + 0.5, 31)
+        bounds = (np.geomspace if logarithmic else np.linspace)(smallest, largest + 1, 31)
+        edges = np.unique(np.round(bounds)) - 0.5  # no bin between two whole numbers
         for color, values in zip(COLORS, settings.values(), strict=False):
             weights = np.full(len(values), 1 / len(values))
             histogram.hist(values, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.25)
@@ -322,6 +327,9 @@ def plot_sizes(
             axis.plot(values, reached, "o", color=color, markersize=5, clip_on=False)
     if logarithmic:
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("rows of a client")
     axis.set_ylabel("share with at most so many")
@@ -360,6 +368,7 @@ def _panels(number: int, width: float, height: float, extra_width: float) -> tup
     columns = min(number, MAX_COLUMNS)
     rows = -(-number // columns)
     figure, axes = new_figure(columns * width + extra_width, rows * height, nrows=rows, ncols=columns, squeeze=False)
+    figure.set_layout_engine("compressed")
     for unused in axes.flat[number:]:
         unused.remove()
     return figure, list(axes.flat[:number])
