@@ -330,7 +330,7 @@ def _root(slope: _Slope, low: float, high: float) -> float:
 
 
 def _check_counts(counts: np.ndarray, prior: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Both as float64, without labels that have no share."""
+    """Both as float64."""
     counts = np.asarray(counts)
     if counts.ndim != 2 or counts.dtype.kind not in "iu" or (counts < 0).any():
         raise ValueError(
@@ -357,4 +357,4 @@ def _check_counts(counts: np.ndarray, prior: np.ndarray | None) -> tuple[np.ndar
         )
     if int((prior > 0).sum()) < 2:
         raise ValueError("estimate_alpha needs at least two labels; with one, all clients are the same.")
-    return counts[:, prior > 0], prior[prior > 0]
+    return counts, prior

@@ -246,7 +246,7 @@ def plot_divergence(
             axis.set_xticks([])
             axis.set_yticks([])
         else:
-            ids = client_ids or [str(number) for number in range(len(matrix))]
+            ids = [str(number) for number in range(len(matrix))] if client_ids is None else client_ids
             _name_clients(axis.xaxis, ids, rotation=90)
             _name_clients(axis.yaxis, ids)
         image = _draw_matrix(axis, matrix, 1.0, aspect="equal")
@@ -293,15 +293,9 @@ def plot_sizes(
 
     ```
     """
-    settings = {name: np.sort(np.asarray(values)) for name, values in _settings(sizes, "plot_sizes").items()}
+    settings = {name: _ascending(values, name) for name, values in _settings(sizes, "plot_sizes").items()}
     if len(settings) > len(COLORS):
         raise ValueError(f"plot_sizes: {len(settings)} settings, but there are colours for {len(COLORS)}. Draw fewer.")
-    for setting, ascending in settings.items():
-        if ascending.ndim != 1 or len(ascending) == 0 or ascending.dtype.kind not in "iu" or ascending[0] < 1:
-            where = f" of {setting!r}" if setting else ""
-            raise ValueError(
-                f"plot_sizes needs a whole number of rows from 1 for each client, the sizes{where} are not."
-            )
     require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
@@ -311,12 +305,7 @@ def plot_sizes(
     if many_clients:
         figure, (histogram, axis) = new_figure(7, 5, nrows=2, sharex=True, height_ratios=(2, 3))
         bounds = (np.geomspace if logarithmic else np.linspace)(smallest, largest + 1, 31)
-        edges = np.unique(np.round(bounds)) - 0.5  # no bin between two whole numbers
-        for color, values in zip(COLORS, settings.values(), strict=False):
-            weights = np.full(len(values), 1 / len(values))
-            histogram.hist(values, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.25)
-            histogram.hist(values, edges, weights=weights, histtype="step", color=color, linewidth=1.5)
-        histogram.set_ylabel("share of clients")
+        _draw_histogram(histogram, settings, np.unique(np.round(bounds)) - 0.5)  # no bin between two whole numbers
     else:
         figure, axis = new_figure(7, 3.6)
     for color, (setting, values) in zip(COLORS, settings.items(), strict=False):
@@ -330,12 +319,33 @@ def plot_sizes(
         axis.xaxis.set_major_formatter("{x:g}")
     else:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if smallest == largest:
+            axis.set_xlim(smallest - 2, largest + 2)
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("rows of a client")
     axis.set_ylabel("share with at most so many")
     axis.grid(color="#dddddd", linewidth=0.8)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
+
+
+def _ascending(sizes: Sequence[int] | np.ndarray, setting: str) -> np.ndarray:
+    values = np.asarray(sizes)
+    if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or values.min() < 1:
+        where = f" of {setting!r}" if setting else ""
+        raise ValueError(
+            f"plot_sizes needs a whole number of rows from 1 for each client, the sizes{where} are not. Those of a"
+            " FederatedDataset are list(clients.num_rows.values())."
+        )
+    return np.sort(values)
+
+
+def _draw_histogram(axis: Axes, settings: Mapping[str, np.ndarray], edges: np.ndarray) -> None:
+    for color, values in zip(COLORS, settings.values(), strict=False):
+        weights = np.full(len(values), 1 / len(values))
+        axis.hist(values, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.25)
+        axis.hist(values, edges, weights=weights, histtype="step", color=color, linewidth=1.5)
+    axis.set_ylabel("share of clients")
 
 
 Setting = TypeVar("Setting")

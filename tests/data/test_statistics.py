@@ -410,6 +410,12 @@ def test_a_description_is_json(num_clients):
         assert float(values["alpha"]) == statistics.alpha
 
 
+def test_an_infinite_concentration_is_a_string_that_float_reads():
+    values = PartitionStatistics(["a"], np.array([3]), alpha=math.inf).to_dict()
+    assert values["alpha"] == "inf" and float(values["alpha"]) == math.inf
+    assert PartitionStatistics(["a"], np.array([3]), alpha=2.5).to_dict()["alpha"] == 2.5
+
+
 @pytest.mark.parametrize("num_labels", [1, 2, 50])
 @pytest.mark.parametrize("num_clients", [1, 5, 20, 21, 500])
 def test_the_tables_are_short_aligned_and_name_the_extremes(num_clients, num_labels):
