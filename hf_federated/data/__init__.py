@@ -1,10 +1,12 @@
-"""A data set that belongs to many clients, and ways to make one."""
+"""A data set that belongs to many clients, ways to make one, and what it looks like."""
 
 from .distillation_split import DistillationSplit, split_for_distillation
 from .federated_dataset import FederatedDataset
 from .federated_dataset_dict import FederatedDatasetDict
 from .hub import ConcurrentPushError
+from .label_statistics import LabelCounts, estimate_alpha, jensen_shannon_divergence, label_counts, mean_divergence
 from .partition_file import PartitionFile, PartitionFileError
+from .partition_plots import plot_divergence, plot_label_shares, plot_partition, plot_sizes
 from .partitioners import (
     FeatureClusterPartitioner,
     IidPartitioner,
@@ -18,6 +20,9 @@ from .partitioners import (
     QuantityDirichletPartitioner,
 )
 from .source import DatasetSource
+from .statistics import PartitionStatistics, describe_partition
+from .text_plots import plot_text_map
+from .text_statistics import vocabulary_overlap
 
 
 __all__ = [
@@ -28,6 +33,7 @@ __all__ = [
     "FederatedDataset",
     "FederatedDatasetDict",
     "IidPartitioner",
+    "LabelCounts",
     "LabelDirichletPartitioner",
     "MultiDomainPartitioner",
     "NaturalPartitioner",
@@ -35,8 +41,20 @@ __all__ = [
     "Partition",
     "PartitionFile",
     "PartitionFileError",
+    "PartitionStatistics",
     "Partitioner",
     "PerClassDirichletPartitioner",
     "QuantityDirichletPartitioner",
+    "describe_partition",
+    "estimate_alpha",
+    "jensen_shannon_divergence",
+    "label_counts",
+    "mean_divergence",
+    "plot_divergence",
+    "plot_label_shares",
+    "plot_partition",
+    "plot_sizes",
+    "plot_text_map",
     "split_for_distillation",
+    "vocabulary_overlap",
 ]

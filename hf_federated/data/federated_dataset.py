@@ -322,7 +322,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `FileExistsError`: If the folder holds something else.
             `TypeError`: If a client is an `IterableDataset`.
         """
-        save_splits({split: self.to_store()}, path, label_column, index_only, max_shard_size)
+        save_splits({split: self}, path, label_column, index_only, max_shard_size)
 
     def push_to_hub(
         self,
@@ -372,7 +372,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `ConcurrentPushError`: If somebody else committed meanwhile; nothing was published.
         """
         return push_splits(
-            {split: self.to_store()},
+            {split: self},
             repo_id,
             private,
             revision,

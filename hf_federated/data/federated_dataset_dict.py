@@ -267,7 +267,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         max_shard_size: int | str = "500MB",
     ) -> None:
         """Writes all splits to one folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
-        save_splits(self._to_store(), path, label_column, index_only, max_shard_size)
+        save_splits(self, path, label_column, index_only, max_shard_size)
 
     def push_to_hub(
         self,
@@ -282,7 +282,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     ) -> CommitInfo | None:
         """Publishes all splits as one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
         return push_splits(
-            self._to_store(),
+            self,
             repo_id,
             private,
             revision,
@@ -292,9 +292,6 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             index_only,
             max_shard_size,
         )
-
-    def _to_store(self) -> dict[str, Any]:
-        return {split: clients.to_store() for split, clients in self.items()}
 
     def _each(self, function: Callable[[FederatedDataset], FederatedDataset]) -> FederatedDatasetDict:
         return FederatedDatasetDict({split: function(clients) for split, clients in self.items()})

@@ -58,7 +58,7 @@ class SplitToStore:
 
 
 @dataclass(frozen=True)
-class LabelCounts:
+class PublishedCounts:
     """
     Args:
         column (`str`): The column that was counted.
@@ -74,7 +74,7 @@ class LabelCounts:
 def write_files(
     folder: Path,
     splits: Mapping[str, SplitToStore],
-    label_counts: LabelCounts | None = None,
+    label_counts: PublishedCounts | None = None,
     max_shard_size: int | str = "500MB",
     index_only: bool = False,
 ) -> PartitionFile:
@@ -86,7 +86,7 @@ def write_files(
             An empty folder.
         splits (`Mapping[str, SplitToStore]`):
             What is stored, by split.
-        label_counts (`LabelCounts`, *optional*):
+        label_counts ([`PublishedCounts`], *optional*):
             Counts to publish.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
             A client's rows are spread over files of about this size in memory.
