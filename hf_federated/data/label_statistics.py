@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import torch
-from datasets import concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features
 
-from .columns import check_columns
+from .columns import check_columns, read_column
 from .labels import read_labels
 
 
@@ -122,14 +123,23 @@ def _labels_by_client(clients: FederatedDataset, label_column: str) -> tuple[np.
     """The label of every row, all rows of the first client first, and the labels' names."""
     source, partition = clients.source, clients.partition
     if source is None or partition is None:
-        return read_labels(
-            concatenate_datasets([clients[client_id].select_columns(label_column) for client_id in clients]),
-            label_column,
-        )
+        return read_labels(_joined_column(clients, label_column), label_column)
     if len(partition.indices) < len(source):  # rows that no client has are not looked at
         return read_labels(clients.select_columns(label_column).to_dataset(), label_column)
     codes, names = read_labels(source, label_column)
     return codes[partition.indices], names
+
+
+def _joined_column(clients: FederatedDataset, column: str) -> Dataset:
+    """One column of all clients. Not concatenated as data sets: each may be a few rows of a table of millions."""
+    chunks: list[pa.Array] = []
+    for client_id in clients:
+        values, rows = read_column(clients[client_id], column)
+        chunks.extend((values if rows is None else values.take(pa.array(rows))).chunks)
+    features = Features({column: clients[clients.client_ids[0]].features[column]})
+    return Dataset(
+        pa.table({column: pa.chunked_array(chunks)}), info=DatasetInfo(features=features), fingerprint="labels"
+    )
 
 
 def check_has_columns(clients: FederatedDataset, columns: list[str]) -> None:

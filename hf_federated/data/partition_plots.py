@@ -8,7 +8,7 @@ clients are named and keep their order; more are sorted, and counted below the a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -305,7 +305,8 @@ def plot_sizes(
     if many_clients:
         figure, (histogram, axis) = new_figure(7, 5, nrows=2, sharex=True, height_ratios=(2, 3))
         bounds = (np.geomspace if logarithmic else np.linspace)(smallest, largest + 1, 31)
-        _draw_histogram(histogram, settings, np.unique(np.round(bounds)) - 0.5)  # no bin between two whole numbers
+        edges = np.unique(np.round(bounds)) - 0.5  # no bin between two whole numbers
+        _draw_histogram(histogram, settings, edges.tolist())
     else:
         figure, axis = new_figure(7, 3.6)
     for color, (setting, values) in zip(COLORS, settings.items(), strict=False):
@@ -329,7 +330,7 @@ def plot_sizes(
     figure.savefig(path, dpi=130)
 
 
-def _ascending(sizes: Sequence[int] | np.ndarray, setting: str) -> np.ndarray:
+def _ascending(sizes: Iterable[int], setting: str) -> np.ndarray:
     values = np.asarray(sizes)
     if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or values.min() < 1:
         where = f" of {setting!r}" if setting else ""
@@ -340,7 +341,7 @@ def _ascending(sizes: Sequence[int] | np.ndarray, setting: str) -> np.ndarray:
     return np.sort(values)
 
 
-def _draw_histogram(axis: Axes, settings: Mapping[str, np.ndarray], edges: np.ndarray) -> None:
+def _draw_histogram(axis: Axes, settings: Mapping[str, np.ndarray], edges: list[float]) -> None:
     for color, values in zip(COLORS, settings.values(), strict=False):
         weights = np.full(len(values), 1 / len(values))
         axis.hist(values, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.25)
