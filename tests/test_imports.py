@@ -114,7 +114,18 @@ def test_the_core_requires_nothing_optional():
 
 
 @pytest.mark.parametrize(
-    "name", ["trl", "flwr", "flwr_datasets", "ray", "bitsandbytes", "matplotlib", "sklearn", "seqeval"]
+    "name",
+    [
+        "trl",
+        "flwr",
+        "flwr_datasets",
+        "ray",
+        "bitsandbytes",
+        "matplotlib",
+        "sklearn",
+        "sentence_transformers",
+        "seqeval",
+    ],
 )
 def test_importing_the_package_does_not_import(loaded_by_import, name):
     assert "hf_federated" in loaded_by_import

@@ -82,16 +82,15 @@ class NaturalPartitioner(Partitioner):
             if not partitions:
                 client_ids, clients = self._choose(values, np.bincount(owners, minlength=len(values)))
                 client_of_value = dict(zip(values, clients.tolist(), strict=True))
-            client_of_owner = np.array([client_of_value.get(value, -1) for value in values], dtype=np.int64)
-            owners = client_of_owner[owners]
-            present = np.unique(owners[owners >= 0])
+            clients_here = np.array([client_of_value.get(value, -1) for value in values], dtype=np.int64)
+            present = np.unique(clients_here[clients_here >= 0])  # a value is listed only if a row has it
             if len(present) == 0:
                 raise ValueError(
                     f"NaturalPartitioner: no row of the split {split!r} belongs to a client of the first one. They"
                     f" share no value of {self.column!r} that is kept."
                 )
-            owners = np.where(owners >= 0, np.searchsorted(present, owners), -1)
-            partitions[split] = Partition.from_owners([client_ids[client] for client in present], owners)
+            positions = np.where(clients_here >= 0, np.searchsorted(present, clients_here), -1)
+            partitions[split] = Partition.from_owners([client_ids[client] for client in present], positions[owners])
         return partitions
 
     def _choose(self, values: list[str], sizes: np.ndarray) -> tuple[list[str], np.ndarray]:

@@ -105,8 +105,8 @@ class PerClassDirichletPartitioner(Partitioner):
                 shares = self._draw(generator, available)
             owners = deal_rows(generator, codes, cut_by_shares(shares, available[:, None]).T)
             present = np.flatnonzero(np.bincount(owners, minlength=self.num_clients))
-            partition = Partition.from_owners([str(client) for client in present], np.searchsorted(present, owners))
-            partitions[split] = partition
+            positions = np.searchsorted(present, np.arange(self.num_clients))
+            partitions[split] = Partition.from_owners([str(client) for client in present], positions[owners])
         return partitions
 
     def _draw(self, generator: np.random.Generator, available: np.ndarray) -> np.ndarray:
