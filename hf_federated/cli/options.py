@@ -56,7 +56,7 @@ def argument_texts(cls: type) -> dict[str, str]:
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
-    return {name: re.split(r"(?<=[.;]) ", text)[0].rstrip(".;").replace("`", "") for name, text in texts.items()}
+    return {name: re.split(r"(?<=\.) ", text)[0].rstrip(".").replace("`", "") for name, text in texts.items()}
 
 
 def _writable(annotation: Any) -> Any:

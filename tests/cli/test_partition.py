@@ -1,0 +1,162 @@
+"""`hf-federated partition` and `hf-federated inspect`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict
+from hub_server import HubClient, HubServer
+
+from hf_federated import FederatedDatasetDict, LabelDirichletPartitioner
+from hf_federated.cli.main import main
+from hf_federated.cli.partition import PARTITIONERS
+
+
+def rows(num_rows: int) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "text": [f"text {number} of {number % 7}" for number in range(num_rows)],
+            "label": [number % 3 for number in range(num_rows)],
+            "site": [f"site {number % 4}" for number in range(num_rows)],
+        }
+    ).cast_column("label", ClassLabel(names=["bad", "fair", "good"]))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows(120).to_parquet(tmp_path / "reviews" / "train.parquet")
+    rows(40).to_parquet(tmp_path / "reviews" / "test.parquet")
+    return tmp_path
+
+
+def test_a_folder_is_cut_with_all_its_splits_alike(folder, capsys):
+    command = "partition reviews --partitioner label-dirichlet --alpha 0.5 --num-clients 6 --seed 3 --output clients"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert "| clients " in printed and "effective α" in printed and "test: 40 rows of 6 clients" in printed
+    written = FederatedDatasetDict.load_from_disk("clients")
+    splits = DatasetDict(train=rows(120), test=rows(40))
+    expected = FederatedDatasetDict.from_dataset(splits, LabelDirichletPartitioner(num_clients=6, alpha=0.5, seed=3))
+    assert list(written) == ["train", "test"]
+    for split in expected:
+        for client_id, client in expected[split].items():
+            assert written[split][client_id][:] == client[:]
+    assert written["train"].partitioning["alpha"] == 0.5
+
+
+def test_inspect_prints_the_table_and_draws_the_pictures(folder, capsys):
+    assert main("partition reviews --partitioner natural --column site --output clients".split()) == 0
+    capsys.readouterr()
+    assert main("inspect clients --text-column text --output pictures".split()) == 0
+    printed = capsys.readouterr().out
+    assert "partitioner: NaturalPartitioner, column: site" in printed
+    assert "| site 3 |" in printed and "mean vocabulary overlap" in printed
+    drawn = sorted(path.name for path in (folder / "pictures").iterdir())
+    assert drawn == ["divergence.png", "labels.png", "sizes.png", "texts.png"]
+    assert all((folder / "pictures" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+    assert main("inspect clients --split test".split()) == 0
+    assert re.search(r"\| site 3 +\| +10 \|", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_single_files_are_cut(folder, suffix, capsys):
+    dataset = rows(30)
+    {"csv": dataset.to_csv, "parquet": dataset.to_parquet}.get(suffix, dataset.to_json)(f"rows.{suffix}")
+    assert main(f"partition rows.{suffix} --partitioner iid --num-clients 5 --output clients".split()) == 0
+    written = FederatedDatasetDict.load_from_disk("clients")
+    assert sorted(written["train"].to_dataset()["text"][:]) == sorted(dataset["text"][:])
+
+
+def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys):
+    command = "partition reviews --split train --partitioner iid --num-clients 4 --output clients --index-only"
+    assert main([*command.split(), "--publish-label-counts", "label"]) == 0
+    stored = json.loads((folder / "clients" / "partition.json").read_text())
+    assert stored["label_names"] == ["bad", "fair", "good"]
+    assert all(sum(client["splits"]["train"]["label_counts"]) == 30 for client in stored["clients"])
+    assert not (folder / "clients" / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("partition nowhere/at/all --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
+        ("partition ./nowhere --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
+        ("partition reviews --partitioner iid --num-clients 2", "either --output DIR or --push-to-hub REPO"),
+        ("partition reviews --partitioner iid --num-clients 2 --output o --private", "--private is for"),
+        (
+            "partition reviews --partitioner iid --num-clients 0 --output o",
+            "num_clients must be a whole number from 1",
+        ),
+        ("partition reviews --partitioner iid --num-clients 500 --output o", "500 clients"),
+        ("partition reviews --partitioner label-dirichlet --num-clients 2 --alpha 0 --output o", "alpha"),
+        ("partition reviews --partitioner natural --column ward --output o", "no column 'ward'"),
+        ("partition reviews --split dev --partitioner iid --num-clients 2 --output o", "no split 'dev'. It has: t"),
+        ("partition reviews --partitioner iid --num-clients 2 --output reviews", "something else"),
+        ("partition notes.md --partitioner iid --num-clients 2 --output o", "is a .md file; allowed are"),
+        ("inspect nowhere", "there is no folder nowhere"),
+        ("inspect reviews", "no federated data set"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(folder, command, message, capsys):
+    (folder / "notes.md").write_text("# notes")
+    assert main(command.split()) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("hf-federated: error: ") and message in error
+    assert not (folder / "o").exists()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_every_partitioner_describes_its_options(capsys):
+    for name in PARTITIONERS:
+        with pytest.raises(SystemExit) as ended:
+            main(["partition", "--partitioner", name, "--help"])
+        assert ended.value.code == 0
+        assert f"options of {PARTITIONERS[name].__name__}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["partition", "--help"])
+    assert "--partitioner NAME --help" in capsys.readouterr().out
+
+
+def test_an_option_of_another_partitioner_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main("partition reviews --partitioner iid --num-clients 2 --alpha 1 --output o".split())
+    assert ended.value.code == 2 and "--alpha" in capsys.readouterr().err
+
+
+def push_and_cut(repo_id: str, folder: str):
+    import contextlib
+    import io
+
+    from datasets import Dataset
+
+    from hf_federated.cli.main import main
+
+    Dataset.from_dict({"text": [f"text {i}" for i in range(24)], "label": [i % 2 for i in range(24)]}).push_to_hub(
+        "anna/rows"
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        codes = [
+            main(f"partition anna/rows --partitioner iid --num-clients 3 --push-to-hub {repo_id} --private".split()),
+            main(f"inspect {repo_id} --output {folder}".split()),
+        ]
+    return {"codes": codes, "printed": printed.getvalue()}
+
+
+def test_a_data_set_of_the_hub_becomes_a_repository_of_clients(tmp_path):
+    with HubServer() as hub:
+        hub.add_user("anna", token="hf_anna")
+        with HubClient(hub, tmp_path / "home") as process:
+            answer = process.run(
+                push_and_cut, token="hf_anna", repo_id="anna/clients", folder=str(tmp_path / "pictures")
+            )
+        assert answer["codes"] == [0, 0]
+        assert f"{hub.endpoint}/datasets/anna/clients/commit/" in answer["printed"]
+        stored = json.loads(hub.files("anna/clients")["partition.json"])
+        source = stored["sources"]["train"]
+        assert (source["repo_id"], len(source["revision"])) == ("anna/rows", 40)
+        assert hub.repository("anna/clients").is_private
+    assert (tmp_path / "pictures" / "sizes.png").is_file()
