@@ -135,7 +135,7 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
     with AnonymousPeak() as anonymous:
         trainer.train()
     return {
-        "peak_mb": _status_mb("VmHWM"),
+        "peak_mb": status_mb("VmHWM"),
         "peak_anonymous_mb": anonymous.peak_mb,
         "model_mb": sum(value.nbytes for value in trainer.model.state_dict().values()) / 1e6,
     }
@@ -201,10 +201,11 @@ class AnonymousPeak:
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval):
-            self.peak_mb = max(self.peak_mb, _status_mb("RssAnon"))
+            self.peak_mb = max(self.peak_mb, status_mb("RssAnon"))
 
 
-def _status_mb(field: str) -> float:
+def status_mb(field: str) -> float:
+    """A figure of the kernel about this process, in megabytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024 / 1e6

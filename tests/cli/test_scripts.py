@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
 
@@ -99,3 +101,14 @@ def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
         assert all(f"rank {rank} engine RankEngine" in output for rank in range(2))
         assert output.count("at exit False") == 2
     assert "at exit True" not in output
+
+
+def test_divergence_falls_with_alpha_and_is_drawn(tmp_path: Path) -> None:
+    labels = [f"group {number % 20}" for number in range(4000)]
+    Dataset.from_dict({"label": labels}).to_parquet(tmp_path / "news" / "train.parquet")
+    picture = tmp_path / "divergence.png"
+    script = ROOT / "recipes" / "partition" / "divergence.py"
+    printed = run(str(script), "--data", str(tmp_path / "news"), "--output", str(picture))
+    means = [float(line.split("|")[2]) for line in printed.splitlines() if re.match(r"\| \d", line)]
+    assert len(means) == 4 and means == sorted(means, reverse=True) and means[0] > 2 * means[-1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
