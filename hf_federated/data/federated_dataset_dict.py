@@ -38,7 +38,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     >>> clients.num_rows
     {'train': {'0': 4, '1': 4}, 'test': {'0': 1, '1': 1}}
     >>> clients.client("1")["test"]["text"][:]
-    ['one']
+    ['two']
 
     ```
     """

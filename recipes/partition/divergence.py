@@ -31,8 +31,7 @@ for alpha in arguments.alphas:
     counts = label_counts(FederatedDataset.from_dataset(rows, partitioner), arguments.label_column)
     divergence = jensen_shannon_divergence(counts.shares)
     pairs = divergence[np.triu_indices(arguments.num_clients, k=1)]
-    print(
-        f"| {alpha:g} | {pairs.mean():.3f} | {pairs.min():.3f} to {pairs.max():.3f} | {estimate_alpha(counts.counts):.1f} |"
-    )
+    estimate = estimate_alpha(counts.counts)
+    print(f"| {alpha:g} | {pairs.mean():.3f} | {pairs.min():.3f} to {pairs.max():.3f} | {estimate:.1f} |")
     matrices[f"α = {alpha:g}"] = divergence
 plot_divergence(matrices, arguments.output)
