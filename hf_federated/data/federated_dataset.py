@@ -99,11 +99,7 @@ class FederatedDataset(Mapping[str, ClientData]):
         """
         rows, origin = load_source(dataset, "from_dataset")
         partitioner = adopt(partitioner)
-        if not isinstance(partitioner, Partitioner):
-            raise TypeError(
-                f"from_dataset: expected a Partitioner, got {partitioner!r}. For example:"
-                " IidPartitioner(num_clients=10)."
-            )
+        check_is_partitioner(partitioner)
         return cls.from_partition(rows, partitioner.partition(rows), partitioner, origin)
 
     @classmethod
@@ -515,6 +511,14 @@ class FederatedDataset(Mapping[str, ClientData]):
         if len(sizes) < len(self):
             return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} in the others"
         return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} a client, median {float(np.median(sizes)):g})"
+
+
+def check_is_partitioner(partitioner: object) -> None:
+    """Raises `TypeError` if it is something else."""
+    if not isinstance(partitioner, Partitioner):
+        raise TypeError(
+            f"from_dataset: expected a Partitioner, got {partitioner!r}. For example: IidPartitioner(num_clients=10)."
+        )
 
 
 def load_source(dataset: Any, method: str) -> tuple[Dataset, DatasetSource | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
-from .federated_dataset import FederatedDataset, load_source
+from .federated_dataset import FederatedDataset, check_is_partitioner, load_source
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile, check_split_name
@@ -73,6 +73,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 " One data set is cut by FederatedDataset.from_dataset."
             )
         partitioner = adopt(partitioner)
+        check_is_partitioner(partitioner)
         loaded = {split: load_source(rows, "FederatedDatasetDict.from_dataset") for split, rows in dataset.items()}
         partitions = partitioner.partition_splits({split: rows for split, (rows, _) in loaded.items()})
         return cls(
