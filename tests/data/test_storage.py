@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ import pytest
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 
 from hf_federated import FederatedDataset, FederatedDatasetDict, IidPartitioner
-from hf_federated.data import PartitionFile, PartitionFileError
+from hf_federated.data import PartitionFile, PartitionFileError, storage
 
 
 NAMES = ["Anna", "default", "007", "no", "Zoë/..", "con"]
@@ -284,28 +282,22 @@ def test_what_cannot_be_saved_leaves_what_was_there(clients, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
-def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path):
+def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     before = files(tmp_path / "clients")
-    code = """
-        import os, signal
-        from pathlib import Path
-        from datasets import Dataset
-        from hf_federated import FederatedDataset
-        from hf_federated.data import storage
+    write = storage._write_shards
 
-        write = storage._write_shards
-        def killed(folder, name, *args):
-            if name == "3":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return write(folder, name, *args)
-        storage._write_shards = killed
-        one = Dataset.from_dict({"text": ["a"]})
-        FederatedDataset.from_dict({str(i): one for i in range(5)}).save_to_disk("clients")
-    """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment)
-    assert ended.returncode == -signal.SIGKILL
+    def killed(folder, name, *args):
+        if name == "3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(folder, name, *args)
+
+    monkeypatch.setattr(storage, "_write_shards", killed)
+    one = FederatedDataset.from_dict({str(i): Dataset.from_dict({"text": ["a"]}) for i in range(5)})
+    process = multiprocessing.get_context("fork").Process(target=one.save_to_disk, args=(tmp_path / "clients",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert files(tmp_path / "clients") == before
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
 
