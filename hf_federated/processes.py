@@ -156,15 +156,22 @@ class Processes:
         Replace tensors by those of one process.
 
         Args:
-            tensors (`Iterable[torch.Tensor]`): The same shapes, dtypes and order in every process.
+            tensors (`Iterable[torch.Tensor]`): The same shapes, dtypes and order in every process; on the CPU or on
+                this process's accelerator.
             source (`int`): Whose.
 
         Raises:
             PeerFailedError: If another process failed or was killed.
         """
-        with self._lost_connections():
-            for tensor in tensors:
-                dist.broadcast(tensor, src=source, group=self._group_of(tensor))
+        if self.world_size == 1:
+            return
+        with self._lost_connections(), torch.no_grad():
+            for bucket in _buckets(tensors):
+                # As bytes, since the libraries below do not know every dtype.
+                flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket])
+                dist.broadcast(flat, src=source, group=self._group_of(flat))
+                for tensor, part in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
         return self._group if tensor.device.type == "cpu" else None

@@ -165,6 +165,9 @@ class FederationRuntime:
             engine.load(clients_directory(checkpoint))
             if "weights" in saved:
                 exchange.write(saved["weights"])
+        if self.spreads_clients:
+            # As DistributedDataParallel does: a head or an adapter may have been drawn without a seed.
+            self.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.ledger = engine.ledger
         self.exchange = exchange
         self._loop = RoundLoop(

@@ -1,4 +1,4 @@
-"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/test_ranks.py`.
+"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/`.
 
 Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. It reads a
 request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble"}`, and answers
@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny import arguments, rows, tiny_model
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from hf_federated import (
     FederatedCallback,
@@ -63,6 +64,24 @@ class CountingModel(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+def tiny_lora(model: nn.Module) -> nn.Module:
+    return get_peft_model(
+        model, LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+    )
+
+
+def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose values, and those of its buffers, differ by process."""
+    rank = int(os.environ.get("RANK", 0))
+    with torch.random.fork_rng():
+        torch.manual_seed(100 + rank)
+        model = draw()
+        for value in (*model.parameters(), *model.buffers()):
+            if value.is_floating_point():
+                value.data += 0.01 * torch.rand_like(value)
+    return model
+
+
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
     # A federation under test must not depend on draws that differ by rank.
@@ -94,9 +113,16 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "lora":
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            model = get_peft_model(
-                model, LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
-            )
+            model = tiny_lora(model)
+    elif name == "unseeded fedavg":
+        model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
+    elif name == "unseeded fedopt":
+        # Its buffers travel too.
+        model = drawn_by_each_process(CountingModel)
+        federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "exchange": "all"}
+    elif name == "unseeded lora":
+        # What is frozen differs too.
+        model = drawn_by_each_process(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
     elif name in ("data", "plain"):
         federation = {"parallelism": "data", "client_optimizer_state": "carry"}
         clients = {"only": rows(22)}
