@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
 from .aggregation import build_aggregation
+from .agreement import check_agreement, describe
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_arguments, check_clients, resolve_federation
@@ -100,6 +101,20 @@ class FederationRuntime:
             freeze_layers(trainer.model, self.config.freeze)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
+        # Nor may processes of different `parallelism` wait for one another in different places.
+        self._check_agreement(trainer.args, None)
+
+    def _check_agreement(self, args: TrainingArguments, checkpoint: str | None) -> None:
+        """Raise in all processes if they are about to do different things."""
+        if self.is_spread:
+            clients = {"clients": self.clients}
+            if self.eval_clients is not None:
+                clients["evaluation clients"] = self.eval_clients
+            name = None if checkpoint is None else Path(checkpoint).name
+            description = describe(
+                args, self.config, self.aggregation, self._trainer.model, clients, self.postprocessors, name
+            )
+            check_agreement(self.processes, description, clients)
 
     @property
     def is_spread(self) -> bool:
@@ -129,6 +144,7 @@ class FederationRuntime:
             args (`TrainingArguments`): The user's.
             checkpoint (`str`, *optional*): The checkpoint to go on from. Of an adapter the weights come from it too.
         """
+        self._check_agreement(args, checkpoint)
         config, model = self.config, self._trainer.model
         exchange = Exchange(model, config.exchange)
         store: ClientStore = MemoryStore()

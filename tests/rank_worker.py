@@ -1,9 +1,9 @@
 """Trains in several processes that know each other as those of `accelerate launch` do, for `engines/`.
 
 Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. It reads a
-request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble"}`, and answers
-with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints lies in
-`rank-<number>.log`.
+request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble", "differ"}`, and
+answers with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints
+lies in `rank-<number>.log`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,31 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}
 
 
+def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: dict[str, Any]) -> None:
+    """What the last process has otherwise than the others."""
+    clients = others["train_dataset"]
+    if what == "seed":
+        args["seed"] = 7
+    elif what == "learning rate":
+        args["learning_rate"] = 0.5
+    elif what == "parallelism":
+        federation["parallelism"] = "data"
+    elif what == "aggregation":
+        federation |= {"aggregation": FedOpt(server_lr=0.5)}
+    elif what == "names":
+        others["train_dataset"] = FederatedDataset.from_dict({f"my {name}": clients[name] for name in clients})
+    elif what == "rows":
+        turned = {name: clients[name].select(range(len(clients[name]) - 1, -1, -1)) for name in clients}
+        others["train_dataset"] = FederatedDataset.from_dict(turned)
+    elif what == "fingerprints":
+        for number, name in enumerate(clients):
+            clients[name]._fingerprint = f"made up {number}"
+    elif what == "place":
+        args |= {"logging_first_step": True, "hub_token": "hf_of_this_process", "run_name": "of this process"}
+    else:
+        raise ValueError(f"Processes cannot differ in {what!r}.")
+
+
 def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
     """TRL's trainer with LoRA over two clients, which prepares their rows."""
     from language import language_model, texts, tokenizer
@@ -226,6 +251,8 @@ def train(rank: int, request: dict[str, Any]) -> None:
         write_notes(rank, trainer, note)
         return
     model, federation, args, others = scenario(name)
+    if "differ" in request and rank == request["world_size"] - 1:
+        differ(request["differ"], federation, args, others)
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
     if name == "plain":
         training_arguments.num_train_epochs = NUM_ROUNDS

@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"validation", "postprocessing", "checkpoint", "round_steps"},
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
-    {"callbacks", "cards", "checks", "engines"},
+    {"agreement", "callbacks", "cards", "checks", "engines"},
     {"rounds"},
     {"runtime"},
     {"preparation", "roles", "saving"},
