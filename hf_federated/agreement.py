@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from .aggregation import Aggregation
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .processes import Processes
+from .processes import Processes, by_value, name_processes
 
 
 # Training arguments that say where a process runs, and what it prints and uploads, but not what it computes.
@@ -84,13 +84,14 @@ def describe(
 
 
 def check_agreement(
-    processes: Processes, description: Mapping[str, str], clients: Mapping[str, FederatedDataset]
+    processes: Processes, place: str, description: Mapping[str, str], clients: Mapping[str, FederatedDataset]
 ) -> None:
     """
     Compare what the processes are about to do. All must call it.
 
     Args:
         processes ([`Processes`]): Of the launch.
+        place (`str`): Where in the program this process is.
         description (`Mapping[str, str]`): What [`describe`] made of this process.
         clients (`Mapping[str, FederatedDataset]`): By what they are called in an error. Their rows are compared too.
 
@@ -101,10 +102,11 @@ def check_agreement(
         return
     rows = {f"rows of the {what}": of_clients for what, of_clients in clients.items()}
     prints = {name: _fingerprint(of_clients) for name, of_clients in rows.items()}
-    different = _differences(processes.gather({**description, **prints}))
+    different = _differences(processes.gather(place, {**description, **prints}))
     if different and different.keys() <= rows.keys():
         # `datasets` makes up a fingerprint where it cannot hash a function. Then the rows themselves decide.
-        different = _differences(processes.gather({name: _contents(rows[name]) for name in different}))
+        contents = {name: _contents(rows[name]) for name in different}
+        different = _differences(processes.gather(f"{place}, comparing rows", contents))
     if different:
         lines = [f"  {name}: {values}" for name, values in different.items()]
         if len(lines) > NUM_SHOWN:
@@ -120,16 +122,10 @@ def _differences(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """What is not the same in all processes, with who has which value."""
     different = {}
     for name in dict.fromkeys(name for theirs in told for name in theirs):
-        ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(told):
-            ranks.setdefault(theirs.get(name, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            different[name] = "; ".join(f"{text} in {_name_processes(of)}" for text, of in ranks.items())
+        values = by_value([theirs.get(name, "absent") for theirs in told])
+        if len(values) > 1:
+            different[name] = "; ".join(f"{text} in {name_processes(ranks)}" for text, ranks in values.items())
     return different
-
-
-def _name_processes(ranks: Sequence[int]) -> str:
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
 
 
 # ---- Values as text

@@ -188,6 +188,12 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             local.hook.on_gradients(local.parameters)
         return loss
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # At the end of a round. A client ends in one process, and a time limit passes in one of them first.
+        if self._is_federating and self._federation.is_spread:
+            self._federation.share_decisions(self.control)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def get_train_dataloader(self) -> Any:
         """Of the loop over rounds: one step an epoch. Inside a client: the parent's, with epochs over the run."""
         if self._is_federating:

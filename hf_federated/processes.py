@@ -11,7 +11,7 @@ import atexit
 import functools
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,6 +32,10 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 class PeerFailedError(RuntimeError):
     """Another process of the launch failed. The message holds its error."""
+
+
+class OutOfStepError(RuntimeError):
+    """The processes of the launch met from different places of the program. The message says which is where."""
 
 
 class Processes:
@@ -91,19 +95,21 @@ class Processes:
 
     # ---- What they tell each other
 
-    def gather(self, tree: Any) -> list[Any]:
+    def gather(self, place: str, tree: Any) -> list[Any]:
         """
         What every process gave, in the order of their numbers. All must call it.
 
         Args:
+            place (`str`): Where in the program this process is, as it stands in an error. The same in all of them.
             tree (`Any`): What [`~hf_federated.messages.pack`] takes.
 
         Raises:
+            OutOfStepError: In all processes, if they came from different places.
             PeerFailedError: If another process failed or was killed.
         """
         if self.world_size == 1:
             return [tree]
-        blob = torch.frombuffer(bytearray(pack(tree)), dtype=torch.uint8)
+        blob = torch.frombuffer(bytearray(pack({"place": place, "tree": tree})), dtype=torch.uint8)
         with self._lost_connections():
             lengths = torch.zeros(self.world_size, dtype=torch.int64)
             lengths[self.rank] = blob.numel()
@@ -112,23 +118,37 @@ class Processes:
             padded = torch.zeros_like(blobs[0])
             padded[: blob.numel()] = blob
             dist.all_gather(blobs, padded, group=self._group)
-        return [
+        told = [
             unpack(received[:length].numpy().tobytes())
             for received, length in zip(blobs, lengths.tolist(), strict=True)
         ]
+        differing = by_value([theirs["place"] for theirs in told])
+        if len(differing) > 1:
+            raise OutOfStepError(
+                "The processes of this launch are in different places: "
+                + "; ".join(f"{name_processes(ranks)} at {place!r}" for place, ranks in differing.items())
+                + ". Each of them has to build, train, evaluate and save alike: `if trainer.is_world_process_zero()` "
+                "may guard only what does none of this, and each has to catch an error that another one catches."
+            )
+        return [theirs["tree"] for theirs in told]
 
-    def wait(self) -> None:
+    def wait(self, place: str) -> None:
         """
         Wait for all processes.
 
+        Args:
+            place (`str`): As in `gather`.
+
         Raises:
+            OutOfStepError: In all processes, if they came from different places.
             PeerFailedError: If another process failed or was killed.
         """
-        self.gather(None)
+        self.gather(place, None)
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> int:
         """
-        Replace tensors by their sums over all processes, which must give the same shapes, dtypes and order.
+        Replace tensors by their sums over all processes, which must give the same shapes, dtypes and order. A `gather`
+        just before makes sure that they are in the same place.
 
         Args:
             tensors (`Iterable[torch.Tensor]`): Contiguous; on the CPU or on this process's accelerator.
@@ -153,7 +173,7 @@ class Processes:
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """
-        Replace tensors by those of one process.
+        Replace tensors by those of one process. A `gather` just before makes sure that all are in the same place.
 
         Args:
             tensors (`Iterable[torch.Tensor]`): The same shapes, dtypes and order in every process; on the CPU or on
@@ -245,6 +265,19 @@ def processes() -> Processes:
     """The processes of this launch. The first call is made by all of them, after accelerate was set up."""
     state = PartialState()
     return Processes(state.process_index, state.num_processes)
+
+
+def by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    """The values that processes gave in the order of their numbers, and who gave each."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def name_processes(ranks: Sequence[int]) -> str:
+    """Processes as they stand in an error."""
+    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
 
 
 def _describe(failure: dict[str, Any]) -> str:

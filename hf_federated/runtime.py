@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
 from .aggregation import build_aggregation
@@ -102,9 +102,9 @@ class FederationRuntime:
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.
-        self._check_agreement(trainer.args, None)
+        self._check_agreement("construction of the trainer", trainer.args, None)
 
-    def _check_agreement(self, args: TrainingArguments, checkpoint: str | None) -> None:
+    def _check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """Raise in all processes if they are about to do different things."""
         if self.is_spread:
             clients = {"clients": self.clients}
@@ -114,7 +114,7 @@ class FederationRuntime:
             description = describe(
                 args, self.config, self.aggregation, self._trainer.model, clients, self.postprocessors, name
             )
-            check_agreement(self.processes, description, clients)
+            check_agreement(self.processes, place, description, clients)
 
     @property
     def is_spread(self) -> bool:
@@ -144,7 +144,7 @@ class FederationRuntime:
             args (`TrainingArguments`): The user's.
             checkpoint (`str`, *optional*): The checkpoint to go on from. Of an adapter the weights come from it too.
         """
-        self._check_agreement(args, checkpoint)
+        self._check_agreement("start of the rounds", args, checkpoint)
         config, model = self.config, self._trainer.model
         exchange = Exchange(model, config.exchange)
         store: ClientStore = MemoryStore()
@@ -228,6 +228,12 @@ class FederationRuntime:
             num_steps = sum(int(row["num_steps"]) for row in self.summary.clients.values())
             self.examples_seen += num_steps * self._examples_per_step
         return self.summary
+
+    def share_decisions(self, control: TrainerControl) -> None:
+        """Let all processes log, evaluate, save or stop if a callback in one of them decided so."""
+        for decided in self.processes.gather(f"end of round {self.loop.server.round}", vars(control)):
+            for name, is_set in decided.items():
+                setattr(control, name, getattr(control, name) or is_set)
 
     def flos_per_token(self) -> int:
         """Floating point operations of a step, as `Trainer` counts them, for each input token."""

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
 from safetensors.torch import save_file
 from tiny import arguments, rows, tiny_model
 from torch import nn
@@ -39,7 +39,6 @@ from hf_federated import (
 
 NUM_ROUNDS = 3
 RUN_DIR = "run"
-SIZES = (11, 3, 7, 20, 5)
 TIMEOUT = 120
 
 
@@ -135,31 +134,6 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}
 
 
-def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: dict[str, Any]) -> None:
-    """What the last process has otherwise than the others."""
-    clients = others["train_dataset"]
-    if what == "seed":
-        args["seed"] = 7
-    elif what == "learning rate":
-        args["learning_rate"] = 0.5
-    elif what == "parallelism":
-        federation["parallelism"] = "data"
-    elif what == "aggregation":
-        federation |= {"aggregation": FedOpt(server_lr=0.5)}
-    elif what == "names":
-        others["train_dataset"] = FederatedDataset.from_dict({f"my {name}": clients[name] for name in clients})
-    elif what == "rows":
-        turned = {name: clients[name].select(range(len(clients[name]) - 1, -1, -1)) for name in clients}
-        others["train_dataset"] = FederatedDataset.from_dict(turned)
-    elif what == "fingerprints":
-        for number, name in enumerate(clients):
-            clients[name]._fingerprint = f"made up {number}"
-    elif what == "place":
-        args |= {"logging_first_step": True, "hub_token": "hf_of_this_process", "run_name": "of this process"}
-    else:
-        raise ValueError(f"Processes cannot differ in {what!r}.")
-
-
 def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
     """TRL's trainer with LoRA over two clients, which prepares their rows."""
     from language import language_model, texts, tokenizer
@@ -206,41 +180,6 @@ class Note(FederatedCallback):
         self.rejected.append(server.rejected)
 
 
-class Trouble(FederatedCallback):
-    """Something goes wrong in one rank in the second round."""
-
-    def __init__(self, kind: str, rank: int) -> None:
-        self.kind = kind
-        self.rank = rank
-
-    def on_client_end(self, args, state, control, server=None, **kwargs):
-        if server.round == 1 and dist.get_rank() == self.rank:
-            if self.kind == "callback":
-                raise ValueError("the callback gave up")
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-class TroubleInClient(TrainerCallback):
-    """The rows of client 3 are to blame, in the second round."""
-
-    def __init__(self) -> None:
-        self.num_trainings = 0
-
-    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
-        if state.global_step == 1 and len(train_dataloader.dataset) == SIZES[3]:
-            self.num_trainings += 1
-            if self.num_trainings == 2:
-                raise ValueError("these rows are bad")
-
-
-class Stop(TrainerCallback):
-    """Ends the run after its first round, as a time limit would."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
-
-
 def train(rank: int, request: dict[str, Any]) -> None:
     """One run in the current directory; the main rank leaves its model, every rank its notes."""
     name, trouble = request["scenario"], request.get("trouble")
@@ -261,13 +200,15 @@ def train(rank: int, request: dict[str, Any]) -> None:
     else:
         callbacks: list[TrainerCallback] = [note]
         client_callbacks: list[TrainerCallback] = []
-        if trouble == "stop":
-            callbacks.append(Stop())
+        if trouble in DECISIONS:
+            callbacks.append(DECISIONS[trouble]())
         elif trouble in ("client", "tolerated client"):
             client_callbacks.append(TroubleInClient())
             federation |= {"clients_per_round": 1.0, "min_clients": len(SIZES) if trouble == "client" else 1}
-        elif trouble is not None:
+        elif trouble in ("callback", "kill"):
             callbacks.append(Trouble(trouble, rank=request["world_size"] - 1))
+        if trouble in ("client saves", "one process saves"):
+            training_arguments.save_strategy = "no"
         trainer = FederatedTrainer(
             model=model,
             args=training_arguments,
@@ -277,6 +218,10 @@ def train(rank: int, request: dict[str, Any]) -> None:
             **others,
         )
         trainer.train(resume_from_checkpoint=request.get("resume", False))
+        if trouble == "main evaluates":
+            if rank == 0:
+                trainer.evaluate()
+            trainer.train()
     write_notes(rank, trainer, note)
 
 
