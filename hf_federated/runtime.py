@@ -81,6 +81,7 @@ class FederationRuntime:
             self.postprocessors.append(SendChanges(self._exchange_dtype))
         self.client_callbacks = list(client_callbacks)
         self.processes = processes()
+        self.processes.meet(trainer.args.ddp_timeout)
         self.ledger = Ledger()
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.summary = RoundSummary()

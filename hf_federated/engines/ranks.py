@@ -122,6 +122,8 @@ class RankEngine(LocalEngine):
         for client_id, reply in super()._execute(plan, dispatch):
             # The processes cannot agree to go on without a client that failed in the middle of a common step.
             if isinstance(reply, ClientFailure) and not self._spreads_clients:
+                if lost := self.processes.lost_peer(self.last_error):
+                    raise lost from self.last_error
                 raise RuntimeError(f"Client {client_id!r}, round {plan.round}: {reply.error}") from self.last_error
             yield client_id, reply
             del reply
