@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from .notices import NoticeBoard
 # One process may wait for another's clients for as long as these train; one that died is noticed at once.
 PATIENCE = timedelta(days=30)
 BUCKET_BYTES = 32 * 2**20
-# So long the main process stays for the others to read why it failed.
+# So long the main process stays for the others, that they can read why it failed.
 SECONDS_TO_READ = 5.0
 # Gloo raises plain RuntimeErrors, and DistributedDataParallel some about its own.
 LOST_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|process group", re.IGNORECASE)
@@ -269,9 +270,7 @@ class Processes:
         self.failed = own if first is None else _describe(first)
         self._leave()
         self._board.say("knows")
-        if self.is_main:
-            # The board goes with this process, where no launcher keeps it.
-            self._board.wait_for_others("knows", "ended", seconds=SECONDS_TO_READ)
+        self._stay_for_others("knows", "ended")
         self._board.close()
         return shown
 
@@ -341,11 +340,18 @@ class Processes:
             raise self._lost_connection(error, where) from error
 
     def _end(self) -> None:
-        self._board.say("ended")
+        if self.failed is None:
+            self._board.say("ended")
+            self._stay_for_others("ended")
         self._board.close()
         self._leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _stay_for_others(self, *whats: str) -> None:
+        # The board goes with the main process, where it is not kept by a launcher as torchrun.
+        if self.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._board.wait_for_others(*whats, seconds=SECONDS_TO_READ)
 
     def _leave(self) -> None:
         """Close the connections of the group, so that nobody waits for this process."""

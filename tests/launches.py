@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,9 @@ def weights(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def last_error(directory: Path, rank: int) -> str:
+    """What ended a process: the last line of its traceback. Libraries may print something at exit."""
+    log = (directory / f"rank-{rank}.log").read_text()
+    return [line for line in log.splitlines() if re.match(r"[\w.]+Error: ", line)][-1]

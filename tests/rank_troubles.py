@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: 
     elif what == "parallelism":
         federation["parallelism"] = "data"
     elif what == "aggregation":
-        federation |= {"aggregation": FedOpt(server_lr=0.5)}
+        federation |= {"aggregation": FedOpt(server_lr=0.5), "aggregation_kwargs": None}
     elif what == "names":
         others["train_dataset"] = FederatedDataset.from_dict({f"my {name}": clients[name] for name in clients})
     elif what == "rows":
@@ -38,6 +39,10 @@ def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: 
     elif what == "fingerprints":
         for number, name in enumerate(clients):
             clients[name]._fingerprint = f"made up {number}"
+    elif what == "clients per round":
+        federation["clients_per_round"] = 99
+    elif what == "constructor":
+        others["no_such_argument"] = True
     elif what == "place":
         args |= {"logging_first_step": True, "hub_token": "hf_of_this_process", "run_name": "of this process"}
     else:
@@ -45,7 +50,7 @@ def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: 
 
 
 class Trouble(FederatedCallback):
-    """Something goes wrong in one rank in the second round."""
+    """Something goes wrong in one process, in the second round or at the end."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.kind = kind
@@ -57,6 +62,22 @@ class Trouble(FederatedCallback):
                 raise ValueError("the callback gave up")
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.kind == "end" and dist.get_rank() == self.rank:
+            raise ValueError("the callback gave up at the end")
+
+
+class SlowMain(TrainerCallback):
+    """The main process finds a leftover and takes its time at the end."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if dist.get_rank() == 0:
+            os.makedirs(os.path.join(args.output_dir, ".incomplete"), exist_ok=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if dist.get_rank() == 0:
+            time.sleep(2)
 
 
 class TroubleInClient(TrainerCallback):
@@ -117,6 +138,7 @@ class OneProcessEvaluates(TrainerCallback):
 
 DECISIONS = {
     "stop": Stop,
+    "slow main": SlowMain,
     "client stops": ClientStops,
     "client saves": ClientSaves,
     "one process stops": OneProcessStops,

@@ -8,6 +8,7 @@ lies in `rank-<number>.log`.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -205,24 +206,44 @@ def train(rank: int, request: dict[str, Any]) -> None:
         elif trouble in ("client", "tolerated client"):
             client_callbacks.append(TroubleInClient())
             federation |= {"clients_per_round": 1.0, "min_clients": len(SIZES) if trouble == "client" else 1}
-        elif trouble in ("callback", "kill"):
-            callbacks.append(Trouble(trouble, rank=request["world_size"] - 1))
-        if trouble in ("client saves", "one process saves"):
+        elif trouble in ("callback", "kill", "end"):
+            callbacks.append(Trouble(trouble, rank=request.get("rank", request["world_size"] - 1)))
+        elif trouble == "absent":
+            training_arguments.ddp_timeout = 3
+            if rank == request["world_size"] - 1:
+                return
+        if trouble in ("client saves", "one process saves", "slow main"):
             training_arguments.save_strategy = "no"
-        trainer = FederatedTrainer(
-            model=model,
-            args=training_arguments,
-            federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
-            callbacks=callbacks,
-            client_callbacks=client_callbacks,
-            **others,
-        )
+
+        def build() -> Trainer:
+            return FederatedTrainer(
+                model=model,
+                args=training_arguments,
+                federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
+                callbacks=callbacks,
+                client_callbacks=client_callbacks,
+                **others,
+            )
+
+        trainer = build()
+        if request.get("again"):
+            again(trainer, build if request["again"] == "build" else trainer.train)
         trainer.train(resume_from_checkpoint=request.get("resume", False))
-        if trouble == "main evaluates":
+        if trouble in ("main evaluates", "main evaluates alone"):
             if rank == 0:
                 trainer.evaluate()
-            trainer.train()
+            if trouble == "main evaluates":
+                trainer.train()
     write_notes(rank, trainer, note)
+
+
+def again(trainer: Trainer, what: Callable[[], Any]) -> None:
+    """Go on after a failed run, as a script that catches everything does."""
+    try:
+        trainer.train()
+    except Exception:
+        arguments(RUN_DIR)
+        what()
 
 
 def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
@@ -236,6 +257,7 @@ def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
         "trained": note.trained,
         "cohorts": note.cohorts,
         "rejected": note.rejected,
+        "files": sorted(os.listdir(RUN_DIR)),
         "ledger": None if is_plain else trainer.ledger.to_dict(),
         "client_metrics": {} if is_plain else trainer.client_metrics,
         "bytes_reduced": 0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
@@ -289,6 +311,7 @@ def serve() -> None:
                 code = 1
                 try:
                     code = run_rank(rank, request, port)
+                    atexit._run_exitfuncs()
                 finally:
                     sys.stdout.flush()
                     os._exit(code)

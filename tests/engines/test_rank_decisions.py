@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launches import logs, notes, same_bits, weights
+from launches import last_error, logs, notes, same_bits, weights
 from workers import without_timings
 
 from hf_federated.checkpoint import list_checkpoints
@@ -42,4 +42,4 @@ def test_processes_in_different_places_say_which_is_where(launch, tmp_path: Path
     assert answer["codes"] == [1, 1], logs(tmp_path)
     places = "process 0 at 'evaluation of clients, round 2'; process 1 at 'start of the rounds'"
     for rank in range(2):
-        assert places in (tmp_path / f"rank-{rank}.log").read_text().splitlines()[-1]
+        assert places in last_error(tmp_path, rank)
