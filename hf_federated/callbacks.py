@@ -100,6 +100,7 @@ class FederatedCallback(TrainerCallback):
         For each accepted update. An update must not be kept: memory would grow with the cohort.
 
         With several processes and `parallelism="clients"` it fires where the client was trained, and nowhere else.
+        What it sets in `control` counts for all processes at the end of the round.
         """
 
     def on_aggregate(

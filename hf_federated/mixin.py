@@ -28,6 +28,7 @@ from .config import FederatedConfig
 from .data import FederatedDataset
 from .postprocessing import Postprocessor
 from .preparation import Preparation, PreparedClients, PreparingMixin
+from .processes import shared_construction
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
 from .saving import SavingMixin
@@ -52,6 +53,18 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         if clients is None:
             super().__init__(*args, **kwargs)
             return
+        with shared_construction():
+            self._build(given, clients, federation, postprocessors, client_callbacks)
+
+    def _build(
+        self,
+        given: dict[str, Any],
+        clients: FederatedDataset,
+        federation: FederatedConfig | None,
+        postprocessors: Sequence[Postprocessor],
+        client_callbacks: Sequence[TrainerCallback],
+    ) -> None:
+        """The constructor, where there is a federation."""
         if any(part is not None for part in given.get("optimizers") or ()):
             raise ValueError(
                 "`optimizers=` holds one optimizer, and every client needs its own: use `optim` and `learning_rate` "
@@ -129,11 +142,13 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
         Raises:
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
+            LaunchFailedError: If an earlier run over several processes failed: their launch must be started again.
             ValueError: If the checkpoint is not one of a federation.
         """
         runtime = self._runtime
         if runtime is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        runtime.processes.raise_if_failed()
         with runtime.processes.shared_fate(), runtime.alone():
             return self._train_rounds(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -154,6 +169,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            # Nobody looks at the output directory before the main process has tidied it up.
+            self._federation.processes.wait("end of training")
             return output
         finally:
             self._runs_rounds = False
@@ -187,6 +204,12 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         if local is not None and local.hook is not None and self.accelerator.sync_gradients:
             local.hook.on_gradients(local.parameters)
         return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # At the end of a round. A client ends in one process, and a time limit passes in one of them first.
+        if self._is_federating and self._federation.is_spread:
+            self._federation.share_decisions(self.control)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Of the loop over rounds: one step an epoch. Inside a client: the parent's, with epochs over the run."""

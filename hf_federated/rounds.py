@@ -218,7 +218,9 @@ class RoundLoop:
         """
         server = self.server
         sent = cast_floating(server.weights, self._sent_dtype)
-        plan = Plan(server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent))
+        plan = Plan(
+            server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent), "evaluation"
+        )
         results: dict[str, dict[str, float]] = {}
         for reply in self.engine.run(plan):
             if not isinstance(reply, Metrics):

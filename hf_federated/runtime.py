@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
 from .aggregation import build_aggregation
+from .agreement import check_agreement, describe
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_arguments, check_clients, resolve_federation
@@ -80,6 +81,7 @@ class FederationRuntime:
             self.postprocessors.append(SendChanges(self._exchange_dtype))
         self.client_callbacks = list(client_callbacks)
         self.processes = processes()
+        self.processes.meet(trainer.args.ddp_timeout)
         self.ledger = Ledger()
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.summary = RoundSummary()
@@ -100,6 +102,20 @@ class FederationRuntime:
             freeze_layers(trainer.model, self.config.freeze)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
+        # Nor may processes of different `parallelism` wait for one another in different places.
+        self._check_agreement("construction of the trainer", trainer.args, None)
+
+    def _check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
+        """Raise in all processes if they are about to do different things."""
+        if self.is_spread:
+            clients = {"clients": self.clients}
+            if self.eval_clients is not None:
+                clients["evaluation clients"] = self.eval_clients
+            name = None if checkpoint is None else Path(checkpoint).name
+            description = describe(
+                args, self.config, self.aggregation, self._trainer.model, clients, self.postprocessors, name
+            )
+            check_agreement(self.processes, place, description, clients)
 
     @property
     def is_spread(self) -> bool:
@@ -129,6 +145,7 @@ class FederationRuntime:
             args (`TrainingArguments`): The user's.
             checkpoint (`str`, *optional*): The checkpoint to go on from. Of an adapter the weights come from it too.
         """
+        self._check_agreement("start of the rounds", args, checkpoint)
         config, model = self.config, self._trainer.model
         exchange = Exchange(model, config.exchange)
         store: ClientStore = MemoryStore()
@@ -165,6 +182,9 @@ class FederationRuntime:
             engine.load(clients_directory(checkpoint))
             if "weights" in saved:
                 exchange.write(saved["weights"])
+        if self.spreads_clients:
+            # As DistributedDataParallel does: a head or an adapter may have been drawn without a seed.
+            self.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.ledger = engine.ledger
         self.exchange = exchange
         self._loop = RoundLoop(
@@ -209,6 +229,12 @@ class FederationRuntime:
             num_steps = sum(int(row["num_steps"]) for row in self.summary.clients.values())
             self.examples_seen += num_steps * self._examples_per_step
         return self.summary
+
+    def share_decisions(self, control: TrainerControl) -> None:
+        """Let all processes log, evaluate, save or stop if a callback in one of them decided so."""
+        for decided in self.processes.gather(f"end of round {self.loop.server.round}", vars(control)):
+            for name, is_set in decided.items():
+                setattr(control, name, getattr(control, name) or is_set)
 
     def flos_per_token(self) -> int:
         """Floating point operations of a step, as `Trainer` counts them, for each input token."""

@@ -44,7 +44,7 @@ class SavingMixin(RoleMixin):
         runtime = self._federation
         processes = runtime.processes
         with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
-            processes.wait()  # For the directory.
+            processes.wait(f"{final.name}: its directory")
             staged_args = copy.copy(self.args)
             staged_args.output_dir = os.fspath(staging)
             staged_args.push_to_hub = False
@@ -59,14 +59,14 @@ class SavingMixin(RoleMixin):
                 self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
                 if not self.args.save_only_model:
                     runtime.save(staged)
-            processes.wait()  # For the room made for clients.
+            processes.wait(f"{final.name}: room for clients")
             if not self.args.save_only_model:
                 runtime.save_clients(staged)
-            processes.wait()  # For all clients' files.
+            processes.wait(f"{final.name}: the clients' files")
             if processes.is_main:
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best)
-            processes.wait()  # For the finished checkpoint, which anyone may want to load.
+            processes.wait(f"{final.name}: finished")  # Anyone may want to load it.
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))

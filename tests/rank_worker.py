@@ -1,13 +1,14 @@
-"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/test_ranks.py`.
+"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/`.
 
 Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. It reads a
-request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble"}`, and answers
-with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints lies in
-`rank-<number>.log`.
+request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble", "differ"}`, and
+answers with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints
+lies in `rank-<number>.log`.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -15,15 +16,16 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
 from safetensors.torch import save_file
 from tiny import arguments, rows, tiny_model
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 from hf_federated import (
     FederatedCallback,
@@ -38,7 +40,6 @@ from hf_federated import (
 
 NUM_ROUNDS = 3
 RUN_DIR = "run"
-SIZES = (11, 3, 7, 20, 5)
 TIMEOUT = 120
 
 
@@ -61,6 +62,24 @@ class CountingModel(nn.Module):
         logits = self.classifier(self.normalisation(self.embedding(input_ids).mean(1)))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"loss": loss, "logits": logits}
+
+
+def tiny_lora(model: nn.Module) -> nn.Module:
+    return get_peft_model(
+        model, LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+    )
+
+
+def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose values, and those of its buffers, differ by process."""
+    rank = int(os.environ.get("RANK", 0))
+    with torch.random.fork_rng():
+        torch.manual_seed(100 + rank)
+        model = draw()
+        for value in (*model.parameters(), *model.buffers()):
+            if value.is_floating_point():
+                value.data += 0.01 * torch.rand_like(value)
+    return model
 
 
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -94,9 +113,16 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "lora":
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            model = get_peft_model(
-                model, LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
-            )
+            model = tiny_lora(model)
+    elif name == "unseeded fedavg":
+        model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
+    elif name == "unseeded fedopt":
+        # Its buffers travel too.
+        model = drawn_by_each_process(CountingModel)
+        federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "exchange": "all"}
+    elif name == "unseeded lora":
+        # What is frozen differs too.
+        model = drawn_by_each_process(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
     elif name in ("data", "plain"):
         federation = {"parallelism": "data", "client_optimizer_state": "carry"}
         clients = {"only": rows(22)}
@@ -155,41 +181,6 @@ class Note(FederatedCallback):
         self.rejected.append(server.rejected)
 
 
-class Trouble(FederatedCallback):
-    """Something goes wrong in one rank in the second round."""
-
-    def __init__(self, kind: str, rank: int) -> None:
-        self.kind = kind
-        self.rank = rank
-
-    def on_client_end(self, args, state, control, server=None, **kwargs):
-        if server.round == 1 and dist.get_rank() == self.rank:
-            if self.kind == "callback":
-                raise ValueError("the callback gave up")
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-class TroubleInClient(TrainerCallback):
-    """The rows of client 3 are to blame, in the second round."""
-
-    def __init__(self) -> None:
-        self.num_trainings = 0
-
-    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
-        if state.global_step == 1 and len(train_dataloader.dataset) == SIZES[3]:
-            self.num_trainings += 1
-            if self.num_trainings == 2:
-                raise ValueError("these rows are bad")
-
-
-class Stop(TrainerCallback):
-    """Ends the run after its first round, as a time limit would."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
-
-
 def train(rank: int, request: dict[str, Any]) -> None:
     """One run in the current directory; the main rank leaves its model, every rank its notes."""
     name, trouble = request["scenario"], request.get("trouble")
@@ -200,6 +191,8 @@ def train(rank: int, request: dict[str, Any]) -> None:
         write_notes(rank, trainer, note)
         return
     model, federation, args, others = scenario(name)
+    if "differ" in request and rank == request["world_size"] - 1:
+        differ(request["differ"], federation, args, others)
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
     if name == "plain":
         training_arguments.num_train_epochs = NUM_ROUNDS
@@ -208,23 +201,49 @@ def train(rank: int, request: dict[str, Any]) -> None:
     else:
         callbacks: list[TrainerCallback] = [note]
         client_callbacks: list[TrainerCallback] = []
-        if trouble == "stop":
-            callbacks.append(Stop())
+        if trouble in DECISIONS:
+            callbacks.append(DECISIONS[trouble]())
         elif trouble in ("client", "tolerated client"):
             client_callbacks.append(TroubleInClient())
             federation |= {"clients_per_round": 1.0, "min_clients": len(SIZES) if trouble == "client" else 1}
-        elif trouble is not None:
-            callbacks.append(Trouble(trouble, rank=request["world_size"] - 1))
-        trainer = FederatedTrainer(
-            model=model,
-            args=training_arguments,
-            federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
-            callbacks=callbacks,
-            client_callbacks=client_callbacks,
-            **others,
-        )
+        elif trouble in ("callback", "kill", "end"):
+            callbacks.append(Trouble(trouble, rank=request.get("rank", request["world_size"] - 1)))
+        elif trouble == "absent":
+            training_arguments.ddp_timeout = 3
+            if rank == request["world_size"] - 1:
+                return
+        if trouble in ("client saves", "one process saves", "slow main"):
+            training_arguments.save_strategy = "no"
+
+        def build() -> Trainer:
+            return FederatedTrainer(
+                model=model,
+                args=training_arguments,
+                federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
+                callbacks=callbacks,
+                client_callbacks=client_callbacks,
+                **others,
+            )
+
+        trainer = build()
+        if request.get("again"):
+            again(trainer, build if request["again"] == "build" else trainer.train)
         trainer.train(resume_from_checkpoint=request.get("resume", False))
+        if trouble in ("main evaluates", "main evaluates alone"):
+            if rank == 0:
+                trainer.evaluate()
+            if trouble == "main evaluates":
+                trainer.train()
     write_notes(rank, trainer, note)
+
+
+def again(trainer: Trainer, what: Callable[[], Any]) -> None:
+    """Go on after a failed run, as a script that catches everything does."""
+    try:
+        trainer.train()
+    except Exception:
+        arguments(RUN_DIR)
+        what()
 
 
 def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
@@ -238,6 +257,7 @@ def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
         "trained": note.trained,
         "cohorts": note.cohorts,
         "rejected": note.rejected,
+        "files": sorted(os.listdir(RUN_DIR)),
         "ledger": None if is_plain else trainer.ledger.to_dict(),
         "client_metrics": {} if is_plain else trainer.client_metrics,
         "bytes_reduced": 0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
@@ -291,6 +311,7 @@ def serve() -> None:
                 code = 1
                 try:
                     code = run_rank(rank, request, port)
+                    atexit._run_exitfuncs()
                 finally:
                     sys.stdout.flush()
                     os._exit(code)

@@ -20,11 +20,11 @@ PACKAGE = Path(hf_federated.__file__).parent
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS: list[set[str]] = [
     {"messages", "config", "ledger", "metrics"},
-    {"processes"},
+    {"notices", "processes"},
     {"validation", "postprocessing", "checkpoint", "round_steps"},
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
-    {"callbacks", "cards", "checks", "engines"},
+    {"agreement", "callbacks", "cards", "checks", "engines"},
     {"rounds"},
     {"runtime"},
     {"preparation", "roles", "saving"},

@@ -12,9 +12,9 @@ from hf_federated.processes import Processes
 def test_one_process_needs_nobody() -> None:
     alone = Processes(rank=0, world_size=1)
     values = [torch.ones(3)]
-    assert alone.gather({"a": 1}) == [{"a": 1}]
+    assert alone.gather("here", {"a": 1}) == [{"a": 1}]
     assert alone.sum_(values) == 0 and values[0].tolist() == [1, 1, 1]
-    alone.wait()
+    alone.wait("here")
     alone.look_for_failure()
     with alone.independent(as_main=True):
         pass

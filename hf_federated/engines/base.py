@@ -33,11 +33,13 @@ class Plan:
         cohort (`tuple[str, ...]`): Clients asked, in order.
         message_for (`Callable[[str], Message]`): Builds the message of a client when it is about to be sent, so that a
             large cohort does not mean as many messages in memory.
+        phase (`str`, *optional*, defaults to `"training"`): What clients are asked to do, as it stands in an error.
     """
 
     round: int
     cohort: tuple[str, ...]
     message_for: Callable[[str], Message]
+    phase: str = "training"
 
 
 class Engine(ABC):

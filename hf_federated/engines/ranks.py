@@ -122,6 +122,8 @@ class RankEngine(LocalEngine):
         for client_id, reply in super()._execute(plan, dispatch):
             # The processes cannot agree to go on without a client that failed in the middle of a common step.
             if isinstance(reply, ClientFailure) and not self._spreads_clients:
+                if lost := self.processes.lost_peer(self.last_error):
+                    raise lost from self.last_error
                 raise RuntimeError(f"Client {client_id!r}, round {plan.round}: {reply.error}") from self.last_error
             yield client_id, reply
             del reply
@@ -136,7 +138,7 @@ class RankEngine(LocalEngine):
             "kept": [client_id for client_id in own if client_id in self.worker.store],
         }
         together: dict[str, T] = {}
-        for rank, theirs in enumerate(self.processes.gather(told)):
+        for rank, theirs in enumerate(self.processes.gather(f"{plan.phase} of clients, round {plan.round}", told)):
             together.update(theirs["found"])
             self._homes.update(dict.fromkeys(theirs["kept"], rank))
             for client_id, (down, up) in theirs["bytes"].items():
@@ -155,11 +157,12 @@ class RankEngine(LocalEngine):
         means = ((accumulator.mean, state), (accumulator.extra, extra))
         first = accumulator.first_client
         told = self.processes.gather(
+            f"sum of updates, round {plan.round}",
             {
                 "first": len(plan.cohort) if first is None else plan.cohort.index(first),
                 "weights": [mean.total_weight for mean, _ in means],
                 "counts": [mean.num_updates for mean, _ in means],
-            }
+            },
         )
         saw_first = min(range(len(told)), key=lambda rank: told[rank]["first"])
         for position, (mean, reference) in enumerate(means):

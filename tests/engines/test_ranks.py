@@ -1,67 +1,18 @@
-"""`RankEngine`: the same federation over one process and over several, and what happens when one of them fails."""
+"""`RankEngine`: the same federation over one process and over several."""
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from workers import without_timings, worker
+from launches import logs, notes, same_bits, weights
+from workers import without_timings
 
 from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
 SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora"]
-
-Launch = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def launch() -> Iterator[Launch]:
-    """`launch(directory, scenario, world_size, ...)`: a run over some processes; their exit codes and the seconds."""
-    with worker("rank_worker.py") as ask:
-        yield lambda directory, scenario, world_size, **options: ask(
-            {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
-        )
-
-
-@pytest.fixture(scope="module")
-def finished(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """The directory of an undisturbed run over some processes."""
-    directories: dict[tuple[str, int], Path] = {}
-
-    def directory(scenario: str, world_size: int) -> Path:
-        key = (scenario, world_size)
-        if key not in directories:
-            directories[key] = tmp_path_factory.mktemp(f"{scenario}-{world_size}".replace(" ", "_"))
-            answer = launch(directories[key], scenario, world_size)
-            assert answer["codes"] == [0] * world_size, logs(directories[key])
-        return directories[key]
-
-    return directory
-
-
-def logs(directory: Path) -> str:
-    return "\n".join(f"---- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("rank-*.log")))
-
-
-def notes(directory: Path, rank: int = 0) -> dict[str, Any]:
-    return json.loads((directory / f"rank-{rank}.json").read_text())
-
-
-def weights(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
-    return load_file(directory / f"rank-{rank}.safetensors")
-
-
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
 
 # ---- The same results over any number of processes
 
@@ -90,6 +41,13 @@ def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:
     ]
     assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(2))
     assert without_timings(notes(alone)["log"]) == without_timings(notes(together, 1)["log"])
+
+
+@pytest.mark.parametrize("scenario", ["unseeded fedavg", "unseeded fedopt", "unseeded lora"])
+def test_every_process_starts_from_the_whole_model_of_the_main_process(finished, scenario: str) -> None:
+    alone, together = finished(scenario, 1), finished(scenario, 3)
+    assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(3))
+    assert without_timings(notes(alone)["log"]) == without_timings(notes(together, 2)["log"])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -163,64 +121,6 @@ def test_data_parallel_training_of_many_clients(finished) -> None:
     assert notes(directory, 0)["trained"] == notes(directory, 1)["trained"]
     # Each step saw the batches of both.
     assert not same_bits(weights(directory), weights(finished("data many", 1)))
-
-
-# ---- Failures
-
-
-SOON = 20
-
-
-def failed_in_every_process(launch: Launch, directory: Path, trouble: str, scenario: str = "fedprox") -> list[str]:
-    """What each process printed."""
-    answer = launch(directory, scenario, 2, trouble=trouble)
-    assert answer["codes"] == [1, 1], logs(directory)
-    assert answer["seconds"] < SOON
-    return [(directory / f"rank-{rank}.log").read_text() for rank in range(2)]
-
-
-def test_a_failing_client_ends_all_processes_with_its_name(launch, tmp_path: Path) -> None:
-    for log in failed_in_every_process(launch, tmp_path, "client"):
-        assert "RoundFailedError" in log.splitlines()[-1]
-        assert "'client 3'" in log and "ValueError: these rows are bad" in log
-
-
-def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) -> None:
-    states = []
-    for world_size in (1, 2):
-        directory = tmp_path / str(world_size)
-        answer = launch(directory, "fedprox", world_size, trouble="tolerated client")
-        assert answer["codes"] == [0] * world_size, logs(directory)
-        for rank in range(world_size):
-            rejected = notes(directory, rank)["rejected"]
-            assert [list(clients) for clients in rejected] == [[], ["client 3"], []]
-        states.append(weights(directory))
-    assert same_bits(*states)
-
-
-def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path) -> None:
-    for rank, log in enumerate(failed_in_every_process(launch, tmp_path, "callback")):
-        expected = "ValueError: the callback gave up"
-        assert log.splitlines()[-1] == (
-            expected if rank == 1 else f"hf_federated.processes.PeerFailedError: Process 1 failed: {expected}"
-        )
-
-
-def test_an_error_under_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
-    for log in failed_in_every_process(launch, tmp_path, "client", scenario="data many"):
-        assert "Client 'client 3', round 1: ValueError: these rows are bad" in log.splitlines()[-1]
-
-
-def test_a_killed_process_ends_all_and_the_run_resumes(launch, finished, tmp_path: Path) -> None:
-    answer = launch(tmp_path, "carry", 2, trouble="kill")
-    assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
-    assert answer["seconds"] < SOON
-    assert "PeerFailedError" in (tmp_path / "rank-0.log").read_text()
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
-    answer = launch(tmp_path, "carry", 2, resume=True)
-    assert answer["codes"] == [0, 0], logs(tmp_path)
-    assert same_bits(weights(finished("carry", 2)), weights(tmp_path))
-    assert notes(finished("carry", 2))["ledger"] == notes(tmp_path)["ledger"]
 
 
 # ---- Who trains whom

@@ -1,0 +1,60 @@
+"""Processes that were not set up alike say so before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import logs, same_bits, weights
+from tiny import arguments, rows, tiny_model
+
+from hf_federated.aggregation import FedAvg
+from hf_federated.agreement import describe
+from hf_federated.config import FederatedConfig
+from hf_federated.data import FederatedDataset
+
+
+@pytest.mark.parametrize(
+    "what, line",
+    [
+        ("seed", "TrainingArguments.seed: 42 in processes 0, 1; 7 in process 2"),
+        ("learning rate", "TrainingArguments.learning_rate: 0.001 in processes 0, 1; 0.5 in process 2"),
+        ("parallelism", "FederatedConfig.parallelism: 'clients' in processes 0, 1; 'data' in process 2"),
+        ("aggregation", "aggregation: FedAvg in processes 0, 1; FedOpt in process 2"),
+        ("names", "ids of the clients: client 0, client 1"),
+        ("rows", "rows of the clients: "),
+    ],
+)
+def test_what_differs_is_named_in_every_process(launch, tmp_path: Path, what: str, line: str) -> None:
+    answer = launch(tmp_path, "fedavg", 3, differ=what)
+    assert answer["codes"] == [1, 1, 1], logs(tmp_path)
+    for rank in range(3):
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        assert "DisagreementError: The processes of this launch are set up differently:" in log
+        assert any(printed.startswith(f"  {line}") for printed in log.splitlines())
+
+
+@pytest.mark.parametrize("what", ["place", "fingerprints"])
+def test_what_does_not_change_the_result_may_differ(launch, finished, tmp_path: Path, what: str) -> None:
+    answer = launch(tmp_path, "fedavg", 2, differ=what)
+    assert answer["codes"] == [0, 0], logs(tmp_path)
+    assert same_bits(weights(finished("fedavg", 2)), weights(tmp_path))
+
+
+def test_secrets_are_not_described() -> None:
+    args = arguments("run", hub_token="hf_secret", optim_args="https://me:secret@host")
+    args.lr_scheduler_kwargs = {"api_key": "secret", "num_cycles": 2}
+    lines = describe(
+        args, FederatedConfig(), FedAvg(), tiny_model(), {"clients": FederatedDataset.from_dict({"a": rows(2)})}, []
+    )
+    assert lines["TrainingArguments.lr_scheduler_kwargs.num_cycles"] == "2"
+    assert not any("secret" in text for text in lines.values())
+
+
+def test_a_description_is_the_same_for_the_same_things() -> None:
+    def lines(seed: int) -> dict[str, str]:
+        clients = {"clients": FederatedDataset.from_dict({"a": rows(2), "b": rows(3, seed=1)})}
+        return describe(arguments("run", seed=seed), FederatedConfig(), FedAvg(), tiny_model(), clients, [])
+
+    assert lines(1) == lines(1)
+    assert {name for name, text in lines(1).items() if text != lines(2)[name]} == {"TrainingArguments.seed"}

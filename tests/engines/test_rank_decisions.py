@@ -1,0 +1,45 @@
+"""What a callback decides in one process is done in all of them, and processes in different places say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import last_error, logs, notes, same_bits, weights
+from workers import without_timings
+
+from hf_federated.checkpoint import list_checkpoints
+
+
+@pytest.mark.parametrize(
+    "decision, num_rounds, checkpoints",
+    [
+        ("client stops", 1, [1]),
+        ("client saves", 3, [1]),
+        ("one process stops", 2, [1, 2]),
+        ("one process saves", 3, [2]),
+        ("one process evaluates", 3, [1, 2, 3]),
+    ],
+)
+def test_a_decision_of_one_process_is_that_of_all(
+    launch, tmp_path: Path, decision: str, num_rounds: int, checkpoints: list[int]
+) -> None:
+    directories = [tmp_path / str(world_size) for world_size in (1, 3)]
+    for directory, world_size in zip(directories, (1, 3), strict=True):
+        answer = launch(directory, "fedavg", world_size, trouble=decision)
+        assert answer["codes"] == [0] * world_size, logs(directory)
+        names = [path.name for path in list_checkpoints(directory / "run")]
+        assert names == [f"checkpoint-{number}" for number in checkpoints]
+    alone, together = directories
+    assert len(notes(alone)["cohorts"]) == num_rounds
+    for rank in range(3):
+        assert same_bits(weights(alone), weights(together, rank))
+        assert without_timings(notes(alone)["log"]) == without_timings(notes(together, rank)["log"])
+
+
+def test_processes_in_different_places_say_which_is_where(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates")
+    assert answer["codes"] == [1, 1], logs(tmp_path)
+    places = "process 0 at 'evaluation of clients, round 2'; process 1 at 'start of the rounds'"
+    for rank in range(2):
+        assert places in last_error(tmp_path, rank)

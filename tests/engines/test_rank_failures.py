@@ -1,0 +1,131 @@
+"""What happens to a federation over several processes when one of them fails: all end, with the first error."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import Launch, last_error, logs, notes, same_bits, weights
+
+from hf_federated.checkpoint import list_checkpoints
+
+
+SOON = 20
+
+
+def failed_in_every_process(
+    launch: Launch, directory: Path, scenario: str = "fedprox", world_size: int = 2, **options: Any
+) -> list[str]:
+    """What ended each process."""
+    answer = launch(directory, scenario, world_size, **options)
+    assert answer["codes"] == [1] * world_size, logs(directory)
+    assert answer["seconds"] < SOON
+    return [last_error(directory, rank) for rank in range(world_size)]
+
+
+def test_a_failing_client_ends_all_processes_with_its_name(launch, tmp_path: Path) -> None:
+    for error in failed_in_every_process(launch, tmp_path, trouble="client"):
+        assert "RoundFailedError" in error
+        assert "'client 3'" in error and "ValueError: these rows are bad" in error
+
+
+def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) -> None:
+    states = []
+    for world_size in (1, 2):
+        directory = tmp_path / str(world_size)
+        answer = launch(directory, "fedprox", world_size, trouble="tolerated client")
+        assert answer["codes"] == [0] * world_size, logs(directory)
+        for rank in range(world_size):
+            rejected = notes(directory, rank)["rejected"]
+            assert [list(clients) for clients in rejected] == [[], ["client 3"], []]
+        states.append(weights(directory))
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("scenario", ["fedprox", "data many"])
+def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path, scenario: str, failing: int) -> None:
+    errors = failed_in_every_process(launch, tmp_path, scenario, 3, trouble="callback", rank=failing)
+    first = "ValueError: the callback gave up"
+    elsewhere = f"hf_federated.processes.PeerFailedError: Process {failing} failed: {first}"
+    assert errors == [first if rank == failing else elsewhere for rank in range(3)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_at_the_very_end_ends_all_with_it(launch, tmp_path: Path, failing: int) -> None:
+    for error in failed_in_every_process(launch, tmp_path, trouble="end", rank=failing):
+        assert "ValueError: the callback gave up at the end" in error
+
+
+@pytest.mark.parametrize(
+    "what, error",
+    [
+        ("clients per round", "ValueError: clients_per_round=99, but the federation has 5 clients."),
+        ("constructor", "TypeError: Trainer.__init__() got an unexpected keyword argument 'no_such_argument'"),
+    ],
+)
+def test_an_error_in_the_constructor_of_one_process_ends_all_with_it(
+    launch, tmp_path: Path, what: str, error: str
+) -> None:
+    errors = failed_in_every_process(launch, tmp_path, world_size=3, differ=what)
+    assert errors[2] == error
+    for elsewhere in errors[:2]:
+        assert f"PeerFailedError: Process 2 failed: {error}" in elsewhere
+
+
+def test_a_process_that_does_not_come_is_named(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "fedprox", 3, trouble="absent")
+    assert answer["codes"] == [1, 1, 0], logs(tmp_path)
+    assert answer["seconds"] < SOON
+    for rank in range(2):
+        error = last_error(tmp_path, rank)
+        assert "Process 2 of 3 did not come within 3 s (`ddp_timeout`" in error
+
+
+def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates alone")
+    assert answer["codes"] == [1, 0], logs(tmp_path)
+    error = last_error(tmp_path, 0)
+    assert "Process 1 came to the end of its script while process 0 waited" in error
+    assert "at 'evaluation of clients, round 2'" in error
+
+
+@pytest.mark.parametrize("scenario", ["fedprox", "data many"])
+@pytest.mark.parametrize("what", ["build", "train"])
+def test_a_launch_that_failed_is_not_gone_on_with(launch, tmp_path: Path, scenario: str, what: str) -> None:
+    for error in failed_in_every_process(launch, tmp_path, scenario, trouble="callback", again=what):
+        assert "LaunchFailedError: An earlier run of this launch failed" in error
+        assert "ValueError: the callback gave up" in error
+
+
+def test_processes_leave_the_training_when_the_main_process_has_tidied_up(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "one client", 2, trouble="slow main")
+    assert answer["codes"] == [0, 0], logs(tmp_path)
+    assert ".incomplete" not in notes(tmp_path, 1)["files"]
+
+
+def test_a_killed_process_is_not_blamed_on_a_client(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "data many", 2, trouble="kill")
+    assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
+    assert answer["seconds"] < SOON
+    error = last_error(tmp_path, 0)
+    assert "PeerFailedError: A process of the launch ended without a word" in error
+
+
+def test_an_error_under_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
+    for error in failed_in_every_process(launch, tmp_path, "data many", trouble="client"):
+        assert "Client 'client 3', round 1: ValueError: these rows are bad" in error
+
+
+def test_a_killed_process_ends_all_and_the_run_resumes(launch, finished, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "carry", 2, trouble="kill")
+    assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
+    assert answer["seconds"] < SOON
+    assert "PeerFailedError" in (tmp_path / "rank-0.log").read_text()
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    answer = launch(tmp_path, "carry", 2, resume=True)
+    assert answer["codes"] == [0, 0], logs(tmp_path)
+    assert same_bits(weights(finished("carry", 2)), weights(tmp_path))
+    assert notes(finished("carry", 2))["ledger"] == notes(tmp_path)["ledger"]
