@@ -27,7 +27,7 @@ from .checks import as_federated_dataset
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .postprocessing import Postprocessor
-from .preparation import Preparation, PreparedClients, PreparingMixin
+from .preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
 from .saving import SavingMixin
@@ -64,11 +64,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             given["eval_dataset"] = eval_clients.to_dataset()
         # A constructor that prepares its rows gets one client's, and what it does with them is done with all clients'.
         first = next(iter(clients))
-        given["train_dataset"] = clients[first] if self.prepares_data() else None
+        given["train_dataset"] = clients[first] if self.prepares_data() else StandIn(type(self), clients)
         train, evaluation = Preparation(given["train_dataset"]), Preparation(given.get("eval_dataset"))
         self._preparations = [train, evaluation]
         super().__init__(**given)
         self._preparations = None
+        for name, preparation, of_clients in (
+            ("train_dataset", train, clients),
+            ("eval_dataset", evaluation, eval_clients),
+        ):
+            if of_clients is not None and getattr(self, name) is not preparation.prepared:
+                raise uses_its_data(type(self), f"`{name}` is another one afterwards")
         self.train_dataset = clients
         self._runtime = FederationRuntime(
             trainer=self,

@@ -27,6 +27,10 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 
+class UnsupportedTrainerError(ValueError):
+    """What a trainer does cannot be done for each client apart. It ends the run: it is no one client's fault."""
+
+
 @dataclass
 class LocalTraining:
     """

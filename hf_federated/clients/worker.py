@@ -22,6 +22,7 @@ from ..validation import first_non_finite
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
+    UnsupportedTrainerError,
     client_arguments,
     local_trainer,
     preserved_generators,
@@ -98,7 +99,8 @@ class ClientWorker:
                 return self._fit(message)
             if isinstance(message, Evaluate):
                 return self._evaluate(message)
-        except PeerFailedError:  # Not this client's fault, and not the end of this client alone.
+        except (PeerFailedError, UnsupportedTrainerError):
+            # Not this client's fault, and not the end of this client alone.
             raise
         except Exception as error:
             self.last_error = error
