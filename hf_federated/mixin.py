@@ -178,6 +178,13 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         read_server_state(resume_from_checkpoint)
         return resume_from_checkpoint
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""
+        model = super().call_model_init(trial)
+        if self._runtime is not None:
+            self._runtime.freeze(model)
+        return model
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
@@ -96,8 +97,7 @@ class FederationRuntime:
             trainer.add_callback(AggregationCallback(self.aggregation))
         check_arguments(trainer, self.config, self.aggregation)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
-        if self.config.freeze is not None:
-            freeze_layers(trainer.model, self.config.freeze)
+        self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
 
@@ -120,6 +120,11 @@ class FederationRuntime:
         """Rounds of the run."""
         assert self.config.num_rounds is not None
         return self.config.num_rounds
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what the configuration says."""
+        if self.config.freeze is not None:
+            freeze_layers(model, self.config.freeze)
 
     def start(self, args: TrainingArguments, checkpoint: str | None) -> None:
         """
