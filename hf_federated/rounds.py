@@ -195,8 +195,12 @@ class RoundLoop:
 
     def _fit_message(self, client_id: str) -> Fit:
         server = self.server
-        seed = client_seed(self._seed, client_id, server.round)
-        return Fit(server.round, client_id, seed, self._sent, self._sent_extra, server.fit_settings)
+        return Fit(
+            server.round, client_id, self._seed_of(client_id), self._sent, self._sent_extra, server.fit_settings
+        )
+
+    def _seed_of(self, client_id: str) -> int:
+        return client_seed(self._seed, client_id, self.server.round)
 
     def _accept(self, reply: Message) -> ClientUpdate:
         server = self.server
@@ -204,7 +208,7 @@ class RoundLoop:
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
-        update = run_server_side(self._postprocessors, reply, server.weights)
+        update = run_server_side(self._postprocessors, reply, server.weights, self._seed_of(reply.client_id))
         check_update(update, server.round, server.weights, server.expected_extra)
         return update
 

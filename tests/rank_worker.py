@@ -8,8 +8,10 @@ with a line that holds the exit code of every rank and the seconds until the las
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -17,6 +19,7 @@ import time
 import traceback
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -31,9 +34,11 @@ from hf_federated import (
     FederatedDataset,
     FederatedTrainer,
     FedOpt,
+    Postprocessor,
     Scaffold,
     federate,
 )
+from hf_federated.messages import ClientUpdate
 
 
 NUM_ROUNDS = 3
@@ -63,6 +68,21 @@ class CountingModel(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Noise(Postprocessor):
+    """Adds noise from the global generators on both sides."""
+
+    def client_side(self, update, message):
+        return self.noisy(update)
+
+    def server_side(self, update, state):
+        return self.noisy(update)
+
+    def noisy(self, update: ClientUpdate) -> ClientUpdate:
+        scale = 1e-2 * random.random() * np.random.random()
+        state = {name: value + scale * torch.randn_like(value) for name, value in update.state.items()}
+        return dataclasses.replace(update, state=state)
+
+
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
     # A federation under test must not depend on draws that differ by rank.
@@ -85,6 +105,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         args |= {"optim": "sgd", "learning_rate": 0.05}
     elif name == "carry":
         federation |= {"client_optimizer_state": "carry"}
+    elif name == "noise":
+        others["postprocessors"] = [Noise()]
     elif name == "one client":
         clients = {"only": rows(10)}
         federation["clients_per_round"] = 1

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
+
+from ..generators import seed_generators
 
 
 class UnsupportedTrainerError(ValueError):
@@ -229,44 +228,6 @@ def local_trainer(
     client.hp_search_backend = None
     client._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
     return client
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch, on every device."""
-    random.seed(seed)
-    np.random.seed(seed)
-    seed_torch(seed)
-
-
-def seed_torch(seed: int) -> None:
-    """
-    `torch.manual_seed`, without its cost where there is no accelerator: for each backend that is absent it formats a
-    stack trace and queues the seed, which takes longer than a small training step.
-    """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Put back the global generators of Python, numpy and torch, on the CPU and on this process's accelerator."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # Apple's has one generator, which has no number and cannot be forked.
-    if accelerator is None or accelerator.type == "mps":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        # Not those of other processes, which share the machine.
-        device = torch.accelerator.current_device_index()
-        forked = torch.random.fork_rng(devices=[device], device_type=accelerator.type)
-    with forked:
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..adapters import Exchange
 from ..config import FederatedConfig
+from ..generators import preserved_generators, seed_torch
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..postprocessing import Postprocessor, run_client_side
 from ..processes import PeerFailedError
@@ -25,9 +26,7 @@ from .local_training import (
     UnsupportedTrainerError,
     client_arguments,
     local_trainer,
-    preserved_generators,
     preserved_process_state,
-    seed_torch,
 )
 from .store import ClientStore
 

@@ -17,7 +17,7 @@ from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
-SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora"]
+SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora", "noise"]
 
 Launch = Callable[..., dict[str, Any]]
 
