@@ -24,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
 from .checks import as_federated_dataset
+from .clients import fresh_collator
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .postprocessing import Postprocessor
@@ -36,6 +37,7 @@ from .saving import SavingMixin
 class FederatedMixin(SavingMixin, PreparingMixin):
     """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
 
+    data_collator: Any
     lr_scheduler: Any
     neftune_noise_alpha: float | None
 
@@ -208,6 +210,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.get_eval_dataloader`. Of several clients, a collator with a seed starts anew in each evaluation."""
+        # One client equals the plain Trainer, whose evaluations draw on from where training stands.
+        if self._runtime is None or len(self.clients) == 1:
+            return super().get_eval_dataloader(*args, **kwargs)
+        users, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = users
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         # The parent's builds another data set even when there is nothing to remove, which takes a client milliseconds.
         columns = self._signature_columns
@@ -222,8 +235,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return self.optimizer
         # A user's override may know neither the argument nor the return value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self.local_training is not None and self.local_training.optimizer_state is not None:
-            self.optimizer.load_state_dict(self.local_training.optimizer_state)
+        local = self.local_training
+        if local is not None:
+            local.check_optimizer(self)
+            if local.optimizer_state is not None:
+                self.optimizer.load_state_dict(local.optimizer_state)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from language import masking_tokenizer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny import arguments, rows, tiny_model
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from hf_federated import (
     FederatedCallback,
@@ -105,6 +106,13 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         args |= {"optim": "sgd", "learning_rate": 0.05}
     elif name == "carry":
         federation |= {"client_optimizer_state": "carry"}
+    elif name == "masked":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = BertForMaskedLM(tiny_model().config)
+        clients = {name: data.remove_columns("labels") for name, data in clients.items()}
+        others = {"eval_dataset": rows(7, seed=9).remove_columns("labels")}
+        others["data_collator"] = DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)
     elif name == "noise":
         others["postprocessors"] = [Noise()]
     elif name == "one client":

@@ -19,11 +19,18 @@ from typing import Any
 from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from ..generators import seed_generators
+from ..generators import derived_seed, seed_generators
 
 
 class UnsupportedTrainerError(ValueError):
@@ -69,6 +76,26 @@ class LocalTraining:
         """Length of the learning-rate curve, in optimizer steps of this client."""
         return num_training_steps * self.num_rounds if self.global_schedule else num_training_steps
 
+    def check_optimizer(self, trainer: Trainer) -> None:
+        """
+        Refuse an optimizer that trains something beside the exchanged parameters.
+
+        Args:
+            trainer (`transformers.Trainer`): The client's, with its optimizer.
+
+        Raises:
+            UnsupportedTrainerError: If it does. The message names the parameter.
+        """
+        exchanged = {id(parameter) for parameter in self.parameters.values()}
+        for group in trainer.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in exchanged:
+                    raise UnsupportedTrainerError(
+                        f"The optimizer trains {_name_on(trainer, parameter)}, which is no part of the model: it "
+                        "would not travel, and one client's would reach the next. Put it into the model before the "
+                        "trainer is built (a loss with parameters as a module of the model), or leave it out."
+                    )
+
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
         """Move a fresh schedule to this client's place in the run: round × its local steps."""
         position = self.round * num_training_steps if self.global_schedule else 0
@@ -85,6 +112,15 @@ class LocalTraining:
             warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
             for _ in range(position):
                 scheduler.step()
+
+
+def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:
+    for name, value in vars(trainer).items():
+        inside = {"": value} if not isinstance(value, nn.Module) else dict(value.named_parameters(prefix="."))
+        for path, candidate in inside.items():
+            if candidate is parameter:
+                return repr(f"{name}{path[1:]}")
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 class EpochOffsetLoader:
@@ -228,6 +264,23 @@ def local_trainer(
     client.hp_search_backend = None
     client._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
     return client
+
+
+def fresh_collator(collator: Any, seed: int | None = None) -> Any:
+    """
+    A collator that has drawn nothing yet, where it masks from a seed of its own; any other as it is.
+
+    Args:
+        collator (`Any`): The trainer's, which is not changed.
+        seed (`int`, *optional*): A client's, on which the masks then depend too.
+    """
+    if not isinstance(collator, DataCollatorForLanguageModeling) or collator.seed is None:
+        return collator
+    fresh = copy.copy(collator)
+    fresh.generator = None
+    if seed is not None:
+        fresh.seed = derived_seed(seed, "collator", collator.seed)
+    return fresh
 
 
 @contextmanager

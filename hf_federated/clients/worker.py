@@ -25,6 +25,7 @@ from .local_training import (
     LocalTrainingCallback,
     UnsupportedTrainerError,
     client_arguments,
+    fresh_collator,
     local_trainer,
     preserved_process_state,
 )
@@ -156,6 +157,7 @@ class ClientWorker:
                 # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
                 seed = self._args.seed if self._args.data_seed is None else self._args.data_seed
                 seed_torch(seed)
+                trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)
             try:
                 trainer.train()
             except BaseException:

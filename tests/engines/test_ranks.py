@@ -17,7 +17,7 @@ from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
-SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora", "noise"]
+SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora", "noise", "masked"]
 
 Launch = Callable[..., dict[str, Any]]
 
@@ -122,7 +122,7 @@ def test_a_client_stays_where_its_state_is(finished) -> None:
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora"])
+@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked"])
 def test_a_checkpoint_resumes_on_another_number_of_processes(
     launch, finished, tmp_path: Path, scenario: str, before: int, after: int
 ) -> None:
@@ -135,6 +135,8 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(
     assert same_bits(weights(never_stopped), weights(tmp_path))
     assert notes(never_stopped)["ledger"] == notes(tmp_path)["ledger"]
     assert notes(never_stopped)["total_flos"] == notes(tmp_path)["total_flos"]
+    logs_of_both = [without_timings(notes(path)["log"], "train_loss") for path in (never_stopped, tmp_path)]
+    assert logs_of_both[0] == logs_of_both[1]
 
 
 def test_checkpoints_hold_the_same_files_on_any_number_of_processes(finished) -> None:
