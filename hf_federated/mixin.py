@@ -131,13 +131,14 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer. The run ends in the same bytes as one
-                that was never stopped.
+                that was never stopped. Of the federation a resume may change `num_rounds`, `min_clients`,
+                `evaluate_clients`, `log_clients`, `parallelism` and `client_store`.
             trial (`Any`, *optional*): As in Trainer; hyperparameter search is refused in a federation.
             ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
 
         Raises:
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
-            ValueError: If the checkpoint is not one of a federation.
+            ValueError: If the checkpoint is not one of this federation, or not whole.
         """
         runtime = self._runtime
         if runtime is None or self.local_training is not None:

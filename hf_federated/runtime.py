@@ -21,7 +21,7 @@ from .adapters import Exchange, freeze_layers
 from .aggregation import build_aggregation
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
-from .checks import check_arguments, check_clients, resolve_federation
+from .checks import check_arguments, check_clients, check_resumed, federation_identity, resolve_federation
 from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, batches_per_round
 from .config import FederatedConfig
 from .data import FederatedDataset
@@ -121,6 +121,11 @@ class FederationRuntime:
         assert self.config.num_rounds is not None
         return self.config.num_rounds
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one it goes on from."""
+        return federation_identity(self.config, self.aggregation, self.clients)
+
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the configuration says."""
         if self.config.freeze is not None:
@@ -165,9 +170,10 @@ class FederationRuntime:
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             saved = read_server_state(checkpoint)
+            check_resumed(saved["identity"], self.identity, checkpoint)
             self.aggregation.load_state_dict(saved["aggregation"])
             engine.ledger = Ledger.from_dict(saved["ledger"])
-            engine.load(clients_directory(checkpoint))
+            engine.load(clients_directory(checkpoint), saved["clients"])
             if "weights" in saved:
                 exchange.write(saved["weights"])
         self.ledger = engine.ledger
@@ -252,22 +258,30 @@ class FederationRuntime:
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the server's state, and room for what clients keep, into a checkpoint that is being made."""
-        state = {"aggregation": self.aggregation.state_dict(), "ledger": self.ledger.to_dict()}
-        if isinstance(self._trainer.model, PeftModel):
-            state["weights"] = self.loop.server.weights
-        write_server_state(checkpoint, state)
-        clients_directory(checkpoint).mkdir()
-
-    def save_clients(self, checkpoint: Path) -> None:
-        """Write what this process's clients keep into a checkpoint that is being made; after `save`."""
+        """
+        Write the federation's state into a checkpoint that is being made: every process what its clients keep, the
+        main process the server's. The main process has made the directory for clients.
+        """
         directory = clients_directory(checkpoint)
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
                 f"{self.processes.rank}: `output_dir` must lie on a file system that all processes share."
             )
-        self.loop.engine.save(directory)
+        digests: dict[str, str] = {}
+        for theirs in self.processes.gather(self.loop.engine.save(directory)):
+            digests |= theirs
+        if not self.processes.is_main:
+            return
+        state = {
+            "identity": self.identity,
+            "aggregation": self.aggregation.state_dict(),
+            "ledger": self.ledger.to_dict(),
+            "clients": dict(sorted(digests.items())),
+        }
+        if isinstance(self._trainer.model, PeftModel):
+            state["weights"] = self.loop.server.weights
+        write_server_state(checkpoint, state)
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""
