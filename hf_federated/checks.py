@@ -145,11 +145,14 @@ def check_clients(
         )
     if streams:
         logger.warning_once("A client's stream starts at its first rows again in every round.")
-    batch = args.train_batch_size
+    # With `parallelism="data"` a step takes a batch of every process.
+    shared_by = args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
+    batch = args.train_batch_size * shared_by
     small = [client_id for client_id in clients if rows[client_id] is not None and rows[client_id] < batch]
     if args.dataloader_drop_last and small:
+        of_each = f" ({args.train_batch_size} in each of {shared_by} processes)" if shared_by > 1 else ""
         raise ValueError(
-            f"{len(small)} clients have fewer rows than a batch of {batch}, for example {small[:5]}, and "
+            f"{len(small)} clients have fewer rows than a batch of {batch}{of_each}, for example {small[:5]}, and "
             "dataloader_drop_last=True leaves them nothing: set it to False, shrink "
             "`per_device_train_batch_size`, or leave these clients out."
         )

@@ -132,8 +132,12 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         clients = {"only": rows(22)}
         others = {}
         args["eval_strategy"] = "no"
-    elif name == "data many":
+    elif name in ("data many", "drop last"):
         federation = {"parallelism": "data"}
+        if name == "drop last":
+            # Too few for a batch of 4 in each of two processes.
+            clients = {"enough": rows(8), "small": rows(7)}
+            args["dataloader_drop_last"] = True
     else:
         raise ValueError(f"There is no scenario {name!r}.")
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}

@@ -167,6 +167,15 @@ def test_data_parallel_training_of_many_clients(finished) -> None:
     assert not same_bits(weights(directory), weights(finished("data many", 1)))
 
 
+def test_clients_with_less_than_a_batch_for_every_process_are_refused(launch, finished, tmp_path: Path) -> None:
+    assert notes(finished("drop last", 1))["cohorts"] == [["enough", "small"]] * 3
+    answer = launch(tmp_path, "drop last", 2)
+    assert answer["codes"] == [1, 1]
+    for rank in range(2):
+        last = (tmp_path / f"rank-{rank}.log").read_text().splitlines()[-1]
+        assert "1 clients have fewer rows than a batch of 8 (4 in each of 2 processes), for example ['small']" in last
+
+
 # ---- Failures
 
 
