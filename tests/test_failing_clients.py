@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,28 @@ def test_keys_that_differ_between_clients_are_refused_by_name(tmp_path) -> None:
     ):
         assert words in str(error.value)
     assert isinstance(error.value.__cause__, InvalidUpdateError)
+
+
+# ---- What is no client's fault
+
+
+def test_a_store_that_cannot_be_written_ends_the_run_and_no_client(tmp_path) -> None:
+    class InTheWay(FederatedCallback):
+        """Where clients keep their state is something else from the second round on."""
+
+        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
+            if server.round == 1:
+                shutil.rmtree(tmp_path / "client_store")
+                (tmp_path / "client_store").write_text("")
+
+    trainer = build(
+        tmp_path,
+        federation={"client_optimizer_state": "carry", "client_store": "disk"},
+        trainer={"callbacks": [InTheWay()]},
+    )
+    with pytest.raises(OSError, match=r"client_store/\w+\.safetensors'"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # ---- Stopped by the user

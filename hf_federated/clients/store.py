@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,9 @@ class DiskStore(ClientStore):
     Args:
         directory (`str` or `os.PathLike`): Where the files live. What lies there is deleted by `clear`.
 
+    Raises:
+        OSError: If a file cannot be written or read. The message names it.
+
     Example:
 
     ```python
@@ -149,14 +153,17 @@ class DiskStore(ClientStore):
 
     def get(self, client_id: str) -> dict[str, Any]:
         path = self.directory / _file_name(client_id)
-        return unpack(path.read_bytes())["state"] if path.exists() else {}
+        with _naming(path):
+            return unpack(path.read_bytes())["state"] if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _file_name(client_id)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(_pack(client_id, state))
-        os.replace(partial, path)
+        blob = _pack(client_id, state)
+        with _naming(path):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(blob)
+            os.replace(partial, path)
         self._digests[client_id] = None
 
     def __contains__(self, client_id: object) -> bool:
@@ -182,6 +189,21 @@ class DiskStore(ClientStore):
             path = _checked_file(directory, client_id, digest)
             _link(path, self.directory / path.name)
         self._digests.update(digests)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error say which file it was about: a full disk, for one, does not."""
+    try:
+        yield
+    except OSError as error:
+        reason = (
+            f"{error.strerror or error}. What clients keep lies below `output_dir`: make room there, choose another "
+            "place, or set client_store='memory'"
+        )
+        raise OSError(error.errno, reason, os.fspath(path)) from error
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r}: {error}") from error
 
 
 def _digest(path: Path) -> str:

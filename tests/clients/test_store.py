@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +257,28 @@ def test_a_file_left_half_written_is_no_state(tmp_path):
 def test_a_store_goes_on_where_its_directory_stands(tmp_path):
     DiskStore(tmp_path / "store").set("a", tree(1.0))
     assert_is(DiskStore(tmp_path / "store").get("a"), 1.0)
+
+
+def test_an_error_of_the_disk_names_the_file_and_what_to_change(tmp_path):
+    (tmp_path / "in the way").write_text("")
+    store = DiskStore(tmp_path / "in the way")
+    with pytest.raises(FileExistsError, match=r"client_store='memory'.*in the way/\w+\.safetensors'"):
+        store.set("a", tree())
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(path, blob):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left.*make room.*/\w+\.safetensors'"):
+        DiskStore(tmp_path / "store").set("a", tree())
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    store = DiskStore(tmp_path / "store")
+    store.set("a", tree())
+    (file,) = store.directory.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{file.name}': .*damaged"):
+        store.get("a")
