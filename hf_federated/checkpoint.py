@@ -3,7 +3,8 @@
 A checkpoint is written under another name and gets its own by one rename. What a federation adds to the files of
 `Trainer` lies in `federated/` inside it, all as packed trees (safetensors with a JSON header):
 
-- `server.safetensors`: the algorithms' state, the ledger, and of an adapter the exchanged values themselves, because
+- `server.safetensors`: which federation it is, the algorithms' state, the ledger, the digests of the clients' files,
+  and of an adapter the exchanged values themselves, because
   what PEFT saves of a prompt-learning method cannot be trained further;
 - `clients/`: what clients keep, one file each.
 """
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .messages import pack, unpack
@@ -43,7 +45,8 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     What `write_server_state` wrote.
 
     Raises:
-        ValueError: If the directory is not a checkpoint of a federation. The message says what is missing.
+        ValueError: If the directory is not a checkpoint of a federation, or the file is damaged. The message says what
+            is missing.
     """
     path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
     if not path.is_file():
@@ -51,7 +54,28 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
             f"{os.fspath(checkpoint)!r} is no checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is missing. "
             "It may stem from a plain Trainer or have been saved with `save_only_model=True`."
         )
-    return unpack(path.read_bytes())
+    try:
+        return unpack(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r}: {error}") from error
+
+
+def check_weights(checkpoint: str | os.PathLike[str]) -> None:
+    """
+    Open the files of the model's weights, without reading them.
+
+    Raises:
+        ValueError: If one was damaged or cut short. The message names it.
+    """
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} was damaged or copied in part ({error}). Copy the checkpoint again, or resume "
+                "from another one."
+            ) from error
 
 
 def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:

@@ -22,6 +22,8 @@ SPLIT_NAMES = {"train", "validation", "valid", "dev", "test"}
 SINGLE_CLIENT = "0"
 # Their learning rate depends on evaluations that happen between rounds, outside any client.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+# How long a run is, what is watched, and where it happens.
+MAY_CHANGE = ("num_rounds", "min_clients", "evaluate_clients", "log_clients", "parallelism", "client_store")
 
 
 def as_federated_dataset(train_dataset: Any, federation: FederatedConfig | None) -> FederatedDataset | None:
@@ -143,16 +145,62 @@ def check_clients(
         )
     if streams:
         logger.warning_once("A client's stream starts at its first rows again in every round.")
-    batch = args.train_batch_size
+    # With `parallelism="data"` a step takes a batch of every process.
+    shared_by = args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
+    batch = args.train_batch_size * shared_by
     small = [client_id for client_id in clients if rows[client_id] is not None and rows[client_id] < batch]
     if args.dataloader_drop_last and small:
+        of_each = f" ({args.train_batch_size} in each of {shared_by} processes)" if shared_by > 1 else ""
         raise ValueError(
-            f"{len(small)} clients have fewer rows than a batch of {batch}, for example {small[:5]}, and "
+            f"{len(small)} clients have fewer rows than a batch of {batch}{of_each}, for example {small[:5]}, and "
             "dataloader_drop_last=True leaves them nothing: set it to False, shrink "
             "`per_device_train_batch_size`, or leave these clients out."
         )
     _check_labels(trainer, clients)
     return sampler
+
+
+def federation_identity(
+    federation: FederatedConfig, algorithm: Aggregation, clients: FederatedDataset
+) -> dict[str, Any]:
+    """What makes a run this run and no other: whatever changes its numbers, except for its length."""
+    identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
+    del identity["aggregation_kwargs"]
+    return {**identity, "aggregation": repr(algorithm), "clients": dict(sorted(clients.num_rows.items()))}
+
+
+def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
+    """
+    Refuse to go on from the checkpoint of another federation.
+
+    Args:
+        saved (`Mapping[str, Any]`): The [`federation_identity`] of the checkpoint.
+        now (`Mapping[str, Any]`): That of the trainer.
+        checkpoint (`str`): Where the checkpoint lies.
+
+    Raises:
+        ValueError: If they differ. The message names what differs, with both values.
+    """
+    changes = [
+        f"{name}: here {now[name]!r}, there {saved.get(name)!r}"
+        for name in now
+        if name != "clients" and now[name] != saved.get(name)
+    ]
+    here, there = now["clients"], saved["clients"]
+    for where, ids in (("here", here.keys() - there.keys()), ("there", there.keys() - here.keys())):
+        if ids:
+            changes.append(f"{len(ids)} clients are only {where}, for example {sorted(ids)[:3]}")
+    changes += [
+        f"rows of client {client_id!r}: here {here[client_id]}, there {there[client_id]}"
+        for client_id in here
+        if client_id in there and here[client_id] != there[client_id]
+    ][:3]
+    if changes:
+        raise ValueError(
+            f"{checkpoint!r} is of another federation (there) than this run (here). {'; '.join(changes)}. Resume with "
+            "what the checkpoint has, or start a new run from its model. What a resume may change: "
+            f"{', '.join(MAY_CHANGE)}."
+        )
 
 
 def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:

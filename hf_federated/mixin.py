@@ -24,10 +24,11 @@ from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
 from .checks import as_federated_dataset
+from .clients import fresh_collator
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .postprocessing import Postprocessor
-from .preparation import Preparation, PreparedClients, PreparingMixin
+from .preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
 from .processes import shared_construction
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
@@ -37,6 +38,7 @@ from .saving import SavingMixin
 class FederatedMixin(SavingMixin, PreparingMixin):
     """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
 
+    data_collator: Any
     lr_scheduler: Any
     neftune_noise_alpha: float | None
 
@@ -77,11 +79,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             given["eval_dataset"] = eval_clients.to_dataset()
         # A constructor that prepares its rows gets one client's, and what it does with them is done with all clients'.
         first = next(iter(clients))
-        given["train_dataset"] = clients[first] if self.prepares_data() else None
+        given["train_dataset"] = clients[first] if self.prepares_data() else StandIn(type(self), clients)
         train, evaluation = Preparation(given["train_dataset"]), Preparation(given.get("eval_dataset"))
         self._preparations = [train, evaluation]
         super().__init__(**given)
         self._preparations = None
+        for name, preparation, of_clients in (
+            ("train_dataset", train, clients),
+            ("eval_dataset", evaluation, eval_clients),
+        ):
+            if of_clients is not None and getattr(self, name) is not preparation.prepared:
+                raise uses_its_data(type(self), f"`{name}` is another one afterwards")
         self.train_dataset = clients
         self._runtime = FederationRuntime(
             trainer=self,
@@ -136,14 +144,15 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer. The run ends in the same bytes as one
-                that was never stopped.
+                that was never stopped. Of the federation a resume may change `num_rounds`, `min_clients`,
+                `evaluate_clients`, `log_clients`, `parallelism` and `client_store`.
             trial (`Any`, *optional*): As in Trainer; hyperparameter search is refused in a federation.
             ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
 
         Raises:
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
             LaunchFailedError: If an earlier run over several processes failed: their launch must be started again.
-            ValueError: If the checkpoint is not one of a federation.
+            ValueError: If the checkpoint is not one of this federation, or not whole.
         """
         runtime = self._runtime
         if runtime is None or self.local_training is not None:
@@ -189,6 +198,13 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         read_server_state(resume_from_checkpoint)
         return resume_from_checkpoint
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""
+        model = super().call_model_init(trial)
+        if self._runtime is not None:
+            self._runtime.freeze(model)
+        return model
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -218,6 +234,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.get_eval_dataloader`. Of several clients, a collator with a seed starts anew in each evaluation."""
+        # One client equals the plain Trainer, whose evaluations draw on from where training stands.
+        if self._runtime is None or len(self.clients) == 1:
+            return super().get_eval_dataloader(*args, **kwargs)
+        users, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = users
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         # The parent's builds another data set even when there is nothing to remove, which takes a client milliseconds.
         columns = self._signature_columns
@@ -232,8 +259,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return self.optimizer
         # A user's override may know neither the argument nor the return value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self.local_training is not None and self.local_training.optimizer_state is not None:
-            self.optimizer.load_state_dict(self.local_training.optimizer_state)
+        local = self.local_training
+        if local is not None:
+            local.check_optimizer(self)
+            if local.optimizer_state is not None:
+                self.optimizer.load_state_dict(local.optimizer_state)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

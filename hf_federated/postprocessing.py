@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .generators import derived_seed, own_draws
 from .messages import ClientUpdate, Fit
 from .validation import InvalidUpdateError
 
@@ -19,6 +20,10 @@ from .validation import InvalidUpdateError
 class Postprocessor:
     """
     A step between a client's training and the aggregate. The sides share constructor arguments and no state.
+
+    Either side may draw from the global generators of torch, numpy and Python: they are seeded for it from the run's
+    seed, the client and the round, and put back afterwards. So no two updates get the same noise, and the same run has
+    the same noise over any number of processes. A generator of the step's own has none of this.
 
     Example:
 
@@ -173,16 +178,20 @@ class SendChanges(Postprocessor):
 
 
 def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, message: Fit) -> ClientUpdate:
-    """All client sides, in order."""
-    for step in steps:
-        update = step.client_side(update, message)
+    """All client sides, in order. What they draw follows from the message's seed."""
+    if steps:
+        with own_draws(derived_seed(message.seed, "client side")):
+            for step in steps:
+                update = step.client_side(update, message)
     return update
 
 
 def run_server_side(
-    steps: Sequence[Postprocessor], update: ClientUpdate, state: dict[str, torch.Tensor]
+    steps: Sequence[Postprocessor], update: ClientUpdate, state: dict[str, torch.Tensor], seed: int
 ) -> ClientUpdate:
-    """All server sides, in reverse order."""
-    for step in reversed(steps):
-        update = step.server_side(update, state)
+    """All server sides, in reverse order. What they draw follows from the seed that the client was sent."""
+    if steps:
+        with own_draws(derived_seed(seed, "server side")):
+            for step in reversed(steps):
+                update = step.server_side(update, state)
     return update

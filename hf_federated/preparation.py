@@ -4,6 +4,9 @@ Some trainers tokenize, pack or score their rows when they are built: TRL's and 
 federated trainer is built with one client's rows in the place of all; what the constructor does with them is noted
 and done again with the rows of each other client, when these are first asked for. No second trainer is ever built: its
 constructor would change the shared model.
+
+Of other trainers the constructor gets a stand-in for the rows. It may hand it on and no more: what it did with one
+client's rows could not be done again with another's.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .clients import UnsupportedTrainerError
 from .data import FederatedDataset
 
 
@@ -42,6 +46,55 @@ class Preparation:
     def uses_weights(self) -> bool:
         """Whether it must be done before any training."""
         return any(name in USES_WEIGHTS for name, _, _ in self.calls)
+
+
+class StandIn:
+    """
+    In the place of the training data while a trainer is built. It has the type and the number of rows of the clients'
+    data, which `Trainer` looks at, and refuses everything else.
+
+    Args:
+        trainer_class (`type`): Whose constructor gets it.
+        clients ([`FederatedDataset`]): Whose rows it stands for.
+    """
+
+    def __init__(self, trainer_class: type, clients: FederatedDataset) -> None:
+        self._trainer_class = trainer_class
+        self._type = type(clients[next(iter(clients))])
+        self._num_rows = sum(rows or 0 for rows in clients.num_rows.values())
+
+    # Code that asks for a type before it prepares rows would otherwise leave them as they are, without a word.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._type
+
+    def __len__(self) -> int:
+        # Streams count as none, but `Trainer` refuses data without a length.
+        return self._num_rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise uses_its_data(self._trainer_class, f"it asks for {name!r}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise uses_its_data(self._trainer_class, f"it reads {key!r}")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise uses_its_data(self._trainer_class, "it goes over the rows")
+
+
+def uses_its_data(trainer_class: type, how: str) -> UnsupportedTrainerError:
+    """The error of a trainer that does something with its data in its constructor."""
+    return UnsupportedTrainerError(
+        f"The constructor of {trainer_class.__name__} does something with its data ({how}), which would reach no "
+        "client: each has rows of its own. Do it to the clients' data before the trainer is built, with "
+        "`FederatedDataset.map` or a `filter` of each client's data set, and pass what follows from the data, such as "
+        "class weights, as an argument."
+    )
 
 
 class PreparingMixin(_Base):

@@ -119,6 +119,8 @@ class RoundLoop:
         self._fire = fire
         self._write = write
         self._sent_dtype = sent_dtype
+        # The global state to fall back on.
+        self._settled = server.weights
         # What clients are sent, the same for all of them.
         self._sent: dict[str, torch.Tensor] = {}
         self._sent_extra: dict[str, torch.Tensor] = {}
@@ -134,9 +136,18 @@ class RoundLoop:
             [`RoundSummary`]: What it came to.
 
         Raises:
-            RoundFailedError: If fewer than `min_clients` updates were accepted. The model holds the global state that
-                the round started from.
+            RoundFailedError: If fewer than `min_clients` updates were accepted.
+
+        Whatever ends it, the model holds the global state of the last finished aggregation, and no client's.
         """
+        self._settled = self.server.weights
+        try:
+            return self._run(round)
+        except BaseException:
+            self._write(self._settled)
+            raise
+
+    def _run(self, round: int) -> RoundSummary:
         server = self.server
         server.round = round
         server.cohort = self._sampler(round)
@@ -170,13 +181,13 @@ class RoundLoop:
         server.rejected = {client_id: reason for client_id, reason in outcomes.items() if isinstance(reason, str)}
         self._sent, self._sent_extra = {}, {}
         if len(rows) < self._min_clients:
-            self._write(server.weights)
             self._raise_failed(len(rows), first_error)
         for accumulator in server.accumulators:
             self.engine.reduce(plan, accumulator, server.weights, server.expected_extra)
         self._fire("on_aggregate")
         aggregated = server.weights
         self._write(aggregated)
+        self._settled = aggregated
         self._fire("on_distill")
         if server.weights is not aggregated:
             self._write(server.weights)
@@ -184,8 +195,12 @@ class RoundLoop:
 
     def _fit_message(self, client_id: str) -> Fit:
         server = self.server
-        seed = client_seed(self._seed, client_id, server.round)
-        return Fit(server.round, client_id, seed, self._sent, self._sent_extra, server.fit_settings)
+        return Fit(
+            server.round, client_id, self._seed_of(client_id), self._sent, self._sent_extra, server.fit_settings
+        )
+
+    def _seed_of(self, client_id: str) -> int:
+        return client_seed(self._seed, client_id, self.server.round)
 
     def _accept(self, reply: Message) -> ClientUpdate:
         server = self.server
@@ -193,7 +208,7 @@ class RoundLoop:
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
-        update = run_server_side(self._postprocessors, reply, server.weights)
+        update = run_server_side(self._postprocessors, reply, server.weights, self._seed_of(reply.client_id))
         check_update(update, server.round, server.weights, server.expected_extra)
         return update
 
@@ -222,12 +237,15 @@ class RoundLoop:
             server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent), "evaluation"
         )
         results: dict[str, dict[str, float]] = {}
-        for reply in self.engine.run(plan):
-            if not isinstance(reply, Metrics):
-                assert isinstance(reply, ClientFailure)
-                raise RoundFailedError(
-                    f"Client {reply.client_id!r} could not be evaluated: {reply.error}"
-                ) from self.engine.last_error
-            results[reply.client_id] = reply.metrics
-        self._write(server.weights)
+        try:
+            for reply in self.engine.run(plan):
+                if not isinstance(reply, Metrics):
+                    assert isinstance(reply, ClientFailure)
+                    raise RoundFailedError(
+                        f"Client {reply.client_id!r} could not be evaluated: {reply.error}"
+                    ) from self.engine.last_error
+                results[reply.client_id] = reply.metrics
+        finally:
+            # With `exchange_dtype` clients were sent something narrower.
+            self._write(server.weights)
         return self.engine.gather(plan, results)

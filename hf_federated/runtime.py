@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
@@ -21,7 +22,7 @@ from .aggregation import build_aggregation
 from .agreement import check_agreement, describe
 from .callbacks import AggregationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
-from .checks import check_arguments, check_clients, resolve_federation
+from .checks import check_arguments, check_clients, check_resumed, federation_identity, resolve_federation
 from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, batches_per_round
 from .config import FederatedConfig
 from .data import FederatedDataset
@@ -98,8 +99,7 @@ class FederationRuntime:
             trainer.add_callback(AggregationCallback(self.aggregation))
         check_arguments(trainer, self.config, self.aggregation)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
-        if self.config.freeze is not None:
-            freeze_layers(trainer.model, self.config.freeze)
+        self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.
@@ -136,6 +136,16 @@ class FederationRuntime:
         """Rounds of the run."""
         assert self.config.num_rounds is not None
         return self.config.num_rounds
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one it goes on from."""
+        return federation_identity(self.config, self.aggregation, self.clients)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what the configuration says."""
+        if self.config.freeze is not None:
+            freeze_layers(model, self.config.freeze)
 
     def start(self, args: TrainingArguments, checkpoint: str | None) -> None:
         """
@@ -177,9 +187,10 @@ class FederationRuntime:
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             saved = read_server_state(checkpoint)
+            check_resumed(saved["identity"], self.identity, checkpoint)
             self.aggregation.load_state_dict(saved["aggregation"])
             engine.ledger = Ledger.from_dict(saved["ledger"])
-            engine.load(clients_directory(checkpoint))
+            engine.load(clients_directory(checkpoint), saved["clients"])
             if "weights" in saved:
                 exchange.write(saved["weights"])
         if self.spreads_clients:
@@ -273,22 +284,32 @@ class FederationRuntime:
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the server's state, and room for what clients keep, into a checkpoint that is being made."""
-        state = {"aggregation": self.aggregation.state_dict(), "ledger": self.ledger.to_dict()}
-        if isinstance(self._trainer.model, PeftModel):
-            state["weights"] = self.loop.server.weights
-        write_server_state(checkpoint, state)
-        clients_directory(checkpoint).mkdir()
-
-    def save_clients(self, checkpoint: Path) -> None:
-        """Write what this process's clients keep into a checkpoint that is being made; after `save`."""
+        """
+        Write the federation's state into a checkpoint that is being made: every process what its clients keep, the
+        main process the server's. The main process has made the directory for clients.
+        """
         directory = clients_directory(checkpoint)
         if not directory.is_dir():
             raise FileNotFoundError(
                 f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
                 f"{self.processes.rank}: `output_dir` must lie on a file system that all processes share."
             )
-        self.loop.engine.save(directory)
+        digests: dict[str, str] = {}
+        for theirs in self.processes.gather(
+            f"{checkpoint.name}: the clients' files", self.loop.engine.save(directory)
+        ):
+            digests |= theirs
+        if not self.processes.is_main:
+            return
+        state = {
+            "identity": self.identity,
+            "aggregation": self.aggregation.state_dict(),
+            "ledger": self.ledger.to_dict(),
+            "clients": dict(sorted(digests.items())),
+        }
+        if isinstance(self._trainer.model, PeftModel):
+            state["weights"] = self.loop.server.weights
+        write_server_state(checkpoint, state)
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""

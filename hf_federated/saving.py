@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .cards import render_model_card
-from .checkpoint import publish, rotate, staged_directory
+from .checkpoint import check_weights, clients_directory, publish, rotate, staged_directory
 from .roles import RoleMixin
 
 
@@ -58,11 +58,10 @@ class SavingMixin(RoleMixin):
             if processes.is_main:
                 self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
                 if not self.args.save_only_model:
-                    runtime.save(staged)
-            processes.wait(f"{final.name}: room for clients")
+                    clients_directory(staged).mkdir(parents=True)
+            processes.wait(f"{final.name}: room for clients, and all other files")
             if not self.args.save_only_model:
-                runtime.save_clients(staged)
-            processes.wait(f"{final.name}: the clients' files")
+                runtime.save(staged)
             if processes.is_main:
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best)
@@ -77,6 +76,8 @@ class SavingMixin(RoleMixin):
             return
         # Not every trainer's method knows the second argument.
         given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+        if self._is_federating:
+            check_weights(resume_from_checkpoint)
         super()._load_from_checkpoint(*given)
 
     def _load_best_model(self) -> None:

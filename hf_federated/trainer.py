@@ -17,7 +17,9 @@ class FederatedTrainer(FederatedMixin, Trainer):
     It takes everything that `Trainer` takes, with a step that is a round. `train_dataset` is a [`FederatedDataset`],
     a mapping of client ids to data sets, or a plain data set, which is one client. Without `federation` and with a
     plain data set it is `Trainer`. What a client's trainer assigns to itself stays with that client and is gone
-    afterwards, as it would be on another machine.
+    afterwards, as it would be on another machine. What it changes in place (a list on the trainer, the state of a
+    collator of your own) is shared by the clients of a process and cannot be noticed: training must not depend on it,
+    or it must follow from the step.
 
     Args:
         federation ([`FederatedConfig`], *optional*):

@@ -23,6 +23,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+def masking_tokenizer() -> PreTrainedTokenizerFast:
+    """The same with a word to mask by."""
+    with_mask = tokenizer()
+    with_mask.add_special_tokens({"mask_token": "<mask>"})
+    return with_mask
+
+
 def language_model(hidden_size: int = 16) -> LlamaForCausalLM:
     """Two layers of Llama; the same weights at each call."""
     with torch.random.fork_rng():

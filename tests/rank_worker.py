@@ -9,8 +9,10 @@ lies in `rank-<number>.log`.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -19,13 +21,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from language import masking_tokenizer
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
 from safetensors.torch import save_file
 from tiny import arguments, rows, tiny_model
 from torch import nn
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+)
 
 from hf_federated import (
     FederatedCallback,
@@ -33,9 +43,11 @@ from hf_federated import (
     FederatedDataset,
     FederatedTrainer,
     FedOpt,
+    Postprocessor,
     Scaffold,
     federate,
 )
+from hf_federated.messages import ClientUpdate
 
 
 NUM_ROUNDS = 3
@@ -82,6 +94,21 @@ def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+class Noise(Postprocessor):
+    """Adds noise from the global generators on both sides."""
+
+    def client_side(self, update, message):
+        return self.noisy(update)
+
+    def server_side(self, update, state):
+        return self.noisy(update)
+
+    def noisy(self, update: ClientUpdate) -> ClientUpdate:
+        scale = 1e-2 * random.random() * np.random.random()
+        state = {name: value + scale * torch.randn_like(value) for name, value in update.state.items()}
+        return dataclasses.replace(update, state=state)
+
+
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
     # A federation under test must not depend on draws that differ by rank.
@@ -104,6 +131,15 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         args |= {"optim": "sgd", "learning_rate": 0.05}
     elif name == "carry":
         federation |= {"client_optimizer_state": "carry"}
+    elif name == "masked":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = BertForMaskedLM(tiny_model().config)
+        clients = {name: data.remove_columns("labels") for name, data in clients.items()}
+        others = {"eval_dataset": rows(7, seed=9).remove_columns("labels")}
+        others["data_collator"] = DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)
+    elif name == "noise":
+        others["postprocessors"] = [Noise()]
     elif name == "one client":
         clients = {"only": rows(10)}
         federation["clients_per_round"] = 1
@@ -128,8 +164,12 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         clients = {"only": rows(22)}
         others = {}
         args["eval_strategy"] = "no"
-    elif name == "data many":
+    elif name in ("data many", "drop last"):
         federation = {"parallelism": "data"}
+        if name == "drop last":
+            # Too few for a batch of 4 in each of two processes.
+            clients = {"enough": rows(8), "small": rows(7)}
+            args["dataloader_drop_last"] = True
     else:
         raise ValueError(f"There is no scenario {name!r}.")
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hf_federated.checkpoint import (
     STAGING_DIR,
+    check_weights,
     clients_directory,
     discard,
     list_checkpoints,
@@ -51,8 +53,18 @@ def test_a_damaged_server_state_is_refused(tmp_path):
     write_server_state(tmp_path, {"step": 1})
     file = tmp_path / "federated" / "server.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match=r"federated/server\.safetensors': .*damaged"):
         read_server_state(tmp_path)
+
+
+def test_weights_cut_short_are_refused_by_the_files_name(tmp_path):
+    for number in (1, 2):
+        save_file({"w": torch.ones(9)}, tmp_path / f"model-{number}.safetensors")
+    check_weights(tmp_path)
+    file = tmp_path / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"/model-2\.safetensors' was damaged or copied in part"):
+        check_weights(tmp_path)
 
 
 def test_nothing_is_a_checkpoint_before_it_is_published(tmp_path):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from language import masking_tokenizer
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from hf_federated import (
     AGGREGATIONS,
@@ -66,19 +67,21 @@ def trained(
     base: type[Trainer] = Trainer,
     client_callbacks: Sequence[TrainerCallback] = (),
     federation: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of two rounds, trained."""
-    trainer = federate(base)(
+    """A federation of two rounds, trained; `kwargs` are training arguments."""
+    federated = federate(base)(
         model=tiny_model() if model is None else model,
         args=arguments(tempfile.mkdtemp(), **kwargs),
         train_dataset=train_dataset,
         callbacks=list(callbacks),
         client_callbacks=client_callbacks,
         federation=FederatedConfig(**{"num_rounds": 2, **(federation or {})}),
+        **(trainer or {}),
     )
-    trainer.train()
-    return trainer
+    federated.train()
+    return federated
 
 
 # ---- 2: the global state, its own data, its own seed
@@ -108,6 +111,86 @@ def test_an_update_does_not_depend_on_what_was_drawn_before() -> None:
     trained(CLIENTS, undisturbed)
     trained(CLIENTS, Draw(), disturbed)
     assert disturbed.updates == undisturbed.updates
+
+
+def masked_language_model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return BertForMaskedLM(tiny_model().config)
+
+
+def test_what_a_collator_with_a_seed_masks_is_the_clients_own() -> None:
+    def updates(names: str, seed: int = 7) -> Recorder:
+        collator = DataCollatorForLanguageModeling(masking_tokenizer(), seed=seed)
+        recorder = Recorder()
+        trained(
+            {name: CLIENTS[name].remove_columns("labels") for name in names},
+            recorder,
+            model=masked_language_model(),
+            trainer={"data_collator": collator, "eval_dataset": rows(4).remove_columns("labels")},
+            federation={"aggregation": Standstill()},
+            eval_strategy="steps",
+        )
+        assert collator.generator is None
+        return recorder
+
+    pair, three, other_seed = updates("ab"), updates("cba"), updates("ab", seed=8)
+    for round in range(2):
+        for name in "ab":
+            assert three.updates[round, name] == pair.updates[round, name] != other_seed.updates[round, name]
+
+
+def test_two_clients_with_the_same_rows_mask_differently() -> None:
+    recorder, masks = Recorder(), []
+
+    class Masks(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            masks.append(inputs["labels"].sum().item())
+            return super().compute_loss(model, inputs, **kwargs)
+
+    data = rows(8).remove_columns("labels")
+    trained(
+        {"a": data, "b": data},
+        recorder,
+        model=masked_language_model(),
+        base=Masks,
+        trainer={"data_collator": DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)},
+        federation={"aggregation": Standstill()},
+    )
+    assert len(set(recorder.updates.values())) == 4
+    assert len(set(masks)) == 8
+
+
+class Tempered(Trainer):
+    """A loss with a parameter of its own, trained beside the model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.criterion = nn.ParameterDict({"temperature": nn.Parameter(torch.ones(()))})
+
+    def create_optimizer(self) -> Any:
+        super().create_optimizer()
+        self.optimizer.add_param_group({"params": list(self.criterion.parameters())})
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, **kwargs):
+        logits = model(input_ids=inputs["input_ids"]).logits * self.criterion["temperature"]
+        return nn.functional.cross_entropy(logits, inputs["labels"])
+
+
+@pytest.mark.parametrize("clients", [CLIENTS, {"a": CLIENTS["a"]}], ids=["many", "one"])
+def test_parameters_that_would_not_travel_are_refused_by_name(clients) -> None:
+    with pytest.raises(ValueError, match="optimizer trains 'criterion.temperature'.*would not travel.*into the model"):
+        trained(clients, base=Tempered)
+
+
+def test_an_optimizer_may_hold_what_is_frozen() -> None:
+    class Everything(Trainer):
+        def create_optimizer(self) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    trained(CLIENTS, base=Everything, federation={"freeze": "embeddings"})
 
 
 def test_federation_seed_changes_the_updates_but_not_the_order_of_rows() -> None:

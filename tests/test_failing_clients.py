@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -17,6 +19,7 @@ from hf_federated import (
     ClipUpdate,
     FederatedCallback,
     FederatedConfig,
+    FederatedDataset,
     FederatedTrainer,
     Postprocessor,
     RoundFailedError,
@@ -240,6 +243,28 @@ def test_keys_that_differ_between_clients_are_refused_by_name(tmp_path) -> None:
     assert isinstance(error.value.__cause__, InvalidUpdateError)
 
 
+# ---- What is no client's fault
+
+
+def test_a_store_that_cannot_be_written_ends_the_run_and_no_client(tmp_path) -> None:
+    class InTheWay(FederatedCallback):
+        """Where clients keep their state is something else from the second round on."""
+
+        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
+            if server.round == 1:
+                shutil.rmtree(tmp_path / "client_store")
+                (tmp_path / "client_store").write_text("")
+
+    trainer = build(
+        tmp_path,
+        federation={"client_optimizer_state": "carry", "client_store": "disk"},
+        trainer={"callbacks": [InTheWay()]},
+    )
+    with pytest.raises(OSError, match=r"client_store/\w+\.safetensors'"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
 # ---- Stopped by the user
 
 
@@ -270,6 +295,94 @@ def test_an_interrupt_passes_through_and_the_trainer_can_train_again(tmp_path) -
     fresh = FederatedTrainer(model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=CLIENTS)
     fresh.train()
     assert same_weights(trainer.model, fresh.model)
+
+
+def normalised_model() -> nn.Module:
+    """Its running statistics travel, one of them an integer, and those of the frozen normalisation stay."""
+    model = tiny_model()
+    model.dropout = nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16, affine=False))
+    return model
+
+
+def lora_model() -> nn.Module:
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+
+class EndsInTheSecondRound(FederatedCallback):
+    """Raises in an event of the second round; keeps the global state of the last aggregation before it."""
+
+    def __init__(self, event: str, error: type[BaseException]) -> None:
+        self.event = event
+        self.error = error
+        self.state: dict[str, torch.Tensor] = {}
+        self.round = 0
+
+    def on_round_begin(self, args, state, control, model, server, **kwargs) -> None:
+        self.round = server.round
+        self.keep(model)
+
+    def keep(self, model: nn.Module) -> None:
+        self.state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.event == "in a client" and self.round == 1 and (state.global_step, state.max_steps) == (2, 3):
+            raise self.error
+
+    def on_client_end(self, args, state, control, update, **kwargs) -> None:
+        if self.event == "between clients" and self.round == 1 and update.client_id == "b":
+            raise self.error
+
+    def on_aggregate(self, args, state, control, server, **kwargs) -> None:
+        if self.event == "aggregation" and self.round == 1:
+            raise self.error
+
+    def on_distill(self, args, state, control, model, server, **kwargs) -> None:
+        if self.event == "a state that cannot be written" and self.round == 1:
+            self.keep(model)
+            first, *others = server.weights
+            server.weights = {name: server.weights[name] + 1 for name in others}
+
+
+@pytest.mark.parametrize("build_model", [normalised_model, lora_model])
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ("in a client", KeyboardInterrupt),
+        ("between clients", ValueError),
+        ("aggregation", SystemExit),
+        ("a state that cannot be written", KeyError),
+    ],
+)
+def test_whatever_ends_a_round_the_model_holds_the_global_state(tmp_path, build_model, event, error) -> None:
+    ends = EndsInTheSecondRound(event, error)
+    trainer = build(
+        tmp_path,
+        {**CLIENTS, "big": rows(12)},
+        federation={"client_optimizer_state": "carry"},
+        trainer={"model": build_model(), "callbacks": [ends], "client_callbacks": [ends]},
+    )
+    with pytest.raises(error):
+        trainer.train()
+    assert ends.round == 1
+    now = trainer.model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in ends.state.items())
+
+
+def test_a_failed_evaluation_of_a_client_leaves_the_models_own_precision(tmp_path) -> None:
+    def fail(prediction: Any) -> dict[str, float]:
+        raise ValueError("no metric for these rows")
+
+    trainer = build(
+        tmp_path,
+        federation={"evaluate_clients": True, "exchange_dtype": "bfloat16"},
+        trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS)},
+    )
+    evaluate_rows = trainer._federation.evaluate_clients
+    trainer.compute_metrics = fail
+    with pytest.raises(RoundFailedError, match="no metric for these rows"):
+        evaluate_rows(trainer.args)
+    assert same_weights(trainer.model, tiny_model())
 
 
 @pytest.mark.parametrize("after", [RuntimeError, KeyboardInterrupt])

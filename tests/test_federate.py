@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.utils.data import DataLoader
@@ -110,6 +111,104 @@ def test_a_users_constructor_may_pass_everything_on(tmp_path, num_by_position) -
 def test_an_argument_given_twice_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="twice"):
         FederatedTrainer(tiny_model(), arguments(tmp_path), None, CLIENTS, train_dataset=CLIENTS)
+
+
+class LooksAtItsData(Trainer):
+    """A constructor that asks what can be answered: whether there is data, of which type, and how much."""
+
+    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
+        assert train_dataset and isinstance(train_dataset, (Dataset, IterableDataset))
+        self.num_rows = len(train_dataset)
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_users_constructor_may_look_at_its_data(tmp_path, is_stream) -> None:
+    clients = {name: data.to_iterable_dataset() if is_stream else data for name, data in CLIENTS.items()}
+    trainer = federate(LooksAtItsData)(
+        tiny_model(), arguments(tmp_path), train_dataset=clients, federation=FederatedConfig(1, local_steps=1)
+    )
+    trainer.train()
+    assert trainer.num_rows == (0 if is_stream else 18)
+
+
+class Mutates(Trainer):
+    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
+        if isinstance(train_dataset, Dataset):
+            train_dataset = train_dataset.map(lambda row: {"labels": 1 - row["labels"]})
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+
+
+class Drops(PassingOn):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.train_dataset is not None:
+            self.train_dataset = self.train_dataset.filter(lambda row: row["labels"] == 1)
+
+
+class Weights(PassingOn):
+    """Class weights from the labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights = torch.bincount(torch.tensor(self.train_dataset["labels"]))
+
+
+class Longest(PassingOn):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.longest = max(len(row["input_ids"]) for row in self.train_dataset)
+
+
+class Replaces(PassingOn):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.train_dataset = rows(3)
+
+
+class MutatesEvaluation(Trainer):
+    def __init__(self, *args: Any, eval_dataset: Any = None, **kwargs: Any) -> None:
+        eval_dataset = eval_dataset.map(lambda row: {"labels": 1 - row["labels"]})
+        super().__init__(*args, eval_dataset=eval_dataset, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("base", "how"),
+    [
+        (Mutates, "asks for 'map'"),
+        (Drops, "asks for 'filter'"),
+        (Weights, "reads 'labels'"),
+        (Longest, "goes over the rows"),
+        (Replaces, "`train_dataset` is another one afterwards"),
+        (MutatesEvaluation, "`eval_dataset` is another one afterwards"),
+    ],
+)
+def test_a_users_constructor_that_uses_its_data_is_refused(tmp_path, base, how) -> None:
+    with pytest.raises(ValueError, match=f"Federated{base.__name__} does something .*{how}.*`FederatedDataset.map`"):
+        federate(base)(
+            model=tiny_model(),
+            args=arguments(tmp_path),
+            train_dataset=CLIENTS,
+            eval_dataset=FederatedDataset.from_dict(CLIENTS),
+        )
+
+
+class KeepsItsData(PassingOn):
+    """Reads later what its constructor got."""
+
+    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+        self.raw = train_dataset
+
+    def compute_loss(self, model, inputs, **kwargs):
+        self.raw[0]
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def test_data_that_a_constructor_keeps_ends_the_run_where_it_is_read(tmp_path) -> None:
+    trainer = federate(KeepsItsData)(model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS)
+    with pytest.raises(ValueError, match="reads 0.*`FederatedDataset.map`"):
+        trainer.train()
 
 
 class Own(Trainer):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
-from tiny import arguments, rows, tiny_model
+from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import ClipUpdate, FederatedCallback, FederatedConfig, FederatedTrainer, Postprocessor
 from hf_federated.messages import ClientUpdate, Fit
@@ -44,13 +46,13 @@ def test_client_sides_run_in_order_and_server_sides_in_reverse():
     steps = [Scale(3.0), Square()]
     update = reply(w=torch.tensor([2.0]))
     assert run_client_side(steps, update, SENT).state["w"].item() == (2.0 * 3.0) ** 2
-    assert run_server_side(steps, update, SENT.state).state["w"].item() == 2.0**2 + 3.0
+    assert run_server_side(steps, update, SENT.state, seed=0).state["w"].item() == 2.0**2 + 3.0
 
 
 def test_without_steps_the_update_is_the_same_object():
     update = reply(w=torch.ones(2))
     assert run_client_side([], update, SENT) is update
-    assert run_server_side([], update, SENT.state) is update
+    assert run_server_side([], update, SENT.state, seed=0) is update
 
 
 def test_the_base_step_changes_nothing():
@@ -123,3 +125,67 @@ def test_clients_of_a_federation_are_clipped(tmp_path):
     )
     trainer.train()
     assert Norms.seen == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+# ---- Noise
+
+
+class Noise(Postprocessor):
+    """Notes what it draws on both sides, from each of the global generators."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[str, list[tuple[float, float, float]]] = {"client": [], "server": []}
+
+    def draw(self, side: str) -> None:
+        self.drawn[side].append((torch.rand(()).item(), float(np.random.rand()), random.random()))
+
+    def client_side(self, update, message):
+        self.draw("client")
+        return update
+
+    def server_side(self, update, state):
+        self.draw("server")
+        return update
+
+
+def trained_with(tmp_path, *steps: Postprocessor, clients=("a", "b"), **federation) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={name: rows(4) for name in clients},
+        postprocessors=steps,
+        federation=FederatedConfig(num_rounds=2, **federation),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_no_two_draws_are_the_same_and_a_second_run_repeats_them(tmp_path):
+    first, second, other = Noise(), Noise(), Noise()
+    trained_with(tmp_path, first)
+    torch.rand(3), np.random.rand(3), random.random()
+    trained_with(tmp_path, second)
+    trained_with(tmp_path, other, federation_seed=7)
+    assert first.drawn == second.drawn
+    draws = [draw for noise in (first, other) for side in noise.drawn.values() for draw in side]
+    assert len(draws) == 2 * 2 * 4
+    assert all(len(set(of_one_generator)) == len(draws) for of_one_generator in zip(*draws, strict=True))
+
+
+def test_a_clients_noise_does_not_depend_on_the_other_clients(tmp_path):
+    pair, three = Noise(), Noise()
+    trained_with(tmp_path, pair, clients=("b", "c"))
+    trained_with(tmp_path, three, clients=("a", "b", "c"))
+    for side in ("client", "server"):
+        assert three.drawn[side][1:3] + three.drawn[side][4:] == pair.drawn[side]
+
+
+@pytest.mark.parametrize("clients", [("a",), ("a", "b")])
+def test_noise_disturbs_no_other_draw(tmp_path, clients):
+    """One client trains from the global generators, as the plain Trainer does."""
+    quiet = trained_with(tmp_path, clients=clients)
+    drawn_after = torch.rand(3), np.random.rand(3), random.random()
+    noisy = trained_with(tmp_path, Noise(), clients=clients)
+    assert same_weights(quiet.model, noisy.model)
+    assert torch.equal(drawn_after[0], torch.rand(3)) and (drawn_after[1] == np.random.rand(3)).all()
+    assert drawn_after[2] == random.random()

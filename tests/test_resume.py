@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tiny import arguments, rows, same_weights, tiny_model
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from workers import without_timings, worker
 
 from hf_federated import FederatedConfig, FederatedTrainer
@@ -205,6 +205,73 @@ def test_a_checkpoint_without_the_servers_state_is_refused(tmp_path) -> None:
     assert "model.safetensors" in saved and "federated" not in saved
     with pytest.raises(ValueError, match="federated/server.safetensors is missing.*save_only_model"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A checkpoint after the first of two rounds, of clients that keep something."""
+    federation(tmp_path, callbacks=[StopAfterFirst()]).train()
+    return tmp_path / "checkpoint-1"
+
+
+class StopAfterFirst(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        control.should_training_stop = True
+
+
+def federation(
+    directory: Path, clients: str = "ab", num_rows: int = 4, callbacks: Any = (), **settings: Any
+) -> FederatedTrainer:
+    return FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(directory, save_strategy="steps"),
+        train_dataset={name: rows(num_rows, seed=number) for number, name in enumerate(clients)},
+        callbacks=list(callbacks),
+        federation=FederatedConfig(**{"num_rounds": 2, "client_optimizer_state": "carry", **settings}),
+    )
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_checkpoint_without_a_clients_state_is_refused_by_its_name(stopped, store) -> None:
+    before = federation(stopped.parent / "whole", client_store=store)
+    before.train(resume_from_checkpoint=str(stopped))
+    for file in (stopped / "federated" / "clients").iterdir():
+        file.unlink()
+    after = federation(stopped.parent, client_store=store)
+    with pytest.raises(ValueError, match="client 'a' keeps, .* is missing"):
+        after.train(resume_from_checkpoint=str(stopped))
+
+
+def test_a_checkpoint_with_weights_cut_short_is_refused_by_the_files_name(stopped) -> None:
+    file = stopped / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors' was damaged"):
+        federation(stopped.parent).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"federation_seed": 7}, "federation_seed: here 7, there 42"),
+        ({"aggregation": "fedopt"}, r"aggregation: here 'FedOpt\(\)', there 'FedAvg\(\)'"),
+        ({"aggregation_kwargs": {"weighting": "uniform"}}, r"here \"FedAvg\(weighting='uniform'\)\", there 'FedAvg"),
+        ({"client_optimizer_state": "reset"}, "client_optimizer_state: here 'reset', there 'carry'"),
+        ({"clients": "a"}, r"1 clients are only there, for example \['b'\]"),
+        ({"clients": "abc"}, r"1 clients are only here, for example \['c'\]"),
+        ({"num_rows": 5}, "rows of client 'a': here 5, there 4; rows of client 'b'"),
+    ],
+)
+def test_another_federation_does_not_resume(stopped, changes, words) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*What a resume may change: num_rounds, "):
+        federation(stopped.parent, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_may_change_the_length_and_where_things_lie(stopped) -> None:
+    trainer = federation(
+        stopped.parent, num_rounds=3, min_clients=2, log_clients=True, client_store="disk", parallelism="clients"
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
 
 
 def test_a_refused_checkpoint_leaves_the_model_as_it_was(tmp_path) -> None:

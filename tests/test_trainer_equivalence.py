@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from language import masking_tokenizer
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from hf_federated import FederatedConfig, FederatedTrainer, federate
 from hf_federated.messages import pack
@@ -317,3 +318,26 @@ def test_neftune_hooks_are_gone_after_training(tmp_path) -> None:
     one, _ = train_one_client(tmp_path, neftune_noise_alpha=5.0)
     assert not one.model.get_input_embeddings()._forward_hooks
     assert one.neftune_noise_alpha == 5.0
+
+
+def test_a_collator_with_a_seed_masks_one_clients_rows_as_the_plain_trainers(tmp_path) -> None:
+    def options() -> dict[str, Any]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = BertForMaskedLM(tiny_model().config)
+        return {
+            "model": model,
+            "train_dataset": rows(NUM_ROWS).remove_columns("labels"),
+            "eval_dataset": rows(5, seed=1).remove_columns("labels"),
+            "data_collator": DataCollatorForLanguageModeling(masking_tokenizer(), seed=7, mlm_probability=0.5),
+        }
+
+    settings = {"num_train_epochs": NUM_ROUNDS, "eval_strategy": "epoch"}
+    plain = Trainer(args=arguments(tmp_path / "plain", **settings), **options())
+    plain.train()
+    federation = FederatedConfig(num_rounds=NUM_ROUNDS, client_optimizer_state="carry")
+    one = FederatedTrainer(args=arguments(tmp_path / "one", **settings), federation=federation, **options())
+    one.train()
+    assert same_weights(one.model, plain.model)
+    losses = [[entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry] for run in (one, plain)]
+    assert losses[0] == losses[1] and len(losses[0]) == NUM_ROUNDS

@@ -98,6 +98,24 @@ def test_each_clients_evaluation_rows_are_prepared_once(tmp_path) -> None:
     assert datasets["north"] is datasets["north"]
 
 
+class MapsFirst(trl.SFTTrainer):
+    """Changes its rows before TRL prepares them."""
+
+    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
+        train_dataset = train_dataset.map(lambda row: {"text": row["text"] + " snow0"})
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+
+
+def test_a_change_of_rows_that_no_other_client_would_get_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="FederatedMapsFirst does something .*`train_dataset` is another one"):
+        federate(MapsFirst)(
+            model=language_model(),
+            args=arguments(trl.SFTConfig, tmp_path),
+            train_dataset=CLIENTS,
+            processing_class=tokenizer(),
+        )
+
+
 def test_packing_does_not_mix_clients(tmp_path) -> None:
     trainer = sft(tmp_path, packing=True, max_length=12, peft_config=None)
     trainer.train()

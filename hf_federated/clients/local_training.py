@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
+
+from ..generators import derived_seed, seed_generators
+
+
+class UnsupportedTrainerError(ValueError):
+    """What a trainer does cannot be done for each client apart. It ends the run: it is no one client's fault."""
 
 
 @dataclass
@@ -66,6 +76,26 @@ class LocalTraining:
         """Length of the learning-rate curve, in optimizer steps of this client."""
         return num_training_steps * self.num_rounds if self.global_schedule else num_training_steps
 
+    def check_optimizer(self, trainer: Trainer) -> None:
+        """
+        Refuse an optimizer that trains something beside the exchanged parameters.
+
+        Args:
+            trainer (`transformers.Trainer`): The client's, with its optimizer.
+
+        Raises:
+            UnsupportedTrainerError: If it does. The message names the parameter.
+        """
+        exchanged = {id(parameter) for parameter in self.parameters.values()}
+        for group in trainer.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in exchanged:
+                    raise UnsupportedTrainerError(
+                        f"The optimizer trains {_name_on(trainer, parameter)}, which is no part of the model: it "
+                        "would not travel, and one client's would reach the next. Put it into the model before the "
+                        "trainer is built (a loss with parameters as a module of the model), or leave it out."
+                    )
+
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
         """Move a fresh schedule to this client's place in the run: round × its local steps."""
         position = self.round * num_training_steps if self.global_schedule else 0
@@ -82,6 +112,15 @@ class LocalTraining:
             warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
             for _ in range(position):
                 scheduler.step()
+
+
+def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:
+    for name, value in vars(trainer).items():
+        inside = {"": value} if not isinstance(value, nn.Module) else dict(value.named_parameters(prefix="."))
+        for path, candidate in inside.items():
+            if candidate is parameter:
+                return repr(f"{name}{path[1:]}")
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 class EpochOffsetLoader:
@@ -227,42 +266,21 @@ def local_trainer(
     return client
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch, on every device."""
-    random.seed(seed)
-    np.random.seed(seed)
-    seed_torch(seed)
-
-
-def seed_torch(seed: int) -> None:
+def fresh_collator(collator: Any, seed: int | None = None) -> Any:
     """
-    `torch.manual_seed`, without its cost where there is no accelerator: for each backend that is absent it formats a
-    stack trace and queues the seed, which takes longer than a small training step.
+    A collator that has drawn nothing yet, where it masks from a seed of its own; any other as it is.
+
+    Args:
+        collator (`Any`): The trainer's, which is not changed.
+        seed (`int`, *optional*): A client's, on which the masks then depend too.
     """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Put back the global generators of Python, numpy and torch, on the CPU and on this process's accelerator."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # Apple's has one generator, which has no number and cannot be forked.
-    if accelerator is None or accelerator.type == "mps":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        # Not those of other processes, which share the machine.
-        device = torch.accelerator.current_device_index()
-        forked = torch.random.fork_rng(devices=[device], device_type=accelerator.type)
-    with forked:
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    if not isinstance(collator, DataCollatorForLanguageModeling) or collator.seed is None:
+        return collator
+    fresh = copy.copy(collator)
+    fresh.generator = None
+    if seed is not None:
+        fresh.seed = derived_seed(seed, "collator", collator.seed)
+    return fresh
 
 
 @contextmanager

@@ -6,21 +6,16 @@ that was never stopped.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from ..generators import derived_seed
+
 
 def client_seed(seed: int, client_id: str, round: int) -> int:
-    """
-    The seed of one client in one round, below 2**32.
-
-    A hash of the three: sums would collide (client 1 in round 2 with client 2 in round 1), and places in a list would
-    change when a client joins.
-    """
-    digest = hashlib.sha256(f"{seed}\0{client_id}\0{round}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    """The seed of one client in one round, below 2**32."""
+    return derived_seed(seed, client_id, round)
 
 
 class ClientSampler:

@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,6 @@ SUFFIX = ".safetensors"
 def _file_name(client_id: str) -> str:
     # A digest, since any text is a client id and not every text is a file name; the file holds the id itself.
     return hashlib.sha256(client_id.encode()).hexdigest()[:32] + SUFFIX
-
-
-def is_stored(directory: Path, client_id: str) -> bool:
-    """Whether a directory that a store wrote holds a client's state."""
-    return (directory / _file_name(client_id)).exists()
 
 
 def _pack(client_id: str, state: dict[str, Any]) -> bytes:
@@ -57,17 +53,25 @@ class ClientStore(ABC):
         """Forget every client."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write all states into a directory, one file each."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """
+        Write all states into a directory, one file each.
+
+        Returns:
+            `dict[str, str]`: The SHA-256 digest of each client's file.
+        """
 
     @abstractmethod
-    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         """
         Replace all states by those of a directory that `save` wrote.
 
         Args:
             directory (`pathlib.Path`): Written by stores of any kind, each with clients of its own.
-            client_ids (`Sequence[str]`, *optional*): Whose; all by default.
+            digests (`Mapping[str, str]`): Whose to read, with what `save` returned of them.
+
+        Raises:
+            ValueError: If a file is missing or another than was saved. The message names the client.
         """
 
 
@@ -103,13 +107,17 @@ class MemoryStore(ClientStore):
     def clear(self) -> None:
         self._states = {}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, str]:
+        digests: dict[str, str] = {}
         for client_id, state in self._states.items():
-            (directory / _file_name(client_id)).write_bytes(_pack(client_id, state))
+            blob = _pack(client_id, state)
+            (directory / _file_name(client_id)).write_bytes(blob)
+            digests[client_id] = hashlib.sha256(blob).hexdigest()
+        return digests
 
-    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
-        trees = [unpack(path.read_bytes()) for path in _files(directory, client_ids)]
-        self._states = {tree["client_id"]: tree["state"] for tree in trees}
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
+        files = {client_id: _checked_file(directory, client_id, digest) for client_id, digest in digests.items()}
+        self._states = {client_id: unpack(path.read_bytes())["state"] for client_id, path in files.items()}
 
 
 class DiskStore(ClientStore):
@@ -121,6 +129,9 @@ class DiskStore(ClientStore):
 
     Args:
         directory (`str` or `os.PathLike`): Where the files live. What lies there is deleted by `clear`.
+
+    Raises:
+        OSError: If a file cannot be written or read. The message names it.
 
     Example:
 
@@ -137,39 +148,81 @@ class DiskStore(ClientStore):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        # Of each client's file; `None` if it was not needed since the file was written.
+        self._digests: dict[str, str | None] = {}
 
     def get(self, client_id: str) -> dict[str, Any]:
         path = self.directory / _file_name(client_id)
-        return unpack(path.read_bytes())["state"] if path.exists() else {}
+        with _naming(path):
+            return unpack(path.read_bytes())["state"] if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / _file_name(client_id)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(_pack(client_id, state))
-        os.replace(partial, path)
+        blob = _pack(client_id, state)
+        with _naming(path):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(blob)
+            os.replace(partial, path)
+        self._digests[client_id] = None
 
     def __contains__(self, client_id: object) -> bool:
-        return isinstance(client_id, str) and is_stored(self.directory, client_id)
+        return isinstance(client_id, str) and (self.directory / _file_name(client_id)).exists()
 
     def clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._digests = {}
 
-    def save(self, directory: Path) -> None:
-        for path in self.directory.glob(f"*{SUFFIX}"):
+    def save(self, directory: Path) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for client_id, digest in self._digests.items():
+            path = self.directory / _file_name(client_id)
             _link(path, directory / path.name)
+            digests[client_id] = _digest(path) if digest is None else digest
+        self._digests.update(digests)
+        return digests
 
-    def load(self, directory: Path, client_ids: Sequence[str] | None = None) -> None:
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         self.clear()
         self.directory.mkdir(parents=True)
-        for path in _files(directory, client_ids):
+        for client_id, digest in digests.items():
+            path = _checked_file(directory, client_id, digest)
             _link(path, self.directory / path.name)
+        self._digests.update(digests)
 
 
-def _files(directory: Path, client_ids: Sequence[str] | None) -> list[Path]:
-    if client_ids is None:
-        return sorted(directory.glob(f"*{SUFFIX}"))
-    return [directory / _file_name(client_id) for client_id in client_ids]
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error say which file it was about: a full disk, for one, does not."""
+    try:
+        yield
+    except OSError as error:
+        reason = (
+            f"{error.strerror or error}. What clients keep lies below `output_dir`: make room there, choose another "
+            "place, or set client_store='memory'"
+        )
+        raise OSError(error.errno, reason, os.fspath(path)) from error
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r}: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _checked_file(directory: Path, client_id: str, digest: str) -> Path:
+    path = directory / _file_name(client_id)
+    if not path.is_file() or _digest(path) != digest:
+        what = "is another file than was saved" if path.exists() else "is missing"
+        raise ValueError(
+            f"What client {client_id!r} keeps, {os.fspath(path)!r}, {what}: the checkpoint was damaged or copied in "
+            "part. Copy it again, or resume from another one."
+        )
+    return path
 
 
 def _link(source: Path, target: Path) -> None:

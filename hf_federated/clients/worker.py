@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..adapters import Exchange
 from ..config import FederatedConfig
+from ..generators import preserved_generators, seed_torch
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..postprocessing import Postprocessor, run_client_side
 from ..processes import PeerFailedError
@@ -22,11 +23,11 @@ from ..validation import first_non_finite
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
+    UnsupportedTrainerError,
     client_arguments,
+    fresh_collator,
     local_trainer,
-    preserved_generators,
     preserved_process_state,
-    seed_torch,
 )
 from .store import ClientStore
 
@@ -90,25 +91,33 @@ class ClientWorker:
         The reply to a message.
 
         An exception on the client's side becomes a [`ClientFailure`], as it would from another machine; it is logged
-        here with its traceback and kept in `last_error`.
+        here with its traceback and kept in `last_error`. An error of the store is raised: it is this process's fault.
         """
+        if not isinstance(message, (Fit, Evaluate)):
+            raise TypeError(f"A client does not know the message {type(message).__name__}.")
         self.last_error = None
+        kept = self.store.get(message.client_id) if isinstance(message, Fit) else {}
+        to_keep: dict[str, Any] = {}
+        reply: Message
         try:
             if isinstance(message, Fit):
-                return self._fit(message)
-            if isinstance(message, Evaluate):
-                return self._evaluate(message)
-        except PeerFailedError:  # Not this client's fault, and not the end of this client alone.
+                reply, to_keep = self._fit(message, kept)
+            else:
+                reply = self._evaluate(message)
+        except (PeerFailedError, UnsupportedTrainerError):
+            # Not this client's fault, and not the end of this client alone.
             raise
         except Exception as error:
             self.last_error = error
             logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{traceback.format_exc()}")
             text = f"{type(error).__name__}: {error}"
             return ClientFailure(message.round, message.client_id, text)
-        raise TypeError(f"A client does not know the message {type(message).__name__}.")
+        if to_keep:
+            self.store.set(message.client_id, to_keep)
+        return reply
 
-    def _fit(self, message: Fit) -> ClientUpdate:
-        kept = self.store.get(message.client_id)
+    def _fit(self, message: Fit, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
+        """The update, and what the client keeps."""
         self._exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
         trainer = self._train(message, hook, kept.get("optimizer"))
@@ -133,9 +142,9 @@ class ClientWorker:
             extra=extra,
         )
         # A client that diverged goes on from its last good state if it is asked again; the server rejects the update.
-        if state and first_non_finite(update.state) is None:
-            self.store.set(message.client_id, state)
-        return run_client_side(self._postprocessors, update, message)
+        if state and first_non_finite(update.state) is not None:
+            state = {}
+        return run_client_side(self._postprocessors, update, message), state
 
     def _train(self, message: Fit, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
         outer = self._trainer
@@ -155,6 +164,7 @@ class ClientWorker:
                 # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
                 seed = self._args.seed if self._args.data_seed is None else self._args.data_seed
                 seed_torch(seed)
+                trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)
             try:
                 trainer.train()
             except BaseException:

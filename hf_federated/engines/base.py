@@ -116,9 +116,23 @@ class Engine(ABC):
         """Forget what clients keep and what was counted: a new run begins."""
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write into a checkpoint what clients keep. The directory exists and is empty of this engine's files."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """
+        Write into a checkpoint what clients keep. The directory exists and is empty of this engine's files.
+
+        Returns:
+            `dict[str, str]`: The digest of each client's file that this process wrote.
+        """
 
     @abstractmethod
-    def load(self, directory: Path) -> None:
-        """Read back what `save` wrote."""
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
+        """
+        Read back what `save` wrote.
+
+        Args:
+            directory (`pathlib.Path`): Of the checkpoint.
+            digests (`Mapping[str, str]`): What `save` returned, of all processes.
+
+        Raises:
+            ValueError: If a client's file is missing or another than was saved.
+        """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..clients import ClientWorker
@@ -45,8 +45,8 @@ class LocalEngine(Engine):
     def reset(self) -> None:
         self.worker.store.clear()
 
-    def save(self, directory: Path) -> None:
-        self.worker.store.save(directory)
+    def save(self, directory: Path) -> dict[str, str]:
+        return self.worker.store.save(directory)
 
-    def load(self, directory: Path) -> None:
-        self.worker.store.load(directory)
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
+        self.worker.store.load(directory, digests)

@@ -17,7 +17,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
-from ..clients.store import is_stored
 from ..messages import ClientFailure, Message
 from ..processes import Processes
 from .base import Plan
@@ -180,16 +179,15 @@ class RankEngine(LocalEngine):
         self._homes = {}
         self.bytes_reduced = 0
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, str]:
         # With `parallelism="data"` every process keeps the same.
-        if self._spreads_clients or self.processes.is_main:
-            super().save(directory)
+        return super().save(directory) if self._spreads_clients or self.processes.is_main else {}
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         if not self._spreads_clients:
-            super().load(directory)
+            super().load(directory, digests)
             return
-        kept = [client_id for client_id in sorted(self._costs) if is_stored(directory, client_id)]
-        self._homes = assign({client_id: self._costs[client_id] for client_id in kept}, self.processes.world_size, {})
+        costs = {client_id: self._costs[client_id] for client_id in sorted(digests)}
+        self._homes = assign(costs, self.processes.world_size, {})
         own = [client_id for client_id, rank in self._homes.items() if rank == self.processes.rank]
-        self.worker.store.load(directory, own)
+        super().load(directory, {client_id: digests[client_id] for client_id in own})

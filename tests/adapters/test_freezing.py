@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
 from transformers import (
     BartConfig,
@@ -20,6 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.adapters import Exchange, freeze_layers
 
 
@@ -166,3 +167,28 @@ def test_other_words_are_refused(freeze):
 def test_a_model_that_is_not_from_transformers_is_refused():
     with pytest.raises(ValueError, match="`freeze` knows the layers of transformers models, not of Linear"):
         freeze_layers(nn.Linear(1, 1), "1")
+
+
+# ---- In a run
+
+
+def test_a_model_that_the_trainer_builds_itself_is_frozen_in_the_run_too(tmp_path):
+    def run(**model) -> FederatedTrainer:
+        trainer = FederatedTrainer(
+            **model,
+            args=arguments(tmp_path),
+            train_dataset={"a": rows(4), "b": rows(4, seed=1)},
+            federation=FederatedConfig(num_rounds=1, freeze="embeddings+1"),
+        )
+        trainer.train()
+        return trainer
+
+    given, built = run(model=tiny_model()), run(model_init=lambda: tiny_model())
+    prefixes = ("bert.embeddings.", "bert.encoder.layer.0.")
+    expected = [name for name, _ in tiny_model().named_parameters() if not name.startswith(prefixes)]
+    assert built.exchange.names == given.exchange.names == expected
+    assert built.ledger.to_dict() == given.ledger.to_dict()
+    assert same_weights(built.model, given.model)
+    parameters = dict(built.model.named_parameters())
+    for name, parameter in tiny_model().named_parameters():
+        assert torch.equal(parameters[name], parameter) == (name not in expected), name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,9 +113,8 @@ def test_any_text_is_a_client_id(store, new_store, tmp_path):
         store.set(client_id, {"number": number})
     saved = tmp_path / "saved"
     saved.mkdir()
-    store.save(saved)
     loaded = new_store()
-    loaded.load(saved)
+    loaded.load(saved, store.save(saved))
     for instance in (store, loaded):
         assert [instance.get(client_id)["number"] for client_id in IDS] == list(range(len(IDS)))
     assert len(list(saved.iterdir())) == len(IDS)
@@ -122,21 +124,19 @@ def test_any_text_is_a_client_id(store, new_store, tmp_path):
 def test_a_checkpoint_gives_back_what_was_saved(store, new_store, tmp_path):
     store.set("a", tree(1.0))
     store.set("b", tree(2.0))
-    store.save(tmp_path)
     loaded = new_store()
     loaded.set("a", tree(5.0))
     loaded.set("only here", tree(6.0))
-    loaded.load(tmp_path)
+    loaded.load(tmp_path, store.save(tmp_path))
     assert_is(loaded.get("a"), 1.0)
     assert_is(loaded.get("b"), 2.0)
     assert loaded.get("only here") == {}
 
 
 def test_an_empty_store_saves_nothing_and_loads_nothing(store, new_store, tmp_path):
-    store.save(tmp_path)
     loaded = new_store()
     loaded.set("a", tree())
-    loaded.load(tmp_path)
+    loaded.load(tmp_path, store.save(tmp_path))
     assert loaded.get("a") == {}
 
 
@@ -144,7 +144,7 @@ def test_later_rounds_do_not_change_a_checkpoint(store, new_store, tmp_path):
     """Disk stores link the files of a checkpoint instead of copying them."""
     store.set("a", tree(1.0))
     store.set("b", tree(1.0))
-    store.save(tmp_path)
+    digests = store.save(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     store.set("a", tree(2.0))
     store.clear()
@@ -152,7 +152,7 @@ def test_later_rounds_do_not_change_a_checkpoint(store, new_store, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     # Nor does a run that goes on from it.
     resumed = new_store()
-    resumed.load(tmp_path)
+    resumed.load(tmp_path, digests)
     resumed.set("a", tree(4.0))
     resumed.clear()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
@@ -167,6 +167,55 @@ def test_both_stores_write_the_same_checkpoint(tmp_path):
         store.save(directory)
         files.append({path.name: path.read_bytes() for path in directory.iterdir()})
     assert files[0] == files[1]
+
+
+def test_the_digests_are_those_of_the_files(store, new_store, tmp_path):
+    store.set("a", tree(1.0))
+    store.set("b", tree(2.0))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    before = store.save(first)
+    resumed = new_store()
+    resumed.load(first, before)
+    resumed.set("b", tree(3.0))
+    after = resumed.save(second)
+    assert before["a"] == after["a"] and before["b"] != after["b"]
+    for directory, digests in ((first, before), (second, after)):
+        files = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir())
+        assert sorted(digests.values()) == files
+
+
+def test_a_checkpoint_may_be_read_in_part(store, new_store, tmp_path):
+    store.set("a", tree(1.0))
+    store.set("b", tree(2.0))
+    digests = store.save(tmp_path)
+    loaded = new_store()
+    loaded.load(tmp_path, {"b": digests["b"]})
+    assert loaded.get("a") == {}
+    assert_is(loaded.get("b"), 2.0)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "another's"])
+def test_a_checkpoint_that_is_not_whole_is_refused_by_the_clients_name(store, new_store, tmp_path, damage):
+    store.set("a", tree(1.0))
+    digests = store.save(tmp_path)
+    (file,) = [path for path in tmp_path.iterdir() if path.is_file()]
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        # Of another moment, and of the same size. A new file, since a disk store links the old one.
+        size = file.stat().st_size
+        file.unlink()
+        other = new_store()
+        other.set("a", tree(2.0))
+        other.save(tmp_path)
+        assert file.stat().st_size == size
+    what = "is missing" if damage == "missing" else "is another file than was saved"
+    with pytest.raises(ValueError, match=f"client 'a' keeps, '.*{file.name}', {what}"):
+        new_store().load(tmp_path, digests)
 
 
 # ---- On disk
@@ -189,9 +238,8 @@ def test_files_are_copied_where_links_do_not_exist(tmp_path, monkeypatch):
     store.set("a", tree(1.0))
     (tmp_path / "saved").mkdir()
     monkeypatch.setattr(os, "link", no_links)
-    store.save(tmp_path / "saved")
     loaded = DiskStore(tmp_path / "loaded")
-    loaded.load(tmp_path / "saved")
+    loaded.load(tmp_path / "saved", store.save(tmp_path / "saved"))
     assert_is(loaded.get("a"), 1.0)
 
 
@@ -209,3 +257,28 @@ def test_a_file_left_half_written_is_no_state(tmp_path):
 def test_a_store_goes_on_where_its_directory_stands(tmp_path):
     DiskStore(tmp_path / "store").set("a", tree(1.0))
     assert_is(DiskStore(tmp_path / "store").get("a"), 1.0)
+
+
+def test_an_error_of_the_disk_names_the_file_and_what_to_change(tmp_path):
+    (tmp_path / "in the way").write_text("")
+    store = DiskStore(tmp_path / "in the way")
+    with pytest.raises(FileExistsError, match=r"client_store='memory'.*in the way/\w+\.safetensors'"):
+        store.set("a", tree())
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(path, blob):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left.*make room.*/\w+\.safetensors'"):
+        DiskStore(tmp_path / "store").set("a", tree())
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    store = DiskStore(tmp_path / "store")
+    store.set("a", tree())
+    (file,) = store.directory.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{file.name}': .*damaged"):
+        store.get("a")

@@ -192,9 +192,9 @@ def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path
     local = engine(tmp_path)
     list(local.run(Plan(0, ("a",), fit)))
     (tmp_path / "saved").mkdir()
-    local.save(tmp_path / "saved")
+    digests = local.save(tmp_path / "saved")
     resumed = engine(tmp_path)
-    resumed.load(tmp_path / "saved")
+    resumed.load(tmp_path / "saved", digests)
 
     def second(client_id: str) -> Fit:
         return fit(client_id, round=1)
@@ -202,7 +202,7 @@ def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path
     carried, again = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (local, resumed))
     assert carried == again
     fresh = engine(tmp_path)
-    resumed.load(tmp_path / "saved")
+    resumed.load(tmp_path / "saved", digests)
     resumed.reset()
     forgotten, never = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (resumed, fresh))
     assert forgotten == never != carried

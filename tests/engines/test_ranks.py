@@ -12,7 +12,7 @@ from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
-SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora"]
+SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora", "noise", "masked"]
 
 # ---- The same results over any number of processes
 
@@ -80,7 +80,7 @@ def test_a_client_stays_where_its_state_is(finished) -> None:
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora"])
+@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked"])
 def test_a_checkpoint_resumes_on_another_number_of_processes(
     launch, finished, tmp_path: Path, scenario: str, before: int, after: int
 ) -> None:
@@ -93,6 +93,8 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(
     assert same_bits(weights(never_stopped), weights(tmp_path))
     assert notes(never_stopped)["ledger"] == notes(tmp_path)["ledger"]
     assert notes(never_stopped)["total_flos"] == notes(tmp_path)["total_flos"]
+    logs_of_both = [without_timings(notes(path)["log"], "train_loss") for path in (never_stopped, tmp_path)]
+    assert logs_of_both[0] == logs_of_both[1]
 
 
 def test_checkpoints_hold_the_same_files_on_any_number_of_processes(finished) -> None:
@@ -121,6 +123,15 @@ def test_data_parallel_training_of_many_clients(finished) -> None:
     assert notes(directory, 0)["trained"] == notes(directory, 1)["trained"]
     # Each step saw the batches of both.
     assert not same_bits(weights(directory), weights(finished("data many", 1)))
+
+
+def test_clients_with_less_than_a_batch_for_every_process_are_refused(launch, finished, tmp_path: Path) -> None:
+    assert notes(finished("drop last", 1))["cohorts"] == [["enough", "small"]] * 3
+    answer = launch(tmp_path, "drop last", 2)
+    assert answer["codes"] == [1, 1]
+    for rank in range(2):
+        last = (tmp_path / f"rank-{rank}.log").read_text().splitlines()[-1]
+        assert "1 clients have fewer rows than a batch of 8 (4 in each of 2 processes), for example ['small']" in last
 
 
 # ---- Who trains whom
