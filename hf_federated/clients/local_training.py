@@ -89,7 +89,7 @@ class LocalTraining:
         exchanged = {id(parameter) for parameter in self.parameters.values()}
         for group in trainer.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in exchanged:
+                if id(parameter) not in exchanged and parameter.requires_grad:
                     raise UnsupportedTrainerError(
                         f"The optimizer trains {_name_on(trainer, parameter)}, which is no part of the model: it "
                         "would not travel, and one client's would reach the next. Put it into the model before the "
