@@ -18,6 +18,8 @@ from hf_federated.data import (
     plot_text_map,
 )
 from hf_federated.data.hub import read_hub_partition
+from hf_federated.data.labels import read_labels
+from hf_federated.data.storage import open_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ def inspect(arguments: argparse.Namespace) -> None:
     """
     with command_errors(arguments.data):
         clients = open_clients(arguments.data, arguments.split, arguments.revision)
-        label_column = arguments.label_column or ("label" if "label" in clients.column_names else None)
+        label_column = arguments.label_column or ("label" if _holds_classes(clients) else None)
         statistics = describe_partition(clients, label_column, arguments.text_column)
     if clients.partitioning is not None:
         print(", ".join(f"{name}: {value}" for name, value in clients.partitioning.items()))
@@ -63,6 +65,17 @@ def inspect(arguments: argparse.Namespace) -> None:
             print(folder / f"{name}.png")
 
 
+def _holds_classes(clients: FederatedDataset) -> bool:
+    """Whether the column `label` exists and holds classes, and not amounts, say."""
+    if "label" not in clients.column_names:
+        return False
+    try:
+        read_labels(clients[clients.client_ids[0]], "label")
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def open_clients(data: str, split: str | None, revision: str | None) -> FederatedDataset:
     """
     A split of a federated data set in a folder or on the Hub.
@@ -71,7 +84,7 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
         CommandError: If a local path does not exist.
     """
     if Path(data).is_dir():
-        stored = PartitionFile.read(Path(data))
+        stored = open_folder(data)
         return FederatedDataset.load_from_disk(data, split=split or first_split(stored))
     if data.startswith((".", "/", "~")) or data.count("/") != 1:
         raise CommandError(f"there is no folder {data}.")

@@ -73,6 +73,7 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
     _add_train(commands)
     partition_parser = commands.add_parser(
         "partition",
+        allow_abbrev=False,
         help="cut a data set into clients",
         description="Cut a data set into clients, and save them to a folder or push them to the Hub.",
     )
@@ -108,7 +109,7 @@ def _add_train(commands: Any) -> None:
 def _named_partitioner(argv: Sequence[str] | None) -> str | None:
     """The partitioner in the arguments, whose options the parser needs to read the others."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    peek.add_argument("--partitioner")
+    peek.add_argument("--partitioner", nargs="?")
     return peek.parse_known_args(argv)[0].partitioner
 
 

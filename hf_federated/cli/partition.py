@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -122,16 +123,20 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
         CommandError: If there is no such data, or it cannot be read.
     """
     path = Path(data)
+    suffix = next((suffix.lower() for suffix in reversed(path.suffixes) if suffix.lower() in READERS), None)
+    if path.exists() and revision is not None:
+        raise CommandError(f"--revision is for a data set of the Hub; {data} is here.")
+    if path.is_file() and name is not None:
+        raise CommandError(f"--name is for a data set with configurations; {data} is a file.")
     with command_errors(data):
         if path.is_file():
-            suffix = next((suffix for suffix in reversed(path.suffixes) if suffix in READERS), None)
             if suffix is None:
                 raise CommandError(f"{data} is a {path.suffix} file; allowed are {', '.join(READERS)}.")
             options = {"delimiter": "\t"} if suffix == ".tsv" else {}
-            rows: Any = load_dataset(READERS[suffix], data_files={split or "train": data}, **options)
+            rows: Any = load_dataset(READERS[suffix], data_files={split or "train": glob.escape(data)}, **options)
         elif path.is_dir():
             rows = load_dataset(data, name)
-        elif data.startswith((".", "/", "~")) or data.count("/") > 1:
+        elif suffix is not None or data.startswith((".", "/", "~")) or data.count("/") > 1:
             raise CommandError(f"there is no file or folder {data}.")
         else:
             there = get_dataset_split_names(data, name, revision=revision)

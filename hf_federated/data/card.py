@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ def render_dataset_card(
     repo_id: str | None = None,
     pictures: Sequence[tuple[str, str]] = (),
     existing: str | None = None,
+    earlier_names: Collection[str] = (),
 ) -> str:
     """
     The text of the card.
@@ -48,6 +49,11 @@ def render_dataset_card(
         existing (`str`, *optional*):
             The card that is there. Its metadata stays but for the configurations, and so does its text outside our
             marks.
+        earlier_names (`Collection[str]`, *optional*):
+            Configurations of clients that an earlier push wrote; others of the existing card stay.
+
+    Raises:
+        `ValueError`: If the metadata of the existing card cannot be read.
     """
     body = f"{_BEGIN}\n\n{_section(partition_file, repo_id, pictures)}\n{_END}"
     if existing is None:
@@ -55,28 +61,48 @@ def render_dataset_card(
         metadata: dict[str, Any] = {}
         text = f"# {title}\n\n{body}\n"
     else:
-        card = DatasetCard(existing, ignore_metadata_errors=True)
-        metadata = card.data.to_dict()
-        text = card.text.lstrip("\n")
-        if _BEGIN in text and _END in text:
-            before, _, rest = text.partition(_BEGIN)
-            text = f"{before}{body}{rest.partition(_END)[2]}"
-        else:
-            text = f"{text.rstrip()}\n\n{body}\n"
+        metadata, text = _parse(existing, repo_id)
+        before, begin, rest = text.partition(_BEGIN)
+        ours, end, after = rest.partition(_END)
+        # Without both marks, in their order, nothing that somebody wrote may be taken for ours.
+        text = f"{before}{body}{after}" if begin and end else f"{text.rstrip()}\n\n{body}\n"
     # Of the features and the sizes only `datasets` itself would be right; it reads them from the files.
     metadata.pop("dataset_info", None)
-    metadata["tags"] = [*dict.fromkeys([*(metadata.get("tags") or []), *_TAGS])]
-    configs = _configs(partition_file)
-    metadata.pop("configs", None)
+    tags = metadata.get("tags") or []
+    metadata["tags"] = [*dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *_TAGS])]
+    kept = [
+        config
+        for config in metadata.pop("configs", None) or []
+        if config.get("config_name") not in {"default", *earlier_names}
+    ]
+    configs = _configs(partition_file, kept)
     header = DatasetCardData(**metadata).to_yaml() if metadata else ""
     return f"---\n{header}\n{configs}---\n\n{text}"
 
 
-def _configs(partition_file: PartitionFile) -> str:
-    """The YAML by which `load_dataset` finds the files of all clients, and of each one."""
+def config_names(card: str, repo_id: str | None) -> list[str]:
+    """The configurations that a card names. Raises `ValueError` if its metadata cannot be read."""
+    return [str(config.get("config_name")) for config in _parse(card, repo_id)[0].get("configs") or []]
+
+
+def _parse(card: str, repo_id: str | None) -> tuple[dict[str, Any], str]:
+    """Metadata and text of a card."""
+    try:
+        parsed = DatasetCard(card, ignore_metadata_errors=True)
+        metadata = parsed.data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"The metadata at the top of README.md{f' of {repo_id}' if repo_id else ''} cannot be read:"
+            f" {' '.join(str(error).split())}. Correct it there, and push again."
+        ) from error
+    return metadata, parsed.text.lstrip("\n")
+
+
+def _configs(partition_file: PartitionFile, kept: Sequence[dict[str, Any]] = ()) -> str:
+    """The YAML by which `load_dataset` finds the files of all clients, and of each one, after those of others."""
     if partition_file.index:
-        return ""
-    configs = [_config("default", "*", partition_file.splits, default=True)]
+        return yaml.dump({"configs": list(kept)}, sort_keys=False, allow_unicode=True) if kept else ""
+    configs: list[dict[str, Any]] = [_config("default", "*", partition_file.splits, default=True)]
     if len(partition_file.clients) > MAX_CLIENT_CONFIGS:
         logger.warning(
             f"{len(partition_file.clients)} clients are more than {MAX_CLIENT_CONFIGS}, so the card has no"
@@ -85,7 +111,9 @@ def _configs(partition_file: PartitionFile) -> str:
     else:
         # only the splits that a client has: a pattern that no file matches is an error
         configs += [_config(client.name, client.name, list(client.splits)) for client in partition_file.clients]
-    return yaml.dump({"configs": configs}, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.dump(
+        {"configs": [*configs, *kept]}, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=1000
+    )
 
 
 def _config(name: str, folder: str, splits: Sequence[str], default: bool = False) -> dict[str, Any]:
@@ -122,7 +150,7 @@ def _section(partition_file: PartitionFile, repo_id: str | None, pictures: Seque
 
 
 def _summary(partition_file: PartitionFile) -> str:
-    columns = ", ".join(f"`{name}`" for name in partition_file.features)
+    columns = ", ".join(_cell(name) for name in partition_file.features)
     where = (
         f"Each client's rows are files of their own, listed in `{PARTITION_FILE}`."
         if not partition_file.index
@@ -165,13 +193,14 @@ def _table(partition_file: PartitionFile) -> str:
 def _cell(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     text = text if len(text) <= 40 else f"{text[:39]}…"
-    return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", text)
+    return re.sub(r"([|<>`*_\[\]\\#])", r"\\\1", text)
 
 
 def _usage(partition_file: PartitionFile, repo_id: str | None) -> str:
     repo = repo_id or "PATH_OR_REPOSITORY"
     client = partition_file.clients[0]
-    name = json.dumps(client.client_id, ensure_ascii=False)
+    # An id may hold anything, our marks and the end of the code too.
+    name = json.dumps(client.client_id, ensure_ascii=False).replace("<", "\\u003c").replace("`", "\\u0060")
     lines = [
         "```python",
         "from hf_federated import FederatedDataset",

@@ -100,11 +100,7 @@ def split_for_distillation(
     else:
         _, strata = owners_by_value(data, stratify_by_column)
     private, public, server = _parts(strata, public_share, server_share, seed)
-    if not len(private) or not len(public):
-        raise ValueError(
-            f"split_for_distillation: of {len(data)} rows, {len(private)} would be private and {len(public)} public."
-            " Pass more rows, or other shares."
-        )
+    _check_parts(len(private), len(public), len(server), server_share)
     return DistillationSplit(
         data.select(private), *_public_and_server(data, public, server, server_share, label_column)
     )
@@ -120,13 +116,17 @@ def _split_clients(
     private, public, server = _parts(strata, public_share, server_share, seed)
     left = np.bincount(strata[private], minlength=len(sizes))
     partition = Partition(clients.client_ids, private, np.concatenate([[0], np.cumsum(left)]))
-    if not len(public):
-        raise ValueError(
-            f"split_for_distillation: {public_share} of the clients' {sizes.min()} to {sizes.max()} rows is no row."
-            " Pass a larger public_share."
-        )
+    _check_parts(len(private), len(public), len(server), server_share)
     rows = FederatedDataset(PartitionedRows(pooled, partition), clients.partitioning)
     return DistillationSplit(rows, *_public_and_server(pooled, public, server, server_share, label_column))
+
+
+def _check_parts(num_private: int, num_public: int, num_server: int, server_share: float) -> None:
+    if not num_private or not num_public or (server_share > 0 and not num_server):
+        raise ValueError(
+            f"split_for_distillation: {num_private} rows would be private, {num_public} public and {num_server} the"
+            " server's, rounded in every stratum or client. Pass more rows, or larger shares."
+        )
 
 
 def _public_and_server(

@@ -27,7 +27,7 @@ from .partitioners.flower import adopt
 from .partitioners.natural import NaturalPartitioner
 from .publishing import push_splits, save_splits
 from .source import DatasetSource
-from .storage import SplitToStore, read_rows
+from .storage import SplitToStore, open_folder, read_rows
 
 
 class FederatedDataset(Mapping[str, ClientData]):
@@ -82,7 +82,9 @@ class FederatedDataset(Mapping[str, ClientData]):
         self.origin = origin
 
     @classmethod
-    def from_dataset(cls, dataset: Dataset | DatasetSource, partitioner: Partitioner) -> FederatedDataset:
+    def from_dataset(
+        cls, dataset: Dataset | DatasetSource, partitioner: Partitioner, token: bool | str | None = None
+    ) -> FederatedDataset:
         """
         Cuts a data set into clients.
 
@@ -92,12 +94,14 @@ class FederatedDataset(Mapping[str, ClientData]):
                 which is then written beside the partition.
             partitioner ([`Partitioner`] or `flwr_datasets.partitioner.Partitioner`):
                 Says which rows each client gets. One of Flower's is copied first, so that it can be used again.
+            token (`bool` or `str`, *optional*):
+                For a `DatasetSource`, as in `huggingface_hub`.
 
         Raises:
             `TypeError`: If the data set has splits or cannot be indexed.
             `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
         """
-        rows, origin = load_source(dataset, "from_dataset")
+        rows, origin = load_source(dataset, "from_dataset", token)
         partitioner = adopt(partitioner)
         check_is_partitioner(partitioner)
         return cls.from_partition(rows, partitioner.partition(rows), partitioner, origin)
@@ -121,7 +125,11 @@ class FederatedDataset(Mapping[str, ClientData]):
 
     @classmethod
     def from_column(
-        cls, dataset: Dataset | DatasetSource, column: str, min_rows: int | None = None
+        cls,
+        dataset: Dataset | DatasetSource,
+        column: str,
+        min_rows: int | None = None,
+        token: bool | str | None = None,
     ) -> FederatedDataset:
         """
         Makes a client of each value of a column: a speaker, a hospital, a movie.
@@ -136,12 +144,14 @@ class FederatedDataset(Mapping[str, ClientData]):
                 The column that says whose a row is: strings, whole numbers, truth values or dates.
             min_rows (`int`, *optional*):
                 Clients with fewer rows are left out, and their rows with them.
+            token (`bool` or `str`, *optional*):
+                For a `DatasetSource`, as in `huggingface_hub`.
 
         Raises:
             `ValueError`: If there is no such column, a row has no value in it, or no client has `min_rows` rows.
             `TypeError`: If the type of the column does not name things (floats, lists).
         """
-        dataset, origin = load_source(dataset, "from_column")
+        dataset, origin = load_source(dataset, "from_column", token)
         partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
         partitioning = {"partitioner": "from_column", "column": column, "min_rows": min_rows}
         return cls(PartitionedRows(dataset, partition), partitioning, origin)
@@ -206,7 +216,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
             `KeyError`: If a client does not exist.
         """
-        partition_file = PartitionFile.read(Path(path))
+        partition_file = open_folder(path)
         return cls.from_stored(partition_file, split, read_rows(partition_file, Path(path), split, clients, source))
 
     @classmethod
@@ -521,20 +531,21 @@ def check_is_partitioner(partitioner: object) -> None:
         )
 
 
-def load_source(dataset: Any, method: str) -> tuple[Dataset, DatasetSource | None]:
+def load_source(dataset: Any, method: str, token: bool | str | None = None) -> tuple[Dataset, DatasetSource | None]:
     """
     The rows that are to be cut and, if they were named by where they lie, that place at its commit.
 
     Args:
         dataset (`datasets.Dataset` or [`DatasetSource`]): What a user passed.
         method (`str`): To whom, for the error.
+        token (`bool` or `str`, *optional*): For a `DatasetSource`.
 
     Raises:
         `TypeError`: If it is neither.
     """
     if isinstance(dataset, DatasetSource):
-        origin = dataset.resolved()
-        return origin.load(), origin
+        origin = dataset.resolved(token)
+        return origin.load(token), origin
     _check_is_dataset(dataset, method)
     return dataset, None
 

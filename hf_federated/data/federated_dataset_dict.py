@@ -14,10 +14,10 @@ from .federated_dataset import FederatedDataset, check_is_partitioner, load_sour
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile, check_split_name
-from .partitioners.base import Partitioner
+from .partitioners.base import Partitioner, check_client_ids
 from .partitioners.flower import adopt
 from .publishing import push_splits, save_splits
-from .storage import read_rows
+from .storage import open_folder, read_rows
 
 
 class FederatedDatasetDict(dict[str, FederatedDataset]):
@@ -54,7 +54,9 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 )
 
     @classmethod
-    def from_dataset(cls, dataset: Mapping[str, Any], partitioner: Partitioner) -> FederatedDatasetDict:
+    def from_dataset(
+        cls, dataset: Mapping[str, Any], partitioner: Partitioner, token: bool | str | None = None
+    ) -> FederatedDatasetDict:
         """
         Cuts all splits of a data set alike: a client has the same proportions in each.
 
@@ -62,6 +64,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             dataset (`datasets.DatasetDict` or a mapping from split to [`DatasetSource`]):
                 The splits. What a partitioner fits, it fits on the first.
             partitioner ([`Partitioner`]): Says which rows each client gets.
+            token (`bool` or `str`, *optional*): For `DatasetSource`s, as in `huggingface_hub`.
 
         Raises:
             `TypeError`: If these are no splits.
@@ -74,7 +77,9 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             )
         partitioner = adopt(partitioner)
         check_is_partitioner(partitioner)
-        loaded = {split: load_source(rows, "FederatedDatasetDict.from_dataset") for split, rows in dataset.items()}
+        loaded = {
+            split: load_source(rows, "FederatedDatasetDict.from_dataset", token) for split, rows in dataset.items()
+        }
         partitions = partitioner.partition_splits({split: rows for split, (rows, _) in loaded.items()})
         return cls(
             {
@@ -119,7 +124,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             clients (`Sequence[str]`, *optional*): Ids of the clients to open. All if left out.
             sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
         """
-        partition_file = PartitionFile.read(Path(path))
+        partition_file = open_folder(path)
 
         def read(split: str, chosen: Sequence[str] | None) -> Any:
             return read_rows(partition_file, Path(path), split, chosen, (sources or {}).get(split))
@@ -188,6 +193,12 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     def _from_stored(
         cls, partition_file: PartitionFile, clients: Sequence[str] | None, read: Callable[..., Any]
     ) -> FederatedDatasetDict:
+        if isinstance(clients, str):
+            raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
+        if clients is not None:
+            check_client_ids(clients)
+            if not clients:
+                raise ValueError("The list of clients is empty.")
         known = {client.client_id for client in partition_file.clients}
         unknown = [client_id for client_id in clients or () if client_id not in known]
         if unknown:

@@ -76,27 +76,44 @@ def read_fednlp(
         # Keys are listed as text: 0, 1, 10, 2, …
         ids = sorted(clients, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
         numbers = {
-            split: {name: np.asarray(clients[name][split][()], dtype=np.int64).ravel() for name in ids}
+            split: {
+                name: _row_numbers(clients[name][split][()], partition_file, name)
+                for name in ids
+                if split in clients[name]
+            }
             for split in SPLITS
-            if all(split in clients[name] for name in ids)
         }
     with h5py.File(data_file, "r") as data:
         attributes = json.loads(_text(data["attributes"][()]))
-        rows = {}
+        rows: dict[str, PartitionedRows] = {}
+        taken = np.empty(0, dtype=np.int64)
         for split, by_client in numbers.items():
             given = {name: own for name, own in by_client.items() if len(own)}
-            if len(given) < len(by_client):
-                logger.warning(f"{len(by_client) - len(given)} clients of {method!r} have no {split} rows.")
             if not given:
                 continue
+            if len(given) < len(ids):
+                logger.warning(f"{len(ids) - len(given)} of {len(ids)} clients of {method!r} have no {split} rows.")
             everything = np.concatenate(list(given.values()))
             dataset = _read_rows(data, attributes, everything, str(data_file))
             offsets = np.cumsum([0, *map(len, given.values())])
             values, counts = np.unique(everything, return_counts=True)
             if len(values) < len(everything):
                 raise ValueError(f"{partition_file}: {method!r} gives row {values[counts.argmax()]} of {split} twice.")
+            both = np.intersect1d(everything, taken)
+            if len(both):
+                raise ValueError(f"{partition_file}: {method!r} gives row {both[0]} to training and to testing.")
+            taken = np.concatenate([taken, everything])
             rows[split] = PartitionedRows(dataset, Partition(list(given), np.arange(len(everything)), offsets))
+    if not rows:
+        raise ValueError(f"{partition_file}: {method!r} gives no row to any client.")
     return rows, attributes
+
+
+def _row_numbers(values: Any, path: str | os.PathLike[str], client: str) -> np.ndarray:
+    numbers = np.asarray(values).ravel()
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        raise ValueError(f"{path}: the rows of client {client} are {numbers.dtype}, not whole numbers.")
+    return numbers.astype(np.int64)
 
 
 def _read_rows(data: Any, attributes: Mapping[str, Any], numbers: np.ndarray, path: str) -> Dataset:
@@ -157,14 +174,23 @@ def _text(value: Any) -> str:
 def _features(columns: Mapping[str, Any], task: str, vocabulary: Mapping[str, int] | None) -> Features | None:
     if not vocabulary:
         return None
-    # A ClassLabel takes names or numbers
-    names = ClassLabel(names=[str(name) for name, _ in sorted(vocabulary.items(), key=lambda item: item[1])])
+    # A ClassLabel takes names or numbers, and numbers only if they count from 0.
+    ranked = sorted(vocabulary.items(), key=lambda item: item[1])
+    column = columns.get("label" if task == "text_classification" else "tags", [])
+    if [number for _, number in ranked] != list(range(len(ranked))) and any(_is_numeric(value) for value in column):
+        raise ValueError(f"Labels are numbers, and those of label_vocab do not count from 0: {ranked[:5]} …")
+    names = ClassLabel(names=[str(name) for name, _ in ranked])
     text = {column: Value("string") for column in columns}
     if task == "text_classification":
         return Features({**text, "label": names})
     if task == "seq_tagging":
         return Features({**text, "tokens": List(Value("string")), "tags": List(names)})
     return None
+
+
+def _is_numeric(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return any(not isinstance(item, str) for item in items)
 
 
 def write_fednlp(
@@ -186,9 +212,13 @@ def write_fednlp(
 
     Raises:
         `ImportError`: If h5py is not installed.
-        `ValueError`: If the task is not known, a column is missing, or there are other splits.
+        `FileExistsError`: If one of the files exists: it may hold other partitions.
+        `ValueError`: If the task is not known, a column is missing, a row has no value, or there are other splits.
     """
     h5py = _require_h5py()
+    for place in (data_file, partition_file):
+        if os.path.lexists(place):
+            raise FileExistsError(f"{place} exists and is not replaced. Choose another name, or remove it first.")
     if task_type not in COLUMNS:
         raise ValueError(f"The task_type {task_type!r} is not known; known are {', '.join(COLUMNS)}.")
     if not set(splits) <= set(SPLITS) or "train" not in splits:
@@ -202,6 +232,9 @@ def write_fednlp(
         file["attributes"] = json.dumps(_attributes(pooled, numbers, task_type))
         for split, rows in pooled.items():
             for number, row in zip(numbers[split].tolist(), rows.select_columns(wanted), strict=True):
+                empty = [name for name, value in row.items() if value is None]
+                if empty:
+                    raise ValueError(f"Row {number - starts[split]} of {split} has no value in {empty[0]!r}; drop it.")
                 for field, value in _fields(row, task_type, rows.features):
                     file[f"{field}/{number}"] = value
     clients = list(dict.fromkeys(client_id for rows in splits.values() for client_id in rows.client_ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset
@@ -14,17 +15,22 @@ from huggingface_hub import (
     HfApi,
     hf_hub_download,
 )
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 from tqdm.contrib.concurrent import thread_map
 
+from .card import config_names
 from .client_rows import ClientRows
 from .partition_file import PARTITION_FILE, PartitionFile, PartitionFileError, StoredFile
-from .storage import choose_clients, read_rows
+from .storage import PICTURES, README, choose_clients, read_rows
 
 
-README = "README.md"
 # The Hub takes this many large files in one commit.
 MAX_FILES_PER_COMMIT = 25_000
 
@@ -33,8 +39,37 @@ class ConcurrentPushError(RuntimeError):
     """Somebody else committed to the repository while a push was under way. Nothing of the push was published."""
 
 
+@dataclass(frozen=True)
+class RepositoryState:
+    """
+    What a repository holds before a push.
+
+    Args:
+        head (`str`, *optional*): The commit that the push builds on; `None` if there is no repository.
+        files (`dict[str, RepoFile]`): Its files by path.
+        card (`str`, *optional*): Its README.md.
+        stored ([`PartitionFile`], *optional*): The federated data set that it holds.
+    """
+
+    head: str | None = None
+    files: dict[str, RepoFile] = field(default_factory=dict)
+    card: str | None = None
+    stored: PartitionFile | None = None
+
+    @property
+    def client_names(self) -> set[str]:
+        """Names of the configurations that an earlier push wrote."""
+        return set() if self.stored is None else {client.name for client in self.stored.clients}
+
+    def own_files(self) -> set[str]:
+        """What an earlier push wrote beside the card, which a new one replaces."""
+        if self.stored is None:
+            return set()
+        return {PARTITION_FILE, *PICTURES.values(), *(file.path for file in self.stored.files())} & self.files.keys()
+
+
 def push_folder(
-    write: Callable[[Path, str | None], PartitionFile],
+    write: Callable[[Path, RepositoryState], PartitionFile],
     repo_id: str,
     private: bool | None = None,
     revision: str | None = None,
@@ -44,9 +79,12 @@ def push_folder(
     """
     Commits a federated data set to the Hub.
 
+    Nothing is made on the Hub before everything is written here, so that an error leaves no empty repository. Of what
+    the repository holds only the files of an earlier push are removed.
+
     Args:
-        write (`Callable[[Path, str | None], PartitionFile]`):
-            Fills an empty folder, given the card that the repository has.
+        write (`Callable[[Path, RepositoryState], PartitionFile]`):
+            Fills an empty folder, given what the repository holds.
         repo_id (`str`):
             The repository. It is made if there is none.
         private (`bool`, *optional*):
@@ -68,38 +106,75 @@ def push_folder(
         `ConcurrentPushError`: If somebody else committed meanwhile.
     """
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, repo_type="dataset", exist_ok=True)
-    info = api.dataset_info(repo_id, revision=revision)
-    if private and not info.private:
-        raise ValueError(
-            f"{repo_id} is there already and is public, so private=True cannot keep the data private. Push to another"
-            " repository, or make this one private first."
-        )
-    head = info.sha
-    there = {
-        entry.path: entry
-        for entry in api.list_repo_tree(repo_id, recursive=True, revision=head, repo_type="dataset")
-        if isinstance(entry, RepoFile)
-    }
-    _check_ours(there, repo_id)
-    card = Path(api.hf_hub_download(repo_id, README, repo_type="dataset", revision=head)) if README in there else None
+    if "/" not in repo_id:
+        repo_id = f"{api.whoami()['name']}/{repo_id}"
+    there = _look(api, repo_id, private, revision)
     with tempfile.TemporaryDirectory(prefix="hf_federated-") as folder:
         root = Path(folder)
-        partition_file = write(root, card.read_text(encoding="utf-8") if card else None)
-        written = {str(path.relative_to(root).as_posix()): path for path in root.rglob("*") if path.is_file()}
+        partition_file = write(root, there)
+        written = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
         if len(written) > MAX_FILES_PER_COMMIT:
             raise ValueError(
                 f"{len(partition_file.clients)} clients make {len(written)} files; the Hub takes"
                 f" {MAX_FILES_PER_COMMIT} in one commit. Push row numbers instead (index_only=True), or fewer clients."
             )
-        unchanged = {file.path for file in partition_file.files() if _is_there(file, there.get(file.path))}
+        unchanged = {file.path for file in partition_file.files() if _is_there(file, there.files.get(file.path))}
         operations = [
             *(CommitOperationAdd(path, written[path]) for path in sorted(written.keys() - unchanged)),
-            *(CommitOperationDelete(path) for path in sorted(there) if _is_data(path) and path not in written),
+            *(CommitOperationDelete(path) for path in sorted(there.own_files() - written.keys())),
         ]
+        if there.head is None:
+            api.create_repo(repo_id, repo_type="dataset", private=private)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, repo_type="dataset", exist_ok=True)
+        head = there.head or api.dataset_info(repo_id, revision=revision).sha
         return _commit(api, repo_id, operations, head, revision, commit_message or "Upload federated data set")
+
+
+def _look(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> RepositoryState:
+    try:
+        info = api.dataset_info(repo_id)
+    except RepositoryNotFoundError:
+        return RepositoryState()
+    if private and not info.private:
+        raise ValueError(
+            f"{repo_id} is there already and is public, so private=True cannot keep the data private. Push to another"
+            " repository, or make this one private first."
+        )
+    try:
+        head = info.sha if revision is None else api.dataset_info(repo_id, revision=revision).sha
+    except RevisionNotFoundError:  # a branch that is made from the main branch
+        head = info.sha
+    files = {
+        entry.path: entry
+        for entry in api.list_repo_tree(repo_id, recursive=True, revision=head, repo_type="dataset")
+        if isinstance(entry, RepoFile)
+    }
+
+    def read(path: str) -> str | None:
+        if path not in files:
+            return None
+        local = api.hf_hub_download(repo_id, path, repo_type="dataset", revision=head)
+        try:
+            return Path(local).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{repo_id}: {path} is no UTF-8 text ({error}). Correct it there, and push again."
+            ) from error
+
+    card, text = read(README), read(PARTITION_FILE)
+    try:
+        stored = None if text is None else PartitionFile.from_json(text)
+    except PartitionFileError as error:
+        raise ValueError(f"{repo_id} holds another {PARTITION_FILE} ({error}). Push to another repository.") from error
+    if stored is None:
+        data = sorted(path for path in files if path.startswith(("data/", "index/")))
+        if data or (card is not None and config_names(card, repo_id)):
+            raise ValueError(
+                f"{repo_id} holds data that is no federated data set ({', '.join(data[:3]) or 'see its configs'}), and"
+                " `load_dataset` would mix the two. Push to another repository."
+            )
+    return RepositoryState(head, files, card, stored)
 
 
 def _commit(
@@ -122,19 +197,6 @@ def _commit(
             ) from error
         raise
     return None if commit.oid == head else commit
-
-
-def _check_ours(there: dict[str, RepoFile], repo_id: str) -> None:
-    data = [path for path in there if _is_data(path)]
-    if data and PARTITION_FILE not in there:
-        raise ValueError(
-            f"{repo_id} holds data that is no federated data set ({', '.join(sorted(data)[:3])}, …), and would be"
-            " replaced. Push to another repository."
-        )
-
-
-def _is_data(path: str) -> bool:
-    return path.startswith(("data/", "index/", "pictures/")) or path == PARTITION_FILE
 
 
 def _is_there(file: StoredFile, entry: RepoFile | None) -> bool:
@@ -204,4 +266,4 @@ def fetch_rows(
             repo_id, PARTITION_FILE, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir
         )
     ).parent
-    return read_rows(partition_file, root, split, clients, source)
+    return read_rows(partition_file, root, split, clients, source, token)

@@ -91,7 +91,15 @@ def read_labels_of_splits(splits: Mapping[str, Dataset], column: str) -> tuple[d
     """
     position_of: dict[str, int] = {}
     labels = {}
+    (first, first_dataset), *_ = splits.items()
     for split, dataset in splits.items():
+        check_columns(dataset.column_names, [column])
+        if type(dataset.features[column]) is not type(first_dataset.features[column]):
+            raise ValueError(
+                f"The column {column!r} is {dataset.features[column]} in the split {split!r} and"
+                f" {first_dataset.features[column]} in {first!r}, so their labels cannot be matched. Cast them to the"
+                " same with cast_column."
+            )
         codes, names = read_labels(dataset, column)
         positions = [position_of.setdefault(name, len(position_of)) for name in names]
         labels[split] = np.array(positions, dtype=np.int64)[codes]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from datasets import Features
 
+from .names import escape_client_id
 from .source import DatasetSource
 
 
@@ -64,28 +65,29 @@ class StoredFile:
                 digest.update(block)
             return cls(path, file.tell(), digest.hexdigest())
 
-    def check(self, root: Path, client_id: str | None = None) -> Path:
+    def read(self, root: Path, client_id: str | None = None) -> bytes:
         """
-        Checks that the file is the one that was written.
-
-        Returns:
-            `Path`: Where it lies.
+        The bytes of the file, which are those that were written.
 
         Raises:
             `PartitionFileError`: If it is missing or has other bytes.
         """
         whose = "" if client_id is None else f" of client {client_id!r}"
-        where = root / self.path
-        if not where.is_file():
-            raise PartitionFileError(f"The file {self.path}{whose} is missing in {root}. Get the data set again.")
-        found = StoredFile.describe(root, self.path)
-        if found != self:
+        try:
+            content = (root / self.path).read_bytes()
+        except OSError as error:
             raise PartitionFileError(
-                f"The file {self.path}{whose} is not the one that {PARTITION_FILE} lists: it has {found.size} bytes"
-                f" with SHA-256 {found.sha256}, expected {self.size} bytes with {self.sha256}. It was changed or"
-                " damaged after it was written; get the data set again, or save it anew."
+                f"The file {self.path}{whose} is missing in {root}, or cannot be read ({error}). Get the data set"
+                " again."
+            ) from error
+        found = hashlib.sha256(content).hexdigest()
+        if len(content) != self.size or found != self.sha256:
+            raise PartitionFileError(
+                f"The file {self.path}{whose} is not the one that {PARTITION_FILE} lists: it has {len(content)} bytes"
+                f" with SHA-256 {found}, expected {self.size} bytes with {self.sha256}. It was changed or damaged"
+                " after it was written; get the data set again, or save it anew."
             )
-        return where
+        return content
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,20 @@ class StoredClient:
     client_id: str
     name: str
     splits: dict[str, StoredRows]
+
+    def check(self) -> None:
+        """Raises `PartitionFileError` unless the name is the client's own, and the files lie where they belong."""
+        if not self.client_id or self.name != escape_client_id(self.client_id):
+            raise PartitionFileError(
+                f"{PARTITION_FILE}: the client {self.client_id!r} has the name {self.name!r}, which is not its own."
+            )
+        for split, rows in self.splits.items():
+            for file in rows.files:
+                if not file.path.startswith(f"data/{self.name}/{split}-"):
+                    raise PartitionFileError(
+                        f"{PARTITION_FILE}: the client {self.client_id!r} lists {file.path} for the split {split!r},"
+                        " which is not a path of its own."
+                    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,13 @@ class PartitionFile:
             raise PartitionFileError(f"{PARTITION_FILE} lists no client, or one twice.")
         for split in self.splits:
             check_split_name(split)
+        if len(set(self.splits)) < len(self.splits):
+            raise PartitionFileError(f"{PARTITION_FILE} lists a split twice: {self.splits}.")
+        for client in self.clients:
+            client.check()
+        paths = [file.path for file in self.files()]
+        if len(set(paths)) < len(paths):
+            raise PartitionFileError(f"{PARTITION_FILE} lists a file twice.")
 
     def files(self) -> Iterator[StoredFile]:
         """All files beside `partition.json`."""
@@ -209,7 +232,7 @@ class PartitionFile:
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PartitionFileError(f"{PARTITION_FILE} is not JSON: {error}.") from error
         if not isinstance(raw, dict) or raw.get("format") != "hf_federated.partition":
             raise PartitionFileError(f"{PARTITION_FILE} was not written by hf_federated.")
@@ -220,7 +243,9 @@ class PartitionFile:
             )
         try:
             return _from_dict(raw)
-        except (KeyError, TypeError, AttributeError) as error:
+        except PartitionFileError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PartitionFileError(f"{PARTITION_FILE} is incomplete or damaged: {error!r}.") from error
 
     @classmethod
@@ -275,7 +300,10 @@ def _from_dict(raw: Mapping[str, Any]) -> PartitionFile:
         splits=splits,
         features=Features.from_dict(_typed(raw["features"], dict, "features")),
         clients=clients,
-        partitioning=_typed(raw["partitioning"], dict, "partitioning"),
+        partitioning={
+            split: None if settings is None else _typed(settings, dict, "partitioning")
+            for split, settings in _typed(raw["partitioning"], dict, "partitioning").items()
+        },
         sources={split: DatasetSource(**source) for split, source in raw["sources"].items()},
         index=index,
         label_column=raw["label_column"],

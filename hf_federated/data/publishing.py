@@ -14,11 +14,11 @@ from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from .card import render_dataset_card
-from .hub import README, push_folder
+from .hub import RepositoryState, push_folder
 from .label_statistics import LabelCounts, jensen_shannon_divergence, label_counts
 from .partition_file import PartitionFile
 from .partition_plots import plot_divergence, plot_label_shares, plot_sizes
-from .storage import PublishedCounts, save_folder, write_files
+from .storage import PICTURES, README, PublishedCounts, save_folder, write_files
 
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def save_splits(
     max_shard_size: int | str = "500MB",
 ) -> None:
     """Writes splits to a folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
-    save_folder(path, lambda folder: _write(folder, splits, None, None, label_column, index_only, max_shard_size))
+    save_folder(
+        path, lambda folder: _write(folder, splits, None, RepositoryState(), label_column, index_only, max_shard_size)
+    )
 
 
 def push_splits(
@@ -54,8 +56,8 @@ def push_splits(
 ) -> CommitInfo | None:
     """Publishes splits as one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
 
-    def write(folder: Path, card: str | None) -> PartitionFile:
-        return _write(folder, splits, repo_id, card, label_column, index_only, max_shard_size)
+    def write(folder: Path, there: RepositoryState) -> PartitionFile:
+        return _write(folder, splits, repo_id, there, label_column, index_only, max_shard_size, token)
 
     return push_folder(write, repo_id, private, revision, token, commit_message)
 
@@ -64,18 +66,19 @@ def _write(
     folder: Path,
     splits: Mapping[str, FederatedDataset],
     repo_id: str | None,
-    card: str | None,
+    there: RepositoryState,
     label_column: str | None,
     index_only: bool,
     max_shard_size: int | str,
+    token: bool | str | None = None,
 ) -> PartitionFile:
     counts = None if label_column is None else count_splits(splits, label_column)
     stored = {split: clients.to_store() for split, clients in splits.items()}
-    partition_file = write_files(folder, stored, counts, max_shard_size, index_only)
+    partition_file = write_files(folder, stored, counts, max_shard_size, index_only, token)
     split, clients = next(iter(splits.items()))
     of_split = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
     pictures = draw_pictures(folder, clients, of_split, split)
-    text = render_dataset_card(partition_file, repo_id, pictures, card)
+    text = render_dataset_card(partition_file, repo_id, pictures, there.card, there.client_names)
     (folder / README).write_text(text, encoding="utf-8")
     return partition_file
 
@@ -115,13 +118,13 @@ def draw_pictures(
         logger.info("The card has no pictures: they need matplotlib (pip install hf-federated[plots]).")
         return []
     (folder / "pictures").mkdir()
-    pictures = [(f"Rows of each client, {split}", "pictures/sizes.png")]
-    plot_sizes([size for size in clients.num_rows.values() if size is not None], folder / pictures[0][1])
+    pictures = [(f"Rows of each client, {split}", PICTURES["sizes"])]
+    plot_sizes([size for size in clients.num_rows.values() if size is not None], folder / PICTURES["sizes"])
     if counts is not None:
-        pictures.append((f"Share of each label in each client's rows, {split}", "pictures/labels.png"))
-        plot_label_shares(counts, folder / "pictures/labels.png")
+        pictures.append((f"Share of each label in each client's rows, {split}", PICTURES["labels"]))
+        plot_label_shares(counts, folder / PICTURES["labels"])
         if 1 < len(clients) <= MAX_COMPARED_CLIENTS:
-            pictures.append((f"Jensen-Shannon divergence of every two clients, {split}", "pictures/divergence.png"))
+            pictures.append((f"Jensen-Shannon divergence of every two clients, {split}", PICTURES["divergence"]))
             divergence = jensen_shannon_divergence(counts.shares)
-            plot_divergence(divergence, folder / "pictures/divergence.png", clients.client_ids)
+            plot_divergence(divergence, folder / PICTURES["divergence"], clients.client_ids)
     return pictures

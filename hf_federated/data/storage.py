@@ -6,6 +6,7 @@ or absent. This module knows rows and files only; `FederatedDataset` and `Federa
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import shutil
@@ -36,9 +37,15 @@ from .partition_file import (
     StoredRows,
     check_split_name,
 )
-from .partitioners.base import Partition, row_number_dtype
+from .partitioners.base import Partition, check_client_ids, row_number_dtype
 from .source import DatasetSource, content_hash
-from .stored_rows import ClientFiles, ParquetRows
+from .stored_rows import ParquetRows
+
+
+# What is written beside the data files and `partition.json`.
+README = "README.md"
+PICTURES = {name: f"pictures/{name}.png" for name in ("sizes", "labels", "divergence")}
+GENERATED = (README, *PICTURES.values())
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ def write_files(
     label_counts: PublishedCounts | None = None,
     max_shard_size: int | str = "500MB",
     index_only: bool = False,
+    token: bool | str | None = None,
 ) -> PartitionFile:
     """
     Writes the data files and `partition.json` into an empty folder.
@@ -92,21 +100,24 @@ def write_files(
             A client's rows are spread over files of about this size in memory.
         index_only (`bool`, *optional*, defaults to `False`):
             Writes row numbers instead of rows.
+        token (`bool` or `str`, *optional*):
+            For a source on the Hub, which is compared with the rows that were cut.
 
     Raises:
         `ValueError`: If a split has an impossible name, or splits differ in their columns.
         `TypeError`: If a client is an `IterableDataset`.
     """
     _check_splits(splits)
+    max_bytes = _bytes(max_shard_size)
     ids = list(dict.fromkeys(client_id for split in splits.values() for client_id in split.rows.client_ids))
     names = escape_client_ids(ids)
     stored: dict[str, dict[str, StoredRows]] = {client_id: {} for client_id in ids}
     index: dict[str, StoredIndex] = {}
     for split, to_store in splits.items():
         if index_only:
-            index[split], rows_of = _write_index(folder, split, to_store)
+            index[split], rows_of = _write_index(folder, split, to_store, token)
         else:
-            rows_of = _write_clients(folder, split, to_store.rows, names, convert_file_size_to_int(max_shard_size))
+            rows_of = _write_clients(folder, split, to_store.rows, names, max_bytes)
         for position, (client_id, (num_rows, files)) in enumerate(rows_of.items()):
             counts = None if label_counts is None else label_counts.counts[split][position].tolist()
             stored[client_id][split] = StoredRows(num_rows, files, counts)
@@ -134,14 +145,23 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         path (`str`): Where the folder shall be.
         write (`Callable[[Path], object]`): Fills an empty folder.
 
+    Killed between its two last steps, which are renames, it leaves both versions beside the place, and a reader says
+    where.
+
     Raises:
         `FileExistsError`: If something else than a federated data set is there.
+        `ValueError`: If the current directory is, or lies in, the folder.
     """
-    place = Path(path).absolute()
-    if place.exists() and not (place / PARTITION_FILE).is_file() and (not place.is_dir() or any(place.iterdir())):
+    place = Path(path).resolve()
+    if place in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"{place} is the current directory or holds it, and would be replaced. Save to another folder."
+        )
+    foreign = _foreign_file(place)
+    if foreign is not None:
         raise FileExistsError(
-            f"{place} holds something else than a federated data set, and would be replaced. Choose another folder, or"
-            " remove it first."
+            f"{place} holds something else than a federated data set ({foreign}), which would be replaced. Choose"
+            " another folder, or remove it first."
         )
     place.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
@@ -161,12 +181,51 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _foreign_file(place: Path) -> str | None:
+    """A file of a folder that is not one of a federated data set; `None` if there is none, or no folder."""
+    if not place.exists():
+        return None
+    if not place.is_dir():
+        return place.name
+    there = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
+    if not there:
+        return None
+    try:
+        stored = PartitionFile.read(place)
+    except (FileNotFoundError, PartitionFileError):
+        return min(there)
+    return min(there - {PARTITION_FILE, *GENERATED, *(file.path for file in stored.files())}, default=None)
+
+
+def open_folder(path: str | os.PathLike[str]) -> PartitionFile:
+    """
+    What a folder holds.
+
+    Raises:
+        `FileNotFoundError`: If it holds no federated data set. Where a save was killed between its two last steps, the
+            message says where the data set lies.
+        `PartitionFileError`: If `partition.json` cannot be read.
+    """
+    place = Path(path).absolute()
+    try:
+        return PartitionFile.read(place)
+    except FileNotFoundError as error:
+        left = sorted(place.parent.glob(f".{glob.escape(place.name)}-*/old/{PARTITION_FILE}"))
+        if not left:
+            raise
+        raise FileNotFoundError(
+            f"There is no {place}: a save was killed at its last step. What was there lies in {left[-1].parent}; move"
+            " it back."
+        ) from error
+
+
 def read_rows(
     partition_file: PartitionFile,
     root: Path,
     split: str,
     clients: Sequence[str] | None = None,
     source: Dataset | None = None,
+    token: bool | str | None = None,
 ) -> ClientRows:
     """
     The rows of a split, from files that lie in a folder.
@@ -177,26 +236,23 @@ def read_rows(
         split (`str`): The split.
         clients (`Sequence[str]`, *optional*): Ids of the clients to read, in this order; all of the split if left out.
         source (`datasets.Dataset`, *optional*): The rows that were cut, if only their numbers are stored.
+        token (`bool` or `str`, *optional*): For a source on the Hub.
 
     Raises:
         `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
         `ValueError`: If there is no such split.
         `KeyError`: If there is no such client, or it has no rows in the split.
     """
+    root = root.absolute()  # a client may be opened after the current directory changed
     chosen = choose_clients(partition_file, split, clients)
     if split in partition_file.index:
-        return _rows_by_number(partition_file, root, split, chosen, source)
+        return _rows_by_number(partition_file, root, split, chosen, source, token)
     if source is not None:
         raise ValueError(f"The split {split!r} is stored with its rows, so it takes no source=.")
-    return ParquetRows(
-        partition_file.features,
-        {
-            client.client_id: ClientFiles(
-                client.splits[split], [file.check(root, client.client_id) for file in client.splits[split].files]
-            )
-            for client in chosen
-        },
-    )
+    stored = {client.client_id: client.splits[split] for client in chosen}
+    rows = ParquetRows(root, partition_file.features, stored)
+    rows.check()
+    return rows
 
 
 def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[str] | None) -> list[StoredClient]:
@@ -208,6 +264,7 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
         return list(there.values())
     if isinstance(clients, str):
         raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
+    check_client_ids(clients)
     if not clients:
         raise ValueError("The list of clients is empty.")
     for client_id in clients:
@@ -231,6 +288,18 @@ def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
                 f" {first.rows.example.features} and {split.rows.example.features}. Cast them to the same."
             )
+
+
+def _bytes(max_shard_size: int | str) -> int:
+    try:
+        size = convert_file_size_to_int(max_shard_size)
+    except (ValueError, AttributeError, TypeError):
+        size = 0
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f'max_shard_size must be a size such as "500MB" or a number of bytes, got {max_shard_size!r}.'
+        )
+    return size
 
 
 def _write_clients(
@@ -264,7 +333,7 @@ def _write_shards(folder: Path, name: str, split: str, table: pa.Table, max_shar
 
 
 def _write_index(
-    folder: Path, split: str, to_store: SplitToStore
+    folder: Path, split: str, to_store: SplitToStore, token: bool | str | None
 ) -> tuple[StoredIndex, dict[str, tuple[int, list[StoredFile]]]]:
     rows = to_store.rows
     if not isinstance(rows, PartitionedRows):
@@ -274,7 +343,9 @@ def _write_index(
         )
     content = content_hash(rows.source)
     if to_store.source is not None:
-        _check_content(to_store.source.load(), f"{to_store.source.repo_id} at {to_store.source.revision}", content)
+        _check_content(
+            to_store.source.load(token), f"{to_store.source.repo_id} at {to_store.source.revision}", content
+        )
     (folder / "index").mkdir(exist_ok=True)
     path = f"index/{split}.parquet"
     numbers = rows.partition.indices.astype(row_number_dtype(len(rows.source)))
@@ -284,26 +355,36 @@ def _write_index(
 
 
 def _rows_by_number(
-    partition_file: PartitionFile, root: Path, split: str, chosen: Sequence[StoredClient], source: Dataset | None
+    partition_file: PartitionFile,
+    root: Path,
+    split: str,
+    chosen: Sequence[StoredClient],
+    source: Dataset | None,
+    token: bool | str | None,
 ) -> PartitionedRows:
     index = partition_file.index[split]
-    numbers = pq.read_table(index.file.check(root))["row"].to_numpy()
+    table = pq.read_table(pa.BufferReader(index.file.read(root)))
+    if table.column_names != ["row"] or not pa.types.is_integer(table.schema.field("row").type):
+        raise PartitionFileError(f"{index.file.path} must hold one column `row` of whole numbers, not {table.schema}.")
+    if table["row"].null_count:
+        raise PartitionFileError(f"{index.file.path} has a row number that is null.")
+    numbers = table["row"].to_numpy()
     everyone = partition_file.clients_of(split)
     offsets = np.cumsum([0, *(client.splits[split].num_rows for client in everyone)], dtype=np.int64)
     if len(numbers) != offsets[-1]:
         raise PartitionFileError(f"{index.file.path} has {len(numbers)} rows; {PARTITION_FILE} says {offsets[-1]}.")
     partition = Partition([client.client_id for client in everyone], numbers, offsets)
-    partition.check_rows(index.num_source_rows)
     if source is None:
         if index.source is None:
             raise ValueError(
                 f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass those rows:"
                 " source=dataset."
             )
-        source, name = index.source.load(), f"{index.source.repo_id} at {index.source.revision}"
+        source, name = index.source.load(token), f"{index.source.repo_id} at {index.source.revision}"
     else:
         name = "source="
     _check_content(source, name, index.content)
+    partition.check_rows(len(source))
     positions = {client.client_id: position for position, client in enumerate(everyone)}
     return PartitionedRows(source, partition.select([positions[client.client_id] for client in chosen]))
 

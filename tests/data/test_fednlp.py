@@ -165,6 +165,29 @@ def test_files_that_do_not_fit_are_errors(news, tmp_path):
     with pytest.raises(ValueError, match="'regression' is not known"):
         FederatedDataset.from_fednlp_h5(tmp_path / "other.h5", partition, METHOD)
     clients = FederatedDatasetDict(train=FederatedDataset.from_dict({"a": Dataset.from_dict({"text": ["x"]})}))
+    write_partition(tmp_path / "both.h5", {"0": {"train": [1], "test": [1]}})
+    with pytest.raises(ValueError, match="gives row 1 to training and to testing"):
+        FederatedDataset.from_fednlp_h5(data, tmp_path / "both.h5", METHOD)
+    write_partition(tmp_path / "none.h5", {"0": {"train": [], "test": []}})
+    with pytest.raises(ValueError, match="gives no row to any client"):
+        FederatedDataset.from_fednlp_h5(data, tmp_path / "none.h5", METHOD)
+    with h5py.File(tmp_path / "real.h5", "w") as file:
+        file[f"{METHOD}/partition_data/0/train"] = np.array([0.7])
+    with pytest.raises(ValueError, match="client 0 are float64"):
+        FederatedDataset.from_fednlp_h5(data, tmp_path / "real.h5", METHOD)
+    with pytest.raises(FileExistsError, match="is not replaced"):
+        FederatedDatasetDict.from_fednlp_h5(data, partition, METHOD).to_fednlp_h5(
+            data, tmp_path / "new.h5", "m", "text_classification"
+        )
+    write_partition(tmp_path / "some.h5", {"0": {"train": [0], "test": [1]}, "1": {"train": [2]}})
+    assert FederatedDatasetDict.from_fednlp_h5(data, tmp_path / "some.h5", METHOD).num_rows == {
+        "train": {"0": 1, "1": 1},
+        "test": {"0": 1},
+    }
+    with pytest.raises(ValueError, match="Row 1 of train has no value in 'text'"):
+        nulls = FederatedDataset.from_dict({"a": Dataset.from_dict({"text": ["x", None]})})
+        FederatedDatasetDict(train=nulls).to_fednlp_h5(tmp_path / "n.h5", tmp_path / "m.h5", "m", "lm")
+    assert not (tmp_path / "n.h5").exists()
     with pytest.raises(ValueError, match="no column 'label'"):
         clients.to_fednlp_h5(tmp_path / "d.h5", tmp_path / "p.h5", "m", "text_classification")
     assert not (tmp_path / "d.h5").exists()

@@ -214,6 +214,101 @@ def test_repositories_that_hold_something_else_are_refused(hub, anna, fresh):
     assert "FileNotFoundError: anna/clients has no partition.json" in fresh(fetch)
 
 
+def test_what_others_put_into_the_repository_stays(hub, anna):
+    anna(push)
+    others = {
+        "data/codebook.csv": b"a,b",
+        "data/raw/interviews.zip": b"zip",
+        "pictures/logo.png": b"png",
+        "en/train.jsonl": b'{"text": "hello"}',
+    }
+    card = hub.files("anna/clients")["README.md"].decode()
+    config = "configs:\n- config_name: en\n  data_files: en/train.jsonl\n"
+    hub.push("anna/clients", {**others, "README.md": card.replace("configs:\n", config, 1).encode()})
+    anna(push, who=["Anna", "no"] * 20)
+    files = hub.files("anna/clients")
+    assert {path: files[path] for path in others} == others
+    card = files["README.md"].decode()
+    assert card.count("config_name: en") == 1 and 'config_name: "no"' in card and '"007"' not in card
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"partition.json": b'{"by": "another tool"}'}, "anna/other holds another partition.json"),
+        ({"README.md": b"---\nconfigs:\n- config_name: en\n---\n"}, "see its configs"),
+        ({"README.md": b"---\nlicense: [mit\n---\n"}, "metadata at the top of README.md of anna/other cannot be read"),
+        ({"README.md": "caf\xe9".encode("latin-1")}, "README.md is no UTF-8 text"),
+        ({"data/train.csv": b"a"}, "holds data that is no federated data set"),
+    ],
+)
+def test_a_repository_of_something_else_is_refused_and_left_alone(hub, anna, files, message):
+    hub.create("anna/other")
+    hub.push("anna/other", files)
+    before = hub.files("anna/other")
+    assert message in anna(push_error, repo_id="anna/other")
+    assert hub.files("anna/other") == before
+
+
+def test_a_card_with_text_and_metadata_of_its_own_is_kept(hub, anna):
+    marks = "<!-- hf_federated: end -->\nKept.\n<!-- hf_federated: begin -->\n"
+    card = f"\ufeff---\nlicense: mit\ntags: nlp\n---\n# Mine\n\n{marks}"
+    hub.create("anna/other")
+    hub.push("anna/other", {"README.md": card.encode()})
+    for _ in range(2):
+        assert anna(push_error, repo_id="anna/other") is None
+    card = hub.files("anna/other")["README.md"].decode()
+    assert "license: mit" in card and "- nlp\n" in card and "# Mine" in card and "Kept." in card
+
+
+def test_what_cannot_be_pushed_leaves_nothing_on_the_hub(hub, anna):
+    for options in ({"split": "all"}, {"label_column": "nope"}, {"max_shard_size": "foo"}):
+        assert "ValueError" in anna(push_error, repo_id="anna/new", **options)
+        assert not hub.repositories and not hub.requests("create-repo")
+    anna(push)
+    hub.clear_log()
+    assert "public" in anna(push_error, repo_id="anna/clients", private=True, revision="v2")
+    assert not hub.requests("branch")
+
+
+def push_by_name():
+    from datasets import Dataset
+
+    from hf_federated import FederatedDataset
+
+    rows = Dataset.from_dict({"who": ["a", "b"], "text": ["x", "y"]})
+    FederatedDataset.from_column(rows, "who").push_to_hub("mine")
+    return list(FederatedDataset.from_hub("anna/mine"))
+
+
+def test_a_repository_without_an_owner_is_the_users(hub, anna):
+    assert anna(push_by_name) == ["a", "b"]
+
+
+def with_an_explicit_token(cache_dir: str, secret: str):
+    from datasets import Dataset
+
+    from hf_federated import DatasetSource, FederatedDataset, IidPartitioner
+
+    Dataset.from_dict({"text": [f"text {i}" for i in range(8)]}).push_to_hub("anna/rows", private=True, token=secret)
+    clients = FederatedDataset.from_dataset(DatasetSource("anna/rows"), IidPartitioner(2), token=secret)
+    clients.push_to_hub("anna/index", index_only=True, private=True, token=secret)
+    clients.push_to_hub("anna/copies", private=True, token=secret)
+    return [
+        {i: client["text"][:] for i, client in opened.items()}
+        for opened in (
+            clients,
+            FederatedDataset.from_hub("anna/index", token=secret, cache_dir=cache_dir),
+            FederatedDataset.from_hub("anna/copies", token=secret, cache_dir=cache_dir),
+        )
+    ]
+
+
+def test_a_token_that_is_passed_reaches_everything(hub, process, tmp_path):
+    cut, by_number, copied = process.run(with_an_explicit_token, cache_dir=str(tmp_path), secret="hf_anna")
+    assert cut == by_number == copied
+
+
 def test_files_that_are_not_those_that_were_pushed_are_refused(hub, anna, fresh):
     anna(push)
     files = hub.files("anna/clients")
@@ -263,7 +358,7 @@ def read_index(cache_dir: str):
 def test_row_numbers_are_published_over_a_source_at_a_fixed_commit(hub, anna, fresh):
     pushed = anna(push_index)
     assert "anna/texts at" in pushed["refused"] and "are not those that were cut" in pushed["refused"]
-    assert "partition.json" not in hub.files("anna/mapped")
+    assert "datasets/anna/mapped" not in hub.repositories
     files = hub.files("anna/index")
     assert not [path for path in files if path.startswith("data/")]
     commit = json.loads(files["partition.json"])["index"]["train"]["source"]["revision"]

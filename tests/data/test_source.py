@@ -88,6 +88,22 @@ def test_what_lies_between_texts_and_lists_counts():
     assert content_hash(empty) != content_hash(null)
 
 
+def test_columns_that_change_places_give_another_hash():
+    rows = Dataset.from_dict({"question": ["q"], "answer": ["a"]})
+    assert content_hash(rows) != content_hash(rows.rename_columns({"question": "answer", "answer": "question"}))
+    assert content_hash(rows) != content_hash(rows.select_columns(["answer", "question"]))
+    structs = [Dataset.from_dict({"x": [{"a": "1", "b": "2"}]}), Dataset.from_dict({"x": [{"b": "1", "a": "2"}]})]
+    assert content_hash(structs[0]) != content_hash(structs[1])
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8"])
+def test_nulls_are_no_values(dtype):
+    features = Features({"a": Value(dtype), "b": Value(dtype)})
+    left = Dataset.from_dict({"a": [None, True], "b": [True, False]}, features=features)
+    right = Dataset.from_dict({"a": [True, False], "b": [True, None]}, features=features)
+    assert content_hash(left) != content_hash(right)
+
+
 def test_hash_of_many_blocks_does_not_depend_on_chunks():
     numbers = list(range(25_000))
     random.Random(0).shuffle(numbers)

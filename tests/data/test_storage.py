@@ -10,12 +10,15 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 
 from hf_federated import FederatedDataset, FederatedDatasetDict, IidPartitioner
 from hf_federated.data import PartitionFile, PartitionFileError, storage
+from hf_federated.data.partition_file import StoredFile
+from hf_federated.data.source import content_hash
 
 
 NAMES = ["Anna", "default", "007", "no", "Zoë/..", "con"]
@@ -36,6 +39,10 @@ def rows(num_rows: int = 120, seed: int = 0) -> Dataset:
 @pytest.fixture
 def clients() -> FederatedDataset:
     return FederatedDataset.from_column(rows(), "who")
+
+
+def file_of(raw: dict) -> list[dict]:
+    return raw["clients"][0]["splits"]["train"]["files"][:1]
 
 
 def same(left: FederatedDataset, right: FederatedDataset) -> bool:
@@ -196,17 +203,56 @@ def test_a_file_that_is_not_the_one_that_was_written_is_refused_by_name(clients,
 def test_files_that_do_not_hold_what_partition_json_says_are_refused(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     text = (tmp_path / "clients" / "partition.json").read_text()
-    (tmp_path / "clients" / "partition.json").write_text(text.replace('"num_rows": 20', '"num_rows": 21'))
-    loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
+    (tmp_path / "clients" / "partition.json").write_text(
+        text.replace('"num_rows": 20', '"num_rows": 21', 1).replace('"num_rows": 20', '"num_rows": 19', 1)
+    )
     with pytest.raises(PartitionFileError, match="'007' hold 20 rows; partition.json says 21"):
-        loaded["007"]
-    with pytest.raises(PartitionFileError, match="120 rows; partition.json says 126"):
-        loaded.to_dataset()
+        FederatedDataset.load_from_disk(tmp_path / "clients")
     (tmp_path / "clients" / "partition.json").write_text(
         text.replace('["bad", "fair", "good"]', '["good", "fair", "bad"]')
     )
     with pytest.raises(PartitionFileError, match="'007' have other columns, types or label names .*: label"):
-        FederatedDataset.load_from_disk(tmp_path / "clients")["007"]
+        FederatedDataset.load_from_disk(tmp_path / "clients")
+
+
+def test_files_that_change_after_loading_are_refused_when_they_are_read(clients, tmp_path):
+    clients.save_to_disk(tmp_path / "clients")
+    loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
+    clients.map(lambda row: {"text": row["text"].upper()}).save_to_disk(tmp_path / "clients")
+    for read in (lambda: loaded["no"], loaded.to_dataset, lambda: loaded.save_to_disk(tmp_path / "again")):
+        with pytest.raises(PartitionFileError, match="is not the one that partition.json lists"):
+            read()
+    shutil.rmtree(tmp_path / "clients")
+    with pytest.raises(PartitionFileError, match="of client 'no' is missing"):
+        loaded["no"]
+
+
+def test_a_relative_folder_stays_the_one_that_was_loaded(clients, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    clients.save_to_disk("clients")
+    loaded = FederatedDataset.load_from_disk("clients")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    clients.map(lambda row: {"text": "other"}).save_to_disk("clients")
+    assert same(loaded, clients)
+
+
+def test_types_that_parquet_does_not_have_come_back(tmp_path):
+    times = pa.table(
+        {
+            "second": pa.array([1, None, 3], pa.timestamp("s")),
+            "zone": pa.array([1, 2, 3], pa.timestamp("s", tz="UTC")),
+            "day": pa.array([86_400_000, 0, None], pa.date64()),
+            "clock": pa.array([1, 2, 3], pa.time32("s")),
+            "dtype": pa.array([1.5, None, 2.5], pa.float16()),
+        }
+    )
+    clients = FederatedDataset.from_dict({"a": Dataset(times)})
+    clients.save_to_disk(tmp_path / "clients")
+    loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
+    assert same(loaded, clients)
+    assert loaded.to_dataset().features == clients["a"].features
+    assert content_hash(loaded["a"]) == content_hash(clients["a"])
 
 
 @pytest.mark.parametrize(
@@ -219,6 +265,14 @@ def test_files_that_do_not_hold_what_partition_json_says_are_refused(clients, tm
         (lambda raw: raw.update(clients=raw["clients"] * 2), "or one twice"),
         (lambda raw: raw.update(clients={}), "clients must be a list"),
         (lambda raw: raw.update(splits=["../x"]), "not in"),
+        (lambda raw: raw.update(splits=["train", "train"]), "a split twice"),
+        (lambda raw: raw.update(features={"x": {"dtype": "float7", "_type": "Value"}}), "incomplete or damaged"),
+        (lambda raw: raw.update(partitioning={"train": "iid"}), "partitioning must be a dict"),
+        (lambda raw: raw["clients"][0].update(id=""), "not its own"),
+        (lambda raw: raw["clients"][0].update(name="default"), "not its own"),
+        (lambda raw: raw["clients"][0].update(name=raw["clients"][1]["name"]), "not its own"),
+        (lambda raw: raw["clients"][0]["splits"].update(raw["clients"][1]["splits"]), "not a path of its own"),
+        (lambda raw: raw["clients"][0]["splits"]["train"]["files"].extend(file_of(raw)), "lists a file twice"),
         (lambda raw: raw["clients"][0]["splits"]["train"].update(num_rows="20"), "num_rows must be a int"),
         (lambda raw: raw["clients"][0]["splits"]["train"].update(num_rows=0), "lie nowhere"),
         (lambda raw: raw["clients"][0]["splits"]["train"].update(files=[]), "lie nowhere"),
@@ -240,6 +294,36 @@ def test_a_damaged_partition_file_is_refused(clients, tmp_path, damage, message)
     path.write_text(json.dumps(raw))
     with pytest.raises(PartitionFileError, match=message):
         FederatedDataset.load_from_disk(tmp_path / "clients")
+
+
+def test_an_index_that_lies_is_refused(clients, tmp_path):
+    clients.save_to_disk(tmp_path / "index", index_only=True)
+    path = tmp_path / "index" / "index" / "train.parquet"
+    good = pq.read_table(path)["row"].to_numpy()
+
+    def with_index(table):
+        pq.write_table(table, path)
+        text = (tmp_path / "index" / "partition.json").read_text()
+        raw = json.loads(text)
+        raw["index"]["train"]["file"] = vars(StoredFile.describe(tmp_path / "index", "index/train.parquet"))
+        raw["index"]["train"]["num_source_rows"] = 10**12
+        (tmp_path / "index" / "partition.json").write_text(json.dumps(raw))
+        return FederatedDataset.load_from_disk(tmp_path / "index", source=rows())
+
+    assert same(with_index(pa.table({"row": good})), clients)
+    twice = good.copy()
+    twice[0] = twice[1]
+    for numbers, message in (
+        ({"number": good}, "must hold one column `row`"),
+        ({"row": good.astype(float)}, "must hold one column `row`"),
+        ({"row": pa.array([None, *good[1:].tolist()], pa.int32())}, "is null"),
+        ({"row": good - 1}, "names row -1"),
+        ({"row": good + 1}, "names row 120"),
+        ({"row": twice}, "2 times"),
+        ({"row": good[:-1]}, "has 119 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_index(pa.table(numbers))
 
 
 def test_text_that_is_no_json_and_folders_without_a_partition_are_refused(clients, tmp_path):
@@ -265,7 +349,27 @@ def test_saving_again_replaces_what_was_there_and_nothing_else(clients, tmp_path
     for place in ("other", "file"):
         with pytest.raises(FileExistsError, match="something else"):
             clients.save_to_disk(tmp_path / place)
+    # something else beside a federated data set, and another tool's file of the same name
+    (tmp_path / "clients" / "data" / "codebook.csv").write_text("...")
+    with pytest.raises(FileExistsError, match="data/codebook.csv"):
+        clients.save_to_disk(tmp_path / "clients")
+    (tmp_path / "other" / "partition.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="something else"):
+        clients.save_to_disk(tmp_path / "other")
     assert (tmp_path / "other" / "thesis.tex").read_text() == "..."
+    assert (tmp_path / "clients" / "data" / "codebook.csv").read_text() == "..."
+
+
+def test_a_link_is_followed_and_the_current_directory_refused(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    (tmp_path / "link").symlink_to("clients")
+    clients.select_clients(["no"]).save_to_disk(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert list(FederatedDataset.load_from_disk(tmp_path / "clients")) == ["no"]
+    monkeypatch.chdir(tmp_path / "clients" / "data")
+    for place in (".", tmp_path / "clients"):
+        with pytest.raises(ValueError, match="is the current directory or holds it"):
+            clients.save_to_disk(place)
 
 
 def test_what_cannot_be_saved_leaves_what_was_there(clients, tmp_path):
@@ -300,6 +404,51 @@ def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path, m
     assert process.exitcode == -signal.SIGKILL
     assert files(tmp_path / "clients") == before
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
+
+
+def test_a_save_killed_between_its_renames_says_where_the_data_lie(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    rename = os.rename
+
+    def killed(source, target):
+        if Path(source).name == "new":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    one = clients.select_clients(["no"])
+    process = multiprocessing.get_context("fork").Process(target=one.save_to_disk, args=(tmp_path / "clients",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(FileNotFoundError, match="What was there lies in (.*); move it back") as caught:
+        FederatedDataset.load_from_disk(tmp_path / "clients")
+    monkeypatch.undo()
+    os.rename(str(caught.value).split("lies in ")[1].split("; move")[0], tmp_path / "clients")
+    assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    rename = os.rename
+
+    def failing(source, target):
+        if Path(source).name == "new":
+            raise OSError("the disk is gone")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        clients.select_clients(["no"]).save_to_disk(tmp_path / "clients")
+    assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
+    assert [path.name for path in tmp_path.iterdir()] == ["clients"]
+
+
+@pytest.mark.parametrize("size", [0, -5, 1.5, "foo", None, True])
+def test_a_size_that_is_none_is_refused(clients, tmp_path, size):
+    with pytest.raises(ValueError, match="max_shard_size must be a size"):
+        clients.save_to_disk(tmp_path / "clients", max_shard_size=size)
+    assert not any(tmp_path.iterdir())
 
 
 def test_opening_a_loaded_client_takes_milliseconds_and_keeps_nothing(tmp_path):

@@ -243,6 +243,9 @@ def check_splits(splits: object) -> None:
 def check_whole_number(owner: Partitioner, name: str, minimum: int) -> None:
     """Raises `ValueError` unless a setting is a whole number, at least `minimum`."""
     value = getattr(owner, name)
+    if isinstance(value, np.integer):
+        value = int(value)  # settings are written as JSON
+        object.__setattr__(owner, name, value)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{type(owner).__name__}: {name} must be a whole number from {minimum}, got {value!r}.")
 
@@ -250,6 +253,9 @@ def check_whole_number(owner: Partitioner, name: str, minimum: int) -> None:
 def check_concentration(owner: Partitioner, name: str) -> None:
     """Raises `ValueError` unless a setting is a finite number above zero."""
     value = getattr(owner, name)
+    if isinstance(value, (np.integer, np.floating)):
+        value = float(value)
+        object.__setattr__(owner, name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(
             f"{type(owner).__name__}: {name} must be a finite number above 0, got {value!r}. It concentrates the"
