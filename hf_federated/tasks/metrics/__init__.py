@@ -1,0 +1,16 @@
+"""`evaluate.Metric` modules of the package: built directly, offline, and combined with `evaluate.combine`.
+
+```python
+evaluate.combine([Accuracy(), F1()]).compute(predictions=[0, 1], references=[0, 0])
+```
+
+Those that need scikit-learn, seqeval or rouge-score (extra `metrics`) import them when they compute. Scores are shares
+of 1, not percentages.
+"""
+
+from .accuracy import Accuracy
+from .f1 import F1
+from .matthews_correlation import MatthewsCorrelation
+
+
+__all__ = ["F1", "Accuracy", "MatthewsCorrelation"]
