@@ -11,6 +11,7 @@ of 1, not percentages.
 from .accuracy import Accuracy
 from .f1 import F1
 from .matthews_correlation import MatthewsCorrelation
+from .span_f1 import SpanF1
 
 
-__all__ = ["F1", "Accuracy", "MatthewsCorrelation"]
+__all__ = ["F1", "Accuracy", "MatthewsCorrelation", "SpanF1"]
