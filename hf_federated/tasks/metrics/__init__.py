@@ -9,9 +9,11 @@ of 1, not percentages.
 """
 
 from .accuracy import Accuracy
+from .exact_match import ExactMatch
 from .f1 import F1
 from .matthews_correlation import MatthewsCorrelation
 from .span_f1 import SpanF1
+from .token_f1 import TokenF1
 
 
-__all__ = ["F1", "Accuracy", "MatthewsCorrelation", "SpanF1"]
+__all__ = ["F1", "Accuracy", "ExactMatch", "MatthewsCorrelation", "SpanF1", "TokenF1"]
