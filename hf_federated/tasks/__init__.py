@@ -1,1 +1,7 @@
 """From raw rows to model inputs, and from predictions to metrics: one object a task."""
+
+from .sequence_tagging import SequenceTagging
+from .text_classification import TextClassification
+
+
+__all__ = ["SequenceTagging", "TextClassification"]
