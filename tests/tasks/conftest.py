@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
@@ -20,6 +20,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     pieces = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     pieces.pre_tokenizer = Whitespace()
+    pieces.decoder = decoders.WordPiece()
     pieces.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
