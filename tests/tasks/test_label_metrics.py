@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import warnings
@@ -104,28 +103,13 @@ def test_f1_over_no_class_is_an_error():
         F1(labels=[])
 
 
-def test_files_are_written_only_where_one_asks_for_them(tmp_path):
-    cache, home = tmp_path / "cache", tmp_path / "home"
-    home.mkdir()
-    code = (
-        "from hf_federated.tasks.metrics import Accuracy\n"
-        "rows = {'predictions': [0, 1], 'references': [0, 0]}\n"
-        "print(Accuracy().compute(**rows), Accuracy(cache_dir='cache').compute(**rows))"
-    )
-    environment = {
-        **os.environ,
-        "HOME": str(home),
-        "HF_HOME": str(home / "hf"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    for name in ("HF_EVALUATE_CACHE", "HF_METRICS_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
-        environment.pop(name, None)
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "{'accuracy': 0.5} {'accuracy': 0.5}"
-    assert cache.is_dir()
-    assert not [path for path in home.rglob("*") if "metrics" in path.parts or path.suffix == ".arrow"]
+def test_files_are_written_only_where_one_asks_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path / "home"))
+    rows = {"predictions": [0, 1], "references": [0, 0]}
+    assert Accuracy().compute(**rows) == {"accuracy": 0.5}
+    assert not list(tmp_path.iterdir())
+    assert Accuracy(cache_dir=str(tmp_path / "cache")).compute(**rows) == {"accuracy": 0.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 def test_what_is_optional_is_imported_when_a_metric_computes():
