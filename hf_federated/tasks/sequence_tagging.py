@@ -57,8 +57,8 @@ class SequenceTagging(Task):
             Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a row has no words, an empty word, an unknown
-            tag or another number of tags than of words, or if the tokenizer is not a fast one.
+        ValueError: If an argument is out of range; from `encode`, if a row has no words, an unknown tag or
+            another number of tags than of words, or if the tokenizer is not a fast one.
         ImportError: From `build_compute_metrics`, if seqeval (extra `metrics`) is not installed and tags name spans.
 
     Example:
@@ -167,14 +167,15 @@ class SequenceTagging(Task):
     def _read_words(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
         rows = list(read_column(batch, self.tokens_column))
         for position, words in enumerate(rows):
-            if words is None or len(words) == 0:
+            if isinstance(words, str) or not all(isinstance(word, str) for word in words or ()):
+                raise ValueError(
+                    f"{row_name(position, indices)} has something else than a list of words in the column"
+                    f" {self.tokens_column!r}. Correct it, or drop the row."
+                )
+            # Corpora have single empty words, of which the tokenizer keeps nothing.
+            if not words or not any(word.strip() for word in words):
                 raise ValueError(
                     f"{row_name(position, indices)} has no words in the column {self.tokens_column!r}. Drop such rows."
-                )
-            if isinstance(words, str) or not all(isinstance(word, str) and word for word in words):
-                raise ValueError(
-                    f"{row_name(position, indices)} has something else than a list of words, none of them empty, in"
-                    f" the column {self.tokens_column!r}. Correct it, or drop the row."
                 )
         return rows
 

@@ -51,7 +51,7 @@ def test_equal_words_in_a_row_keep_their_tags(tokenizer):
 
 
 def test_words_without_sub_tokens_and_words_cut_off_shift_nothing(tokenizer):
-    batch = {"tokens": [["in", " ", "paris", "in"]], "ner_tags": [[0, 4, 1, 2]]}
+    batch = {"tokens": [["in", " ", "paris", "", "in"]], "ner_tags": [[0, 4, 1, 3, 2]]}
     assert TASK.encode(batch, tokenizer)["labels"] == [[-100, 0, 1, -100, 2, -100]]
     assert SequenceTagging(NAMES, max_length=4).encode(batch, tokenizer)["labels"] == [[-100, 0, 1, -100]]
 
@@ -67,7 +67,7 @@ def test_ignored_tags_stay_ignored(tokenizer):
     [
         ({"tokens": ["in"], "ner_tags": ["B-ORG"]}, "Row 1 has the tag 'B-ORG'; allowed are 'O', 'B-LOC'.*or 0 to 4"),
         ({"tokens": [], "ner_tags": []}, "Row 1 has no words in the column 'tokens'"),
-        ({"tokens": ["in", ""], "ner_tags": ["O", "O"]}, "Row 1 has something else than a list of words"),
+        ({"tokens": [" ", ""], "ner_tags": ["O", "O"]}, "Row 1 has no words in the column"),
         ({"tokens": ["in", "a"], "ner_tags": ["O"]}, "Row 1 has 1 tags in the column 'ner_tags' for 2 words"),
         ({"tokens": ["in"], "ner_tags": None}, "Row 1 has no tags in the column 'ner_tags'"),
     ],
