@@ -1,0 +1,226 @@
+"""What the tasks share: the model with its labels, a data set encoded, and errors that name the row.
+
+A task reads raw columns and knows nothing of a tokenizer until it is given one, so clients whose tokenizers differ
+share one task. What it returns is for `transformers.Trainer` as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from datasets import Dataset
+from transformers import EvalPrediction, PreTrainedModel
+
+
+Batch = Mapping[str, Sequence[Any]]
+ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
+
+
+class Task:
+    """
+    A task formulation: how raw rows become model inputs, and predictions metrics.
+
+    The five of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`] and
+    [`LanguageModeling`]. Every one of them has:
+
+    - `model_class`: the `AutoModelFor…` that it trains, and `model_kwargs` for its `from_pretrained`;
+    - `columns`: the raw columns that it reads;
+    - `encode(batch, tokenizer)`: for `datasets.Dataset.map(batched=True)`;
+    - `data_collator(tokenizer)`: of `transformers`;
+    - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`;
+    - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are.
+    """
+
+    model_class: ClassVar[Any]
+    preprocess_logits_for_metrics: Any = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The raw columns that the task reads, those with labels too."""
+        raise NotImplementedError
+
+    @property
+    def model_kwargs(self) -> dict[str, Any]:
+        """Arguments of the model's config that the task decides: its labels."""
+        return {}
+
+    def encode(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
+    ) -> dict[str, list[Any]]:
+        """
+        Turns raw rows into model inputs.
+
+        Args:
+            batch (`Mapping[str, Sequence]`): Raw columns, as `datasets.Dataset.map(batched=True)` gives them.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+            indices (`Sequence[int]`, *optional*): The rows' numbers, which errors name. Positions in the batch if not
+                given.
+            with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read. Rows without any can be
+                predicted.
+        """
+        raise NotImplementedError
+
+    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
+        """
+        The collator of `transformers` that pads encoded rows to the longest of a batch.
+
+        Args:
+            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
+            model (`PreTrainedModel`, *optional*): The model, which [`Seq2Seq`] asks for its decoder's inputs.
+        """
+        raise NotImplementedError
+
+    def build_compute_metrics(
+        self, tokenizer: Any, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> ComputeMetrics:
+        """
+        The `compute_metrics` of a `Trainer`.
+
+        Args:
+            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
+            features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] needs it.
+            rows (`Dataset`, *optional*): The raw evaluation data set; [`QuestionAnswering`] needs it.
+        """
+        raise NotImplementedError
+
+    def prepare(self, dataset: Any, tokenizer: Any, with_labels: bool = True, **kwargs: Any) -> Any:
+        """
+        A data set encoded, without its raw columns.
+
+        Args:
+            dataset (`datasets.Dataset`): Raw rows. A [`FederatedDataset`] is taken too, where a row stays one row:
+                otherwise prepare client by client, `{name: task.prepare(rows, tokenizer) for name, rows in ...}`.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+            with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read.
+            kwargs (*optional*): Passed on to `map`.
+
+        Raises:
+            ValueError: If a row cannot be used. The message has its number.
+        """
+
+        def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
+            return self.encode(batch, tokenizer, indices, with_labels)
+
+        columns = list(dataset.column_names)
+        return dataset.map(encode, batched=True, with_indices=True, remove_columns=columns, **kwargs)
+
+    def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
+        """
+        The pretrained model with the head and the labels of the task.
+
+        Args:
+            name_or_path (`str`): As in `from_pretrained`.
+            kwargs (*optional*): Further arguments of `from_pretrained`.
+        """
+        return self.model_class.from_pretrained(name_or_path, **self.model_kwargs, **kwargs)
+
+
+def label_maps(names: Sequence[str]) -> dict[str, Any]:
+    """
+    The labels as a model's config holds them.
+
+    Args:
+        names (`Sequence[str]`): Names by number.
+    """
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """
+    Names of labels as a tuple.
+
+    Args:
+        argument (`str`): What the caller names them.
+        names (`Sequence[str]`): Names by number.
+
+    Raises:
+        ValueError: If there are none, or two are equal.
+        TypeError: If they are a single string, or not strings.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`{argument}` is {names!r}; give a list of strings, the labels' names by number.")
+    if len(names) == 0 or len(set(names)) < len(names):
+        raise ValueError(f"`{argument}` is {list(names)!r}; give at least one name, and each once.")
+    return tuple(names)
+
+
+def check_length(argument: str, length: int | None, least: int = 1) -> None:
+    """
+    Checks a number of tokens.
+
+    Args:
+        argument (`str`): What the caller names it.
+        length (`int`, *optional*): The number; `None` leaves it open.
+        least (`int`, *optional*, defaults to `1`): The smallest that is allowed.
+
+    Raises:
+        ValueError: If it is smaller.
+    """
+    if length is not None and length < least:
+        raise ValueError(f"`{argument}` is {length}; it must be at least {least}.")
+
+
+def row_name(position: int, indices: Sequence[int] | None) -> str:
+    """
+    How errors name a row.
+
+    Args:
+        position (`int`): Its position in the batch.
+        indices (`Sequence[int]`, *optional*): The numbers of the batch's rows.
+    """
+    return f"Row {position} of the batch" if indices is None else f"Row {indices[position]}"
+
+
+def read_column(batch: Batch, column: str) -> Sequence[Any]:
+    """
+    A column of a batch.
+
+    Args:
+        batch (`Mapping[str, Sequence]`): Raw columns.
+        column (`str`): Its name.
+
+    Raises:
+        ValueError: If there is none of that name. The message lists those there are.
+    """
+    if column not in batch:
+        raise ValueError(
+            f"There is no column {column!r}; the columns are {', '.join(map(repr, batch))}. Name the column in the"
+            " task, or encode with `with_labels=False` if it holds labels that the rows lack."
+        )
+    return batch[column]
+
+
+def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list[str]:
+    """
+    A column of texts, none of them empty.
+
+    Args:
+        batch (`Mapping[str, Sequence]`): Raw columns.
+        column (`str`): The name of the column.
+        indices (`Sequence[int]`, *optional*): The rows' numbers.
+
+    Raises:
+        ValueError: If a text is missing, empty, or nothing but space. The message names the row.
+    """
+    texts = list(read_column(batch, column))
+    for position, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            found = "an empty text" if isinstance(text, str) else f"{text!r} instead of a text"
+            raise ValueError(f"{row_name(position, indices)} has {found} in the column {column!r}. Drop such rows.")
+    return texts
+
+
+def first_output(predictions: Any) -> np.ndarray:
+    """
+    The logits of what a `Trainer` predicted, for models that return more than logits.
+
+    Args:
+        predictions (`np.ndarray` or `tuple`): `EvalPrediction.predictions`.
+    """
+    return predictions[0] if isinstance(predictions, tuple) else predictions

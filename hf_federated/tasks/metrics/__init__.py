@@ -1,0 +1,21 @@
+"""`evaluate.Metric` modules of the package: built directly, offline, and combined with `evaluate.combine`.
+
+```python
+evaluate.combine([Accuracy(), F1()]).compute(predictions=[0, 1], references=[0, 0])
+```
+
+Those that need scikit-learn, seqeval or rouge-score (extra `metrics`) import them when they compute. Scores are shares
+of 1, not percentages.
+"""
+
+from .accuracy import Accuracy
+from .exact_match import ExactMatch
+from .f1 import F1
+from .matthews_correlation import MatthewsCorrelation
+from .perplexity import Perplexity
+from .rouge import Rouge
+from .span_f1 import SpanF1
+from .token_f1 import TokenF1
+
+
+__all__ = ["F1", "Accuracy", "ExactMatch", "MatthewsCorrelation", "Perplexity", "Rouge", "SpanF1", "TokenF1"]

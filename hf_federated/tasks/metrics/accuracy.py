@@ -1,0 +1,45 @@
+"""Accuracy: the share of rows whose predicted label is the right one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import evaluate
+import numpy as np
+from datasets import Features, Value
+
+from .base import LocalMetric
+
+
+class Accuracy(LocalMetric):
+    """
+    The share of predictions that equal their reference, for whole-number labels.
+
+    Args:
+        kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
+
+    Raises:
+        ValueError: From `compute`, if there are no rows.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.tasks.metrics import Accuracy
+
+    >>> Accuracy().compute(predictions=[0, 1, 1, 2], references=[0, 1, 2, 2])
+    {'accuracy': 0.75}
+
+    ```
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Share of predictions that equal their reference.",
+            citation="",
+            inputs_description="predictions and references: a label number a row.",
+            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
+            format="numpy",
+        )
+
+    def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
+        return {"accuracy": float(np.mean(predictions == references))}

@@ -1,0 +1,70 @@
+"""Macro and weighted F1 of classes, as scikit-learn defines them (extra `metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import evaluate
+import numpy as np
+from datasets import Features, Value
+
+from .base import LocalMetric, require_extra
+
+
+class F1(LocalMetric):
+    """
+    Macro and weighted F1: the mean over classes of 2·TP / (2·TP + FP + FN).
+
+    The macro mean counts each class once, the weighted one by how many references the class has. A class that occurs
+    neither in the predictions nor in the references is left out, unless `labels` names it: then its F1 is 0, as in
+    scikit-learn. Clients that lack some classes therefore compare among each other only with `labels`.
+
+    Args:
+        labels (`Sequence[int]`, *optional*):
+            The classes that count. Defaults to those that occur in the predictions or the references.
+        kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
+
+    Raises:
+        ImportError: If scikit-learn is not installed.
+        ValueError: If `labels` is empty; from `compute`, if there are no rows.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.tasks.metrics import F1
+
+    >>> scores = F1().compute(predictions=[0, 0, 1, 1], references=[0, 0, 0, 1])
+    >>> {name: round(score, 3) for name, score in scores.items()}
+    {'f1_macro': 0.733, 'f1_weighted': 0.767}
+    >>> round(F1(labels=range(3)).compute(predictions=[0, 0, 1, 1], references=[0, 0, 0, 1])["f1_macro"], 3)
+    0.489
+
+    ```
+    """
+
+    def __init__(self, labels: Sequence[int] | None = None, **kwargs: Any) -> None:
+        require_extra("sklearn", "scikit-learn", "F1")
+        if labels is not None and len(labels) == 0:
+            raise ValueError("`labels` names no class. Name those that count, or leave it out for those that occur.")
+        self.labels = None if labels is None else list(labels)
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Macro and weighted F1 over classes.",
+            citation="",
+            inputs_description="predictions and references: a label number a row.",
+            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
+            format="numpy",
+        )
+
+    def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
+        from sklearn.metrics import f1_score
+
+        return {
+            f"f1_{average}": float(
+                f1_score(references, predictions, labels=self.labels, average=average, zero_division=0)
+            )
+            for average in ("macro", "weighted")
+        }

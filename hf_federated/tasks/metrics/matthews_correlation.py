@@ -1,0 +1,59 @@
+"""Matthews' correlation of predicted and right labels, for two or more classes (extra `metrics`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import evaluate
+import numpy as np
+from datasets import Features, Value
+
+from .base import LocalMetric, require_extra
+
+
+class MatthewsCorrelation(LocalMetric):
+    """
+    The correlation of predictions and references: 1 where all agree, about 0 for guesses that ignore the text.
+
+    With c rows right of n, t_k references and p_k predictions of class k:
+    (c·n − Σ t_k·p_k) / √((n² − Σ p_k²)(n² − Σ t_k²)), from Gorodkin, "Comparing two K-category assignments by a
+    K-category correlation coefficient" (2004), which for two classes is the coefficient of Matthews (1975). It is 0 if
+    all predictions or all references are one class.
+
+    Args:
+        kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
+
+    Raises:
+        ImportError: If scikit-learn is not installed.
+        ValueError: From `compute`, if there are no rows.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.tasks.metrics import MatthewsCorrelation
+
+    >>> MatthewsCorrelation().compute(predictions=[1, 0, 1, 1], references=[1, 0, 0, 1])
+    {'matthews_correlation': 0.5773502691896258}
+
+    ```
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        require_extra("sklearn", "scikit-learn", "MatthewsCorrelation")
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Matthews' correlation coefficient.",
+            citation="",
+            inputs_description="predictions and references: a label number a row.",
+            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
+            format="numpy",
+        )
+
+    def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
+        from sklearn.metrics import matthews_corrcoef
+
+        if len(np.union1d(predictions, references)) < 2:
+            return {"matthews_correlation": 0.0}  # scikit-learn says the same, with a warning
+        return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

@@ -1,0 +1,107 @@
+"""Precision, recall and F1 of whole entities in sequences of tags, as seqeval counts them (extra `metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import evaluate
+from datasets import Features, List, Value
+
+from .base import LocalMetric, require_extra
+
+
+SCHEMES = ("IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
+# seqeval reads other letters than these as if they were O.
+_POSITIONS = {None: "BIES", "IOB1": "BI", "IOB2": "BI", "IOE1": "IE", "IOE2": "IE", "IOBES": "BIES", "BILOU": "BILU"}
+
+
+class SpanF1(LocalMetric):
+    """
+    F1 of entities: a predicted entity is right if its type and both of its ends are.
+
+    Precision is the share of predicted entities that are right, recall the share of true entities that were found,
+    both counted over all rows (micro average), and F1 = 2·precision·recall / (precision + recall). What would be
+    divided by zero is 0: rows without any entity have an F1 of 0.
+
+    Args:
+        scheme (`str`, *optional*):
+            How tags are read. By default as the CoNLL-2000 script `conlleval` does, for IOB2, IOBES and their likes:
+            an `I-` without a `B-` before it begins an entity too. `"IOB1"`, `"IOB2"`, `"IOE1"`, `"IOE2"`, `"IOBES"`
+            and `"BILOU"` are strict: what breaks the scheme is no entity.
+        kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
+
+    Raises:
+        ImportError: If seqeval is not installed.
+        ValueError: If the scheme is none of these; from `compute`, if there are no rows, a row has another number of
+            predicted than of true tags, or a tag has no place in the scheme.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.tasks.metrics import SpanF1
+
+    >>> references = [["B-PER", "I-PER", "O", "B-LOC"]]
+    >>> SpanF1().compute(predictions=[["B-PER", "I-PER", "O", "B-PER"]], references=references)
+    {'span_precision': 0.5, 'span_recall': 0.5, 'span_f1': 0.5}
+
+    ```
+    """
+
+    def __init__(self, scheme: str | None = None, **kwargs: Any) -> None:
+        require_extra("seqeval", "seqeval", "SpanF1")
+        if scheme is not None and scheme not in SCHEMES:
+            raise ValueError(f"`scheme` is {scheme!r}; allowed are None and {', '.join(map(repr, SCHEMES))}.")
+        self.scheme = scheme
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Precision, recall and F1 of whole entities.",
+            citation="",
+            inputs_description="predictions and references: a list of tags a row, such as B-PER, I-PER and O.",
+            features=Features({"predictions": List(Value("string")), "references": List(Value("string"))}),
+        )
+
+    def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, Any]:
+        from seqeval import scheme as schemes
+        from seqeval.metrics import sequence_labeling, v1
+
+        for row, (predicted, true) in enumerate(zip(predictions, references, strict=True)):
+            if len(predicted) != len(true):
+                raise ValueError(f"Row {row} has {len(predicted)} predicted and {len(true)} true tags; align them.")
+        self._check_tags("predictions", predictions)
+        self._check_tags("references", references)
+        if self.scheme is None:
+            scores = sequence_labeling.precision_recall_fscore_support(
+                references, predictions, average="micro", zero_division=0
+            )
+        else:
+            scheme = vars(schemes)[self.scheme]
+            scores = v1.precision_recall_fscore_support(
+                references, predictions, average="micro", zero_division=0, scheme=scheme
+            )
+        precision, recall, f1, _ = scores
+        return {"span_precision": float(precision), "span_recall": float(recall), "span_f1": float(f1)}
+
+    def _check_tags(self, name: str, rows: Sequence[Iterable[str]]) -> None:
+        positions = _POSITIONS[self.scheme]
+        wrong = {tag for tag in set().union(*rows) if tag != "O" and not has_position(tag, positions)}
+        if not wrong:
+            return
+        row, tag = next((row, tag) for row, tags in enumerate(rows) for tag in tags if tag in wrong)
+        raise ValueError(
+            f"Row {row} of the {name} has the tag {tag!r}; allowed are 'O' and a type behind one of"
+            f" {', '.join(position + '-' for position in positions)}. For tags without spans, use Accuracy."
+        )
+
+
+def has_position(tag: str, positions: str = "BIES") -> bool:
+    """
+    Whether a tag says where in an entity it stands: `B-PER` does, `NOUN` does not.
+
+    Args:
+        tag (`str`): The tag.
+        positions (`str`, *optional*, defaults to `"BIES"`): The letters that say it.
+    """
+    return len(tag) > 2 and tag[0] in positions and tag[1] == "-"

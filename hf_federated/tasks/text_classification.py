@@ -1,0 +1,187 @@
+"""Text classification: one label for a text, or for a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import evaluate
+import numpy as np
+from datasets import ClassLabel, Dataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedModel,
+)
+
+from .base import (
+    Batch,
+    ComputeMetrics,
+    Task,
+    check_length,
+    check_names,
+    first_output,
+    label_maps,
+    read_column,
+    read_texts,
+    row_name,
+)
+from .metrics import F1, Accuracy
+
+
+@dataclass(frozen=True)
+class TextClassification(Task):
+    """
+    A label for each text (20 Newsgroups in FedNLP, section 3.1), or for each pair of texts.
+
+    Encoded rows have the tokenizer's columns, always with an attention mask, and `labels` (`int`). The metrics are
+    accuracy and macro and weighted F1.
+
+    Args:
+        label_names (`Sequence[str]`): The labels' names by number.
+        text_column (`str` or `tuple[str, str]`, *optional*, defaults to `"text"`):
+            The column with the text, or the two with a pair.
+        label_column (`str`, *optional*, defaults to `"label"`):
+            The column with the labels: numbers (`ClassLabel`) or names.
+        max_length (`int`, *optional*):
+            Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
+
+    Raises:
+        ValueError: If an argument is out of range; from `encode`, if a text is empty or a label missing or unknown.
+        ImportError: From `build_compute_metrics`, if scikit-learn (extra `metrics`) is not installed.
+
+    Example:
+
+    ```python
+    >>> from tokenizers import Tokenizer
+    >>> from tokenizers.models import WordLevel
+    >>> from tokenizers.pre_tokenizers import Whitespace
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> from hf_federated.tasks import TextClassification
+
+    >>> words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "fine": 3, "film": 4}, unk_token="[UNK]"))
+    >>> words.pre_tokenizer = Whitespace()
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    >>> task = TextClassification(label_names=["bad", "good"])
+    >>> encoded = task.encode({"text": ["a fine film", "a film"], "label": ["good", "bad"]}, tokenizer)
+    >>> encoded["input_ids"], encoded["labels"]
+    ([[2, 3, 4], [2, 4]], [1, 0])
+
+    ```
+    """
+
+    label_names: Sequence[str]
+    text_column: str | tuple[str, str] = "text"
+    label_column: str = "label"
+    max_length: int | None = None
+
+    model_class: ClassVar[Any] = AutoModelForSequenceClassification
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label_names", check_names("label_names", self.label_names))
+        check_length("max_length", self.max_length)
+        if len(self.text_columns) not in (1, 2):
+            raise ValueError(f"`text_column` is {self.text_column!r}; name one column, or the two of a pair.")
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset, label_column: str = "label", **kwargs: Any) -> TextClassification:
+        """
+        The task with the names of a data set's labels: those of a `ClassLabel`, or the strings that occur, sorted.
+
+        Args:
+            dataset (`datasets.Dataset`): Rows of all clients.
+            label_column (`str`, *optional*, defaults to `"label"`): The column with the labels.
+            kwargs (*optional*): Further arguments of the class.
+
+        Raises:
+            ValueError: If the column does not exist or holds numbers without names.
+
+        Example:
+
+        ```python
+        >>> from datasets import Dataset
+        >>> from hf_federated.tasks import TextClassification
+
+        >>> dataset = Dataset.from_dict({"text": ["a dull plot", "fine"], "label": ["bad", "good"]})
+        >>> TextClassification.from_dataset(dataset).label_names
+        ('bad', 'good')
+
+        ```
+        """
+        if label_column not in dataset.column_names:
+            raise ValueError(
+                f"There is no column {label_column!r}; the columns are {', '.join(dataset.column_names)}."
+            )
+        feature = dataset.features[label_column]
+        if isinstance(feature, ClassLabel):
+            return cls(feature.names, label_column=label_column, **kwargs)
+        values = [value for value in dataset.unique(label_column) if value is not None]
+        if not all(isinstance(value, str) for value in values):
+            raise ValueError(
+                f"The column {label_column!r} is {feature}, whose labels have no names. Give `label_names`, or cast"
+                f" it: dataset.class_encode_column({label_column!r})."
+            )
+        return cls(sorted(values), label_column=label_column, **kwargs)
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The one or two columns with text."""
+        return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The raw columns that the task reads."""
+        return (*self.text_columns, self.label_column)
+
+    @property
+    def model_kwargs(self) -> dict[str, Any]:
+        """`num_labels`, `id2label` and `label2id`."""
+        return label_maps(self.label_names)
+
+    def encode(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
+    ) -> dict[str, list[Any]]:
+        """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
+        texts = [read_texts(batch, column, indices) for column in self.text_columns]
+        encoded = dict(
+            tokenizer(*texts, truncation=True, max_length=self.max_length, return_attention_mask=True).items()
+        )
+        if with_labels:
+            encoded["labels"] = self._read_labels(batch, indices)
+        return encoded
+
+    def _read_labels(self, batch: Batch, indices: Sequence[int] | None) -> list[int]:
+        number_of = {name: number for number, name in enumerate(self.label_names)}
+        labels = []
+        for position, value in enumerate(read_column(batch, self.label_column)):
+            number = number_of.get(value, value) if isinstance(value, str) else value
+            if number is None or number == -1:  # what ClassLabel has for rows without one
+                raise ValueError(
+                    f"{row_name(position, indices)} has no label in the column {self.label_column!r}. Drop such rows,"
+                    " or encode with `with_labels=False`."
+                )
+            if isinstance(number, str) or number not in range(len(self.label_names)):
+                raise ValueError(
+                    f"{row_name(position, indices)} has the label {value!r}; allowed are"
+                    f" {', '.join(map(repr, self.label_names))}, or 0 to {len(self.label_names) - 1}."
+                )
+            labels.append(int(number))
+        return labels
+
+    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
+        """Pads inputs of shape `(batch, length)`. See [`Task.data_collator`]."""
+        return DataCollatorWithPadding(tokenizer)
+
+    def build_compute_metrics(
+        self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> ComputeMetrics:
+        """Accuracy, `f1_macro` and `f1_weighted` of logits of shape `(rows, labels)`. Needs none of its arguments."""
+        metrics = [Accuracy(), F1()]
+
+        def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+            labels = np.argmax(first_output(prediction.predictions), axis=-1)
+            return evaluate.combine(metrics).compute(predictions=labels, references=prediction.label_ids)
+
+        return compute_metrics
