@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, LargeList, List
+from datasets import ClassLabel, Dataset, LargeList, List, Value
 
 from .columns import check_columns, names_things, rank_values, read_column
 
@@ -91,19 +92,27 @@ def read_labels_of_splits(splits: Mapping[str, Dataset], column: str) -> tuple[d
     """
     position_of: dict[str, int] = {}
     labels = {}
-    (first, first_dataset), *_ = splits.items()
     for split, dataset in splits.items():
-        check_columns(dataset.column_names, [column])
-        if type(dataset.features[column]) is not type(first_dataset.features[column]):
-            raise ValueError(
-                f"The column {column!r} is {dataset.features[column]} in the split {split!r} and"
-                f" {first_dataset.features[column]} in {first!r}, so their labels cannot be matched. Cast them to the"
-                " same with cast_column."
-            )
         codes, names = read_labels(dataset, column)
         positions = [position_of.setdefault(name, len(position_of)) for name in names]
         labels[split] = np.array(positions, dtype=np.int64)[codes]
+    _check_comparable({split: dataset.features[column] for split, dataset in splits.items()}, column)
     return labels, list(position_of)
+
+
+def _check_comparable(features: Mapping[str, Any], column: str) -> None:
+    """Names are matched with names and numbers with numbers; the number of a label is not its name."""
+    named = [split for split, feature in features.items() if isinstance(feature, ClassLabel)]
+    numbered = [
+        split
+        for split, feature in features.items()
+        if isinstance(feature, Value) and feature.dtype.startswith(("int", "uint"))
+    ]
+    if named and numbered:
+        raise ValueError(
+            f"The column {column!r} has names in the split {named[0]!r} and numbers in {numbered[0]!r}, so labels"
+            " cannot be matched. Cast the numbers to the same ClassLabel with cast_column."
+        )
 
 
 def _class_codes(values: pa.ChunkedArray) -> np.ndarray:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, LargeList, List, Value, concatenate_datasets
 
-from hf_federated.data.labels import read_labels
+from hf_federated.data.labels import read_labels, read_labels_of_splits
 
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "S-ORG"]
@@ -181,3 +181,13 @@ def test_a_million_rows_of_tags_take_seconds():
     begin = time.perf_counter()
     read_labels(dataset, "label")
     assert time.perf_counter() - begin < 3
+
+
+def test_names_and_numbers_of_labels_are_not_matched():
+    names = Dataset.from_dict({"label": [0, 1]}).cast_column("label", ClassLabel(names=["n", "p"]))
+    numbers = Dataset.from_dict({"label": [0, 1]})
+    with pytest.raises(ValueError, match="names in the split 'train' and numbers in 'test'"):
+        read_labels_of_splits({"train": names, "test": numbers}, "label")
+    words = Dataset.from_dict({"label": ["p", "n"]})
+    codes, _ = read_labels_of_splits({"train": names, "test": words}, "label")
+    assert codes["test"].tolist() == [1, 0]
