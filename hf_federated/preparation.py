@@ -64,7 +64,7 @@ class StandIn:
         self._num_rows = sum(rows or 0 for rows in clients.num_rows.values())
 
     # Code that asks for a type before it prepares rows would otherwise leave them as they are, without a word.
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # `object` declares an attribute
     def __class__(self) -> Any:
         return self._type
 

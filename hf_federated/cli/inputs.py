@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from datasets import ClassLabel, Dataset, load_dataset
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, set_seed
 
+from hf_federated.cli.files import is_absent, load_file
 from hf_federated.cli.recipe import DataSection, ModelSection, RecipeError, build, recipe_errors
 from hf_federated.data import FederatedDataset, IidPartitioner
-
-
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,10 @@ def load_rows(data: DataSection) -> Dataset:
     """
     path = Path(data.path)
     with recipe_errors("data.path"):
-        if path.is_file():
-            # "rows.jsonl.gz" is read by what stands before the compression.
-            suffix = next((suffix for suffix in reversed(path.suffixes) if suffix in READERS), None)
-            if suffix is None:
-                raise RecipeError(f"data.path: {data.path} is a {path.suffix} file; allowed are {', '.join(READERS)}.")
-            return load_dataset(READERS[suffix], data_files={data.train_split: data.path}, split=data.train_split)
-        if not path.exists() and (data.path.startswith((".", os.sep)) or data.path.count("/") > 1):
+        if is_absent(data.path):
             raise RecipeError(f"data.path: there is no file or folder {data.path}.")
+        if path.is_file():
+            return load_file(path, data.train_split)[data.train_split]
         return load_dataset(data.path, data.name, revision=data.revision, split=data.train_split)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_federated.cli.errors import CommandError, command_errors
+from hf_federated.cli.files import is_absent
 from hf_federated.data import (
     FederatedDataset,
     PartitionFile,
@@ -17,9 +18,9 @@ from hf_federated.data import (
     plot_sizes,
     plot_text_map,
 )
-from hf_federated.data.hub import read_hub_partition
+from hf_federated.data.hub import fetch_rows, read_hub_partition
 from hf_federated.data.labels import read_labels
-from hf_federated.data.storage import open_folder
+from hf_federated.data.storage import open_folder, read_rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,11 +86,13 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     """
     if Path(data).is_dir():
         stored = open_folder(data)
-        return FederatedDataset.load_from_disk(data, split=split or first_split(stored))
-    if data.startswith((".", "/", "~")) or data.count("/") != 1:
+        split = split or first_split(stored)
+        return FederatedDataset.from_stored(stored, split, read_rows(stored, Path(data), split))
+    if data.count("/") != 1 or is_absent(data):
         raise CommandError(f"there is no folder {data}.")
-    stored, commit = read_hub_partition(data, revision)
-    return FederatedDataset.from_hub(data, split=split or first_split(stored), revision=commit)
+    stored, snapshot = read_hub_partition(data, revision)
+    split = split or first_split(stored)
+    return FederatedDataset.from_stored(stored, split, fetch_rows(data, stored, snapshot, split))
 
 
 def first_split(stored: PartitionFile) -> str:

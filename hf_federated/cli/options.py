@@ -20,7 +20,7 @@ def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
         cls (`type`): A dataclass with the docstring of this project. Fields that a command line cannot write
             (functions, other objects) have no option.
     """
-    group = parser.add_argument_group(f"options of {cls.__name__}", inspect.getdoc(cls).split("\n\n")[0])  # type: ignore[union-attr]
+    group = parser.add_argument_group(f"options of {cls.__name__}", (inspect.getdoc(cls) or "").split("\n\n")[0])
     texts = argument_texts(cls)
     for field, annotation in writable_fields(cls).items():
         required = field.default is dataclasses.MISSING

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from datasets import DatasetDict, get_dataset_split_names, load_dataset
 
 from hf_federated.cli.errors import CommandError, command_errors
+from hf_federated.cli.files import check_one_format, is_absent, load_file
 from hf_federated.cli.options import add_dataclass_options, build_from_options
 from hf_federated.data import (
     DatasetSource,
@@ -36,8 +36,6 @@ PARTITIONERS: dict[str, type[Partitioner]] = {
     "per-class-dirichlet": PerClassDirichletPartitioner,
     "quantity-dirichlet": QuantityDirichletPartitioner,
 }
-
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> None:
@@ -123,24 +121,23 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
         CommandError: If there is no such data, or it cannot be read.
     """
     path = Path(data)
-    suffix = next((suffix.lower() for suffix in reversed(path.suffixes) if suffix.lower() in READERS), None)
     if path.exists() and revision is not None:
         raise CommandError(f"--revision is for a data set of the Hub; {data} is here.")
     if path.is_file() and name is not None:
         raise CommandError(f"--name is for a data set with configurations; {data} is a file.")
+    if is_absent(data):
+        raise CommandError(f"there is no file or folder {data}.")
     with command_errors(data):
         if path.is_file():
-            if suffix is None:
-                raise CommandError(f"{data} is a {path.suffix} file; allowed are {', '.join(READERS)}.")
-            options = {"delimiter": "\t"} if suffix == ".tsv" else {}
-            rows: Any = load_dataset(READERS[suffix], data_files={split or "train": glob.escape(data)}, **options)
+            rows: Any = load_file(path, split or "train")
         elif path.is_dir():
+            check_one_format(path)
             rows = load_dataset(data, name)
-        elif suffix is not None or data.startswith((".", "/", "~")) or data.count("/") > 1:
-            raise CommandError(f"there is no file or folder {data}.")
         else:
-            there = get_dataset_split_names(data, name, revision=revision)
-            rows = {one: DatasetSource(data, one, name, revision) for one in there}
+            # The commit once, so that all splits are of the same.
+            commit = DatasetSource(data, revision=revision).resolved().revision
+            there = get_dataset_split_names(data, name, revision=commit)
+            rows = {one: DatasetSource(data, one, name, commit) for one in there}
     assert isinstance(rows, (DatasetDict, dict))
     if split is None:
         return rows

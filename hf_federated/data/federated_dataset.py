@@ -256,8 +256,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             `PartitionFileError`: If files are not those that were pushed, or `source` are other rows.
             `KeyError`: If a client does not exist.
         """
-        partition_file, commit = read_hub_partition(repo_id, revision, token, cache_dir)
-        rows = fetch_rows(repo_id, partition_file, commit, split, clients, token, cache_dir, source)
+        partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
+        rows = fetch_rows(repo_id, partition_file, snapshot, split, clients, token, cache_dir, source)
         return cls.from_stored(partition_file, split, rows)
 
     @classmethod
@@ -288,7 +288,7 @@ class FederatedDataset(Mapping[str, ClientData]):
                 away twice.
             `ImportError`: If h5py is not installed.
         """
-        splits, _ = read_fednlp(data_file, partition_file, method)
+        splits = read_fednlp(data_file, partition_file, method)
         if split not in splits:
             raise ValueError(f"{partition_file}: {method!r} has no split {split!r}. It has: {', '.join(splits)}.")
         return cls(splits[split], {"partitioner": "fednlp", "method": method})

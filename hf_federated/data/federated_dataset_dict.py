@@ -14,10 +14,10 @@ from .federated_dataset import FederatedDataset, check_is_partitioner, load_sour
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
 from .partition_file import PartitionFile, check_split_name
-from .partitioners.base import Partitioner, check_client_ids
+from .partitioners.base import Partitioner
 from .partitioners.flower import adopt
 from .publishing import push_splits, save_splits
-from .storage import open_folder, read_rows
+from .storage import check_asked_for, open_folder, read_rows
 
 
 class FederatedDatasetDict(dict[str, FederatedDataset]):
@@ -147,11 +147,11 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         Args:
             sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
         """
-        partition_file, commit = read_hub_partition(repo_id, revision, token, cache_dir)
+        partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
 
         def fetch(split: str, chosen: Sequence[str] | None) -> Any:
             source = (sources or {}).get(split)
-            return fetch_rows(repo_id, partition_file, commit, split, chosen, token, cache_dir, source)
+            return fetch_rows(repo_id, partition_file, snapshot, split, chosen, token, cache_dir, source)
 
         return cls._from_stored(partition_file, clients, fetch)
 
@@ -160,7 +160,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         cls, data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
     ) -> FederatedDatasetDict:
         """All splits of FedNLP's files. Arguments and errors as in [`FederatedDataset.from_fednlp_h5`]."""
-        splits, _ = read_fednlp(data_file, partition_file, method)
+        splits = read_fednlp(data_file, partition_file, method)
         partitioning = {"partitioner": "fednlp", "method": method}
         return cls({split: FederatedDataset(rows, partitioning) for split, rows in splits.items()})
 
@@ -193,20 +193,16 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     def _from_stored(
         cls, partition_file: PartitionFile, clients: Sequence[str] | None, read: Callable[..., Any]
     ) -> FederatedDatasetDict:
-        if isinstance(clients, str):
-            raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
         if clients is not None:
-            check_client_ids(clients)
-            if not clients:
-                raise ValueError("The list of clients is empty.")
+            check_asked_for(clients)
         known = {client.client_id for client in partition_file.clients}
         unknown = [client_id for client_id in clients or () if client_id not in known]
         if unknown:
             raise KeyError(f"There is no client {unknown[0]!r}; there are {len(known)}.")
         splits = {}
         for split in partition_file.splits:
-            there = [client.client_id for client in partition_file.clients_of(split)]
-            chosen = None if clients is None else [client_id for client_id in clients if client_id in set(there)]
+            there = {client.client_id for client in partition_file.clients_of(split)}
+            chosen = None if clients is None else [client_id for client_id in clients if client_id in there]
             if chosen is None or chosen:
                 splits[split] = FederatedDataset.from_stored(partition_file, split, read(split, chosen))
         return cls(splits)

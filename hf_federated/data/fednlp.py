@@ -49,7 +49,7 @@ COLUMNS = {
 
 def read_fednlp(
     data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
-) -> tuple[dict[str, PartitionedRows], dict[str, Any]]:
+) -> dict[str, PartitionedRows]:
     """
     Reads the rows that a partition gives to clients.
 
@@ -59,7 +59,7 @@ def read_fednlp(
         method (`str`): The partition to read, for example `"niid_label_clients=100_alpha=1.0"`.
 
     Returns:
-        `tuple[dict[str, PartitionedRows], dict[str, Any]]`: The rows of each split, and the file's attributes.
+        `dict[str, PartitionedRows]`: The rows of each split.
 
     Raises:
         `ImportError`: If h5py is not installed.
@@ -106,7 +106,7 @@ def read_fednlp(
             rows[split] = PartitionedRows(dataset, Partition(list(given), np.arange(len(everything)), offsets))
     if not rows:
         raise ValueError(f"{partition_file}: {method!r} gives no row to any client.")
-    return rows, attributes
+    return rows
 
 
 def _row_numbers(values: Any, path: str | os.PathLike[str], client: str) -> np.ndarray:

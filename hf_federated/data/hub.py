@@ -205,12 +205,13 @@ def _is_there(file: StoredFile, entry: RepoFile | None) -> bool:
 
 def read_hub_partition(
     repo_id: str, revision: str | None = None, token: bool | str | None = None, cache_dir: str | Path | None = None
-) -> tuple[PartitionFile, str]:
+) -> tuple[PartitionFile, Path]:
     """
     Downloads `partition.json`.
 
     Returns:
-        `tuple[PartitionFile, str]`: Its content and the commit that it is of.
+        `tuple[PartitionFile, Path]`: Its content, and the folder of the cache that holds the files of its commit. The
+        folder's name is the commit: offline nothing else knows it.
 
     Raises:
         `FileNotFoundError`: If the repository holds no federated data set.
@@ -224,14 +225,14 @@ def read_hub_partition(
             f"{repo_id} has no {PARTITION_FILE}, so it holds no federated data set. An ordinary data set is cut into"
             f' clients with FederatedDataset.from_dataset(DatasetSource("{repo_id}"), partitioner).'
         ) from error
-    # The cache lays files out as snapshots/<commit>/<path>; offline it is the only place that knows the commit.
-    return PartitionFile.read(Path(path).parent), Path(path).parent.name
+    snapshot = Path(path).parent
+    return PartitionFile.read(snapshot), snapshot
 
 
 def fetch_rows(
     repo_id: str,
     partition_file: PartitionFile,
-    commit: str,
+    snapshot: Path,
     split: str,
     clients: Sequence[str] | None = None,
     token: bool | str | None = None,
@@ -239,7 +240,9 @@ def fetch_rows(
     source: Dataset | None = None,
 ) -> ClientRows:
     """
-    Downloads the files of the clients asked for, at one commit, and nothing else. Arguments as in [`read_rows`].
+    Downloads the files of the clients asked for, at the commit of `partition.json`, and nothing else.
+
+    Arguments as in [`read_rows`] and [`read_hub_partition`], which returns the snapshot.
 
     Raises:
         `PartitionFileError`: If a file at that commit is not the one that `partition.json` lists.
@@ -249,21 +252,15 @@ def fetch_rows(
     if split in partition_file.index:
         files.append(partition_file.index[split].file)
 
-    def fetch(file: StoredFile) -> Path:
+    commit = snapshot.name
+
+    def fetch(file: StoredFile) -> None:
         try:
-            path = hf_hub_download(
-                repo_id, file.path, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir
-            )
+            hf_hub_download(repo_id, file.path, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir)
         except EntryNotFoundError as error:
             raise PartitionFileError(
                 f"{repo_id} lacks {file.path} at {commit}, which {PARTITION_FILE} lists."
             ) from error
-        return Path(path)
 
     thread_map(fetch, files, desc=f"Fetching {len(chosen)} clients", max_workers=8, tqdm_class=tqdm, disable=None)
-    root = Path(
-        hf_hub_download(
-            repo_id, PARTITION_FILE, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir
-        )
-    ).parent
-    return read_rows(partition_file, root, split, clients, source, token)
+    return read_rows(partition_file, snapshot, split, clients, source, token)

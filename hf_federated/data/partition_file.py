@@ -23,6 +23,8 @@ from .source import DatasetSource
 
 PARTITION_FILE = "partition.json"
 FORMAT_VERSION = 1
+# It begins the name of a file, of which file systems allow 255 bytes.
+MAX_SPLIT_LENGTH = 100
 
 _SPLIT = re.compile(r"\w+(\.\w+)*", re.ASCII)  # what `datasets` allows as the name of a split
 _PATH = re.compile(r"(data/[a-z0-9_-]+|index)/[A-Za-z0-9_.]+(-\d{5}-of-\d{5})?\.parquet")
@@ -262,10 +264,10 @@ class PartitionFile:
 
 def check_split_name(split: str) -> None:
     """Raises `ValueError` unless `datasets` takes the name for a split."""
-    if not isinstance(split, str) or not _SPLIT.fullmatch(split) or split == "all":
+    if not isinstance(split, str) or not _SPLIT.fullmatch(split) or split == "all" or len(split) > MAX_SPLIT_LENGTH:
         raise ValueError(
-            f"{split!r} cannot name a split: use letters, digits and underscores, in parts separated by dots, and not"
-            ' "all". For example: "train".'
+            f"{split!r} cannot name a split: use letters, digits and underscores, in parts separated by dots,"
+            f' {MAX_SPLIT_LENGTH} characters at most, and not "all". For example: "train".'
         )
 
 

@@ -73,7 +73,7 @@ def content_hash(dataset: Dataset) -> str:
     A hash of the columns, their types and all values of a data set, in order.
 
     It is the same for rows of the same types however they are chunked, selected or stored, on every machine. What lies
-    under a null does not count. A million rows of 100 characters take about a second.
+    under a null does not count. A shuffled or selected data set is gathered first, which takes most of the time.
 
     Args:
         dataset (`datasets.Dataset`): The rows.

@@ -7,6 +7,7 @@ or absent. This module knows rows and files only; `FederatedDataset` and `Federa
 from __future__ import annotations
 
 import glob
+import json
 import math
 import os
 import shutil
@@ -165,20 +166,34 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         )
     place.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    new, old = work / "new", work / "old"
     try:
-        new, old = work / "new", work / "old"
         new.mkdir()
         write(new)
         if place.exists():
-            os.rename(place, old)
+            _make_room(place, old)
         try:
             os.rename(new, place)
         except BaseException:
-            with suppress(FileNotFoundError):
+            if old.exists():
                 os.rename(old, place)
             raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+        with suppress(OSError):
+            work.rmdir()  # Not if what was there could not be put back: it stays, and a reader says where.
+
+
+def _make_room(place: Path, old: Path) -> None:
+    try:
+        os.rename(place, old)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}; a mount point cannot be replaced, so save to a folder inside it",
+            str(place),
+        ) from error
 
 
 def _foreign_file(place: Path) -> str | None:
@@ -262,11 +277,7 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
     there = {client.client_id: client for client in partition_file.clients_of(split)}
     if clients is None:
         return list(there.values())
-    if isinstance(clients, str):
-        raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
-    check_client_ids(clients)
-    if not clients:
-        raise ValueError("The list of clients is empty.")
+    check_asked_for(clients)
     for client_id in clients:
         if client_id not in there:
             raise KeyError(
@@ -274,6 +285,15 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
                 f" {next(iter(there), None)!r}."
             )
     return [there[client_id] for client_id in clients]
+
+
+def check_asked_for(clients: Sequence[str]) -> None:
+    """Raises `TypeError` for a single string, and `ValueError` for no client or one that is asked for twice."""
+    if isinstance(clients, str):
+        raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
+    if not clients:
+        raise ValueError("The list of clients is empty.")
+    check_client_ids(clients)
 
 
 def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
@@ -288,6 +308,19 @@ def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
                 f" {first.rows.example.features} and {split.rows.example.features}. Cast them to the same."
             )
+    for split in splits.values():
+        _check_settings(split.partitioning or {})
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The setting {name}={value!r} of {settings.get('partitioner')} cannot be written as JSON ({error})."
+                " Let the partitioner's settings() return numbers, texts, truth values and lists of them."
+            ) from error
 
 
 def _bytes(max_shard_size: int | str) -> int:

@@ -6,6 +6,7 @@ share one task. What it returns is for `transformers.Trainer` as it is.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ Batch = Mapping[str, Sequence[Any]]
 ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
 
-class Task:
+class Task(ABC):
     """
     A task formulation: how raw rows become model inputs, and predictions metrics.
 
@@ -37,15 +38,16 @@ class Task:
     preprocess_logits_for_metrics: Any = None
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads, those with labels too."""
-        raise NotImplementedError
 
     @property
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments of the model's config that the task decides: its labels."""
         return {}
 
+    @abstractmethod
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
@@ -60,8 +62,8 @@ class Task:
             with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read. Rows without any can be
                 predicted.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
         """
         The collator of `transformers` that pads encoded rows to the longest of a batch.
@@ -70,8 +72,8 @@ class Task:
             tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
             model (`PreTrainedModel`, *optional*): The model, which [`Seq2Seq`] asks for its decoder's inputs.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def build_compute_metrics(
         self, tokenizer: Any, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
@@ -83,7 +85,6 @@ class Task:
             features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] needs it.
             rows (`Dataset`, *optional*): The raw evaluation data set; [`QuestionAnswering`] needs it.
         """
-        raise NotImplementedError
 
     def prepare(self, dataset: Any, tokenizer: Any, with_labels: bool = True, **kwargs: Any) -> Any:
         """

@@ -217,7 +217,7 @@ class SequenceTagging(Task):
         Returns:
             `torch.Tensor` of shape `(batch, length)`, `int64`.
         """
-        return first_output(logits).argmax(dim=-1)  # type: ignore[call-overload]
+        return first_output(logits).argmax(dim=-1)  # type: ignore[call-overload]  # here a tensor
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None

@@ -70,6 +70,12 @@ def test_single_files_are_cut(folder, suffix, capsys):
     assert sorted(written["train"].to_dataset()["text"][:]) == sorted(dataset["text"][:])
 
 
+def test_the_name_of_a_file_is_taken_literally(folder, capsys):
+    rows(30).to_csv("[a] b.CSV")
+    assert main(["partition", "[a] b.CSV", *"--partitioner iid --num-clients 5 --output clients".split()]) == 0
+    assert len(FederatedDatasetDict.load_from_disk("clients")["train"].to_dataset()) == 30
+
+
 def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys):
     command = "partition reviews --split train --partitioner iid --num-clients 4 --output clients --index-only"
     assert main([*command.split(), "--publish-label-counts", "label"]) == 0
@@ -96,12 +102,21 @@ def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys)
         ("partition reviews --split dev --partitioner iid --num-clients 2 --output o", "no split 'dev'. It has: t"),
         ("partition reviews --partitioner iid --num-clients 2 --output reviews", "something else"),
         ("partition notes.md --partitioner iid --num-clients 2 --output o", "is a .md file; allowed are"),
+        ("partition nowhere.csv --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
+        ("partition reviews --revision main --partitioner iid --num-clients 2 --output o", "--revision is for"),
+        (
+            "partition reviews/train.parquet --name x --partitioner iid --num-clients 2 --output o",
+            "--name is for a data set with configurations",
+        ),
+        ("partition mixed --partitioner iid --num-clients 2 --output o", "files of several formats"),
         ("inspect nowhere", "there is no folder nowhere"),
         ("inspect reviews", "no federated data set"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(folder, command, message, capsys):
     (folder / "notes.md").write_text("# notes")
+    rows(4).to_parquet(folder / "mixed" / "train.parquet")
+    rows(4).to_csv(folder / "mixed" / "more.csv")
     assert main(command.split()) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("hf-federated: error: ") and message in error

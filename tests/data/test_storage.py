@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -444,6 +445,53 @@ def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
+def test_an_old_folder_that_cannot_be_put_back_is_kept(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    rename = os.rename
+
+    def failing(source, target):
+        if Path(target).name == "clients":
+            raise OSError("the disk is gone")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        clients.select_clients(["no"]).save_to_disk(tmp_path / "clients")
+    monkeypatch.undo()
+    (kept,) = tmp_path.glob(".clients-*/old")
+    assert same(FederatedDataset.load_from_disk(kept), clients)
+
+
+def test_a_folder_that_cannot_be_moved_is_named_with_what_it_may_be(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    rename = os.rename
+
+    def busy(source, target):
+        if Path(source).name == "clients":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.raises(OSError, match="a mount point cannot be replaced.*clients"):
+        clients.save_to_disk(tmp_path / "clients")
+    assert [path.name for path in tmp_path.iterdir()] == ["clients"]
+
+
+@pytest.mark.parametrize("value", [np.float32(1), float("nan"), {1, 2}])
+def test_a_setting_that_is_no_json_is_named(tmp_path, value):
+    clients = FederatedDataset.from_dataset(rows(), IidPartitioner(3))
+    clients.partitioning["temperature"] = value
+    with pytest.raises(ValueError, match="temperature=.* of IidPartitioner cannot be written as JSON"):
+        clients.save_to_disk(tmp_path / "clients")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_split_whose_name_is_too_long_for_a_file_is_refused(clients, tmp_path):
+    clients.save_to_disk(tmp_path / "clients", split="a" * 100)
+    with pytest.raises(ValueError, match="100 characters at most"):
+        clients.save_to_disk(tmp_path / "others", split="a" * 101)
+
+
 @pytest.mark.parametrize("size", [0, -5, 1.5, "foo", None, True])
 def test_a_size_that_is_none_is_refused(clients, tmp_path, size):
     with pytest.raises(ValueError, match="max_shard_size must be a size"):
@@ -451,7 +499,7 @@ def test_a_size_that_is_none_is_refused(clients, tmp_path, size):
     assert not any(tmp_path.iterdir())
 
 
-def test_opening_a_loaded_client_takes_milliseconds_and_keeps_nothing(tmp_path):
+def test_a_client_is_read_each_time_under_one_fingerprint(tmp_path):
     clients = FederatedDataset.from_dataset(rows(1000), IidPartitioner(100))
     clients.save_to_disk(tmp_path / "clients")
     loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
