@@ -78,7 +78,8 @@ class Baselines:
         federation ([`FederatedConfig`]): With `num_rounds` resolved.
         clients ([`FederatedDataset`]): The training clients.
         eval_dataset (`datasets.Dataset`): The rows to evaluate on.
-        trainer_kwargs (*optional*): Passed on to `transformers.Trainer` (`data_collator`, `compute_metrics`, …).
+        trainer_class (`type`, *optional*, defaults to `transformers.Trainer`): The plain trainer.
+        trainer_kwargs (*optional*): Passed on to it (`data_collator`, `compute_metrics`, …).
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Baselines:
         federation: FederatedConfig,
         clients: FederatedDataset,
         eval_dataset: Dataset,
+        trainer_class: type[Trainer] = Trainer,
         **trainer_kwargs: Any,
     ) -> None:
         self.model = copy.deepcopy(model)
@@ -96,6 +98,7 @@ class Baselines:
         self.args = args
         self.clients = clients
         self.eval_dataset = eval_dataset
+        self.trainer_class = trainer_class
         self.trainer_kwargs = trainer_kwargs
         rows_a_client = float(np.mean(list(clients.num_rows.values())))
         self.local_epochs = passes_over_a_client(federation, args, rows_a_client)
@@ -147,7 +150,9 @@ class Baselines:
             report_to="none",
             disable_tqdm=not show_progress,
         )
-        trainer = Trainer(model=copy.deepcopy(self.model), args=args, train_dataset=rows, **self.trainer_kwargs)
+        trainer = self.trainer_class(
+            model=copy.deepcopy(self.model), args=args, train_dataset=rows, **self.trainer_kwargs
+        )
         if not show_progress:
             trainer.remove_callback(PrinterCallback)
         trainer.train()

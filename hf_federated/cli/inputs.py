@@ -1,101 +1,88 @@
-"""What a recipe's `model` and `data` sections name, loaded: tokenizer, model, training and held-out clients."""
+"""What a recipe names, loaded: the clients tokenized, the model with a head for the task."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, load_dataset
+from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
-from hf_federated.cli.files import is_absent, load_file
-from hf_federated.cli.recipe import DataSection, ModelSection, RecipeError, build, recipe_errors
-from hf_federated.data import FederatedDataset, IidPartitioner
+from hf_federated.cli.recipe import ModelSection, Recipe, RecipeError, build, recipe_errors
+from hf_federated.cli.rows import RawRows, load_rows
+from hf_federated.data import FederatedDataset
+from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, Task, TextClassification
+
+
+# PEFT has no name for masked language modelling; an adapter for it is a plain one.
+LORA_TASKS: dict[type[Task], TaskType] = {
+    TextClassification: TaskType.SEQ_CLS,
+    SequenceTagging: TaskType.TOKEN_CLS,
+    QuestionAnswering: TaskType.QUESTION_ANS,
+    Seq2Seq: TaskType.SEQ_2_SEQ_LM,
+}
 
 
 @dataclass(frozen=True)
-class Clients:
+class Inputs:
     """
     The clients of a recipe, tokenized.
 
     Args:
-        train ([`FederatedDataset`]): Clients that train. Columns: the tokenizer's and `labels`.
-        test ([`FederatedDataset`]): Clients held out whole; no row of theirs is trained on.
-        label_names (`list[str]`): The labels' names by number.
+        raw ([`RawRows`]): What was tokenized.
+        train ([`FederatedDataset`]): The clients that train.
+        test (`datasets.Dataset`): The rows to test on, short ones first: batches of one length hardly need padding.
+        test_clients ([`FederatedDataset`], *optional*): The same by client, if they were asked for.
+        metrics (`dict`): Arguments of a `Trainer` that make metrics of predictions.
     """
 
+    raw: RawRows
     train: FederatedDataset
-    test: FederatedDataset
-    label_names: list[str]
+    test: Dataset
+    test_clients: FederatedDataset | None
+    metrics: dict[str, Any]
+
+    @property
+    def task(self) -> Task:
+        """The task, with the names of its labels."""
+        return self.raw.task
 
 
-def load_rows(data: DataSection) -> Dataset:
+def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inputs:
     """
-    Loads the split that is dealt out to clients, from a local file or folder or from the Hub.
+    Loads the rows of a recipe and tokenizes them, each client's for itself.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        by_client (`bool`, *optional*, defaults to `False`): Whether test rows are wanted by client too.
 
     Raises:
-        RecipeError: If the path or the split does not exist or cannot be read.
+        RecipeError: If there are no such rows, or the task cannot read one.
     """
-    path = Path(data.path)
-    with recipe_errors("data.path"):
-        if is_absent(data.path):
-            raise RecipeError(f"data.path: there is no file or folder {data.path}.")
-        if path.is_file():
-            return load_file(path, data.train_split)[data.train_split]
-        return load_dataset(data.path, data.name, revision=data.revision, split=data.train_split)
-
-
-def load_clients(data: DataSection, tokenizer: Any) -> Clients:
-    """
-    Deals the rows out to clients, holds some clients out, and tokenizes.
-
-    The held-out clients and, with `max_clients`, the training clients are the first of one permutation of all clients
-    that `data.seed` decides.
-
-    Raises:
-        RecipeError: If a column does not exist or too few clients are left.
-    """
-    rows = load_rows(data)
-    texts = [data.text_column] if isinstance(data.text_column, str) else data.text_column
-    for name, column in [*(("text_column", text) for text in texts), ("label_column", data.label_column)]:
-        if column not in rows.column_names:
-            raise RecipeError(f"data.{name} is {column!r}; the columns are {', '.join(rows.column_names)}.")
-    if not isinstance(rows.features[data.label_column], ClassLabel):
-        rows = build("data.label_column", rows.class_encode_column, {"column": data.label_column})
-    label_names = rows.features[data.label_column].names
+    if by_client and recipe.task.cls is QuestionAnswering:
+        raise RecipeError("federation.evaluate_clients is not there for question-answering, whose metrics read rows.")
+    raw = load_rows(recipe, by_client)
+    task = raw.task
     with recipe_errors("data"):
-        if data.client_column is not None:
-            clients = FederatedDataset.from_column(rows, data.client_column, min_rows=data.min_rows_per_client)
-        else:
-            assert data.num_clients is not None  # DataSection has checked
-            clients = FederatedDataset.from_dataset(rows, IidPartitioner(data.num_clients, seed=data.seed))
-    train, test = _hold_out(clients, data)
-
-    def tokenize(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        tokens = tokenizer(*(batch[text] for text in texts), truncation=True, max_length=data.max_length)
-        return {**tokens, "labels": batch[data.label_column]}
-
-    columns = rows.column_names
-    with recipe_errors("data"):
-        train, test = (part.map(tokenize, batched=True, remove_columns=columns) for part in (train, test))
-    return Clients(train, test, label_names)
-
-
-def _hold_out(clients: FederatedDataset, data: DataSection) -> tuple[FederatedDataset, FederatedDataset]:
-    share = isinstance(data.test_clients, float)
-    num_test = max(1, round(data.test_clients * len(clients))) if share else int(data.test_clients)
-    if num_test >= len(clients):
-        raise RecipeError(f"data.test_clients holds out {num_test} of {len(clients)} clients; none is left to train.")
-    ids = list(clients)
-    order = [ids[position] for position in np.random.default_rng(data.seed).permutation(len(ids))]
-    train = order[num_test:][: data.max_clients]
-    # In the order of the data set, so that results do not hang on how the permutation was used.
-    return clients.select_clients([i for i in ids if i in set(train)]), clients.select_clients(
-        [i for i in ids if i in set(order[:num_test])]
-    )
+        train = task.prepare(raw.train, tokenizer)
+        test = task.prepare(raw.test, tokenizer)
+        by_client = by_client and raw.test_clients is not None
+        test_clients = task.prepare(raw.test_clients, tokenizer) if by_client else None
+    order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
+    one_to_one = len(test) == len(raw.test)
+    test = test.select(order)
+    # Metrics that read rows take them in the order of the features; of clients' own rows they see the labels alone.
+    rows = None if by_client else raw.test.select(order) if one_to_one else raw.test
+    metrics = {
+        "compute_metrics": task.build_compute_metrics(tokenizer, features=test, rows=rows),
+        "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
+    }
+    return Inputs(raw, train, test, test_clients, metrics)
 
 
 def load_tokenizer(model: ModelSection) -> Any:
@@ -104,32 +91,48 @@ def load_tokenizer(model: ModelSection) -> Any:
         return AutoTokenizer.from_pretrained(model.name_or_path, revision=model.revision)
 
 
-def load_model(model: ModelSection, label_names: list[str], seed: int) -> PreTrainedModel:
+def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> PreTrainedModel:
     """
-    The model with a head for these labels, and with an adapter if the recipe asks for one.
+    The model with a head for the task, and with an adapter if the recipe asks for one.
 
     Args:
         model ([`ModelSection`]): The recipe's section.
-        label_names (`list[str]`): The labels' names by number; they become the model's `id2label`.
+        task ([`Task`]): The task; its labels become the model's `id2label`.
+        tokenizer (`PreTrainedTokenizerFast`): The model's.
         seed (`int`): Seed of what the checkpoint does not hold (the head, the adapter).
     """
     set_seed(seed)
-    with recipe_errors("model.name_or_path"):
-        loaded = AutoModelForSequenceClassification.from_pretrained(
-            model.name_or_path,
-            revision=model.revision,
-            num_labels=len(label_names),
-            id2label=dict(enumerate(label_names)),
-            label2id={name: number for number, name in enumerate(label_names)},
-        )
+    changes = model.kwargs or {}
+    with recipe_errors("model"), _size_errors():
+        if model.decoder_name_or_path is not None:
+            assert isinstance(task, Seq2Seq)  # Recipe has checked
+            sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in changes.items()}
+            loaded: Any = task.load_encoder_decoder(
+                model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision
+            )
+        else:
+            loaded = task.load_model(model.name_or_path, revision=model.revision, **changes)
     if model.lora is None:
         return loaded
-    config = build("model.lora", LoraConfig, {"task_type": TaskType.SEQ_CLS, **model.lora})
+    kind = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
+    config = build("model.lora", LoraConfig, {"task_type": kind, **model.lora})
     with recipe_errors("model.lora"):
         return get_peft_model(loaded, config)
 
 
-def pooled_by_length(clients: FederatedDataset) -> Dataset:
-    """All rows of the clients, short ones first: batches of one length hardly need padding."""
-    pooled = clients.to_dataset()
-    return pooled.select(np.argsort([len(ids) for ids in pooled["input_ids"]], kind="stable"))
+@contextmanager
+def _size_errors() -> Iterator[None]:
+    """Says what to do about a head of another size, which transformers lists in its log and raises as this."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise RecipeError(
+            "model: the head in the checkpoint is not of the size that the task's labels need. Start from the model"
+            " without its head, or draw a new one with model.kwargs={ignore_mismatched_sizes: true}."
+        ) from error
+
+
+def _is_causal(task: Task) -> bool:
+    return isinstance(task, LanguageModeling) and task.objective == "causal"

@@ -10,12 +10,15 @@ from typing import Any
 
 from hf_federated.cli import inspection, partition
 from hf_federated.cli.errors import CommandError
-from hf_federated.cli.recipe import RecipeField, load_recipe, sections, type_name
+from hf_federated.cli.recipe import choices, load_recipe, sections
+from hf_federated.cli.schema import RecipeField, type_name
 
 
 INTRODUCTIONS = {
     "model": "the model that every client starts from",
-    "data": "the rows, whose they are, and which clients are held out to test on",
+    "data": "the rows, and which of them are held out to test on",
+    "task": "a task of hf_federated.tasks, by its name, and its arguments",
+    "partition": "a partitioner, by its name, and its arguments; left out for data that belong to clients already",
     "training": "any field of transformers.TrainingArguments; a step of the run is a round",
     "federation": "any field of hf_federated.FederatedConfig",
     "card": "any argument of Trainer.create_model_card",
@@ -46,6 +49,12 @@ def recipe_help() -> str:
     for section, fields in sections().items():
         parts.append(f"\n  {section or 'other fields'}: {INTRODUCTIONS[section]}")
         parts += [_describe(section, item) for item in fields.values()]
+    for section, classes in choices().items():
+        parts.append(f"\n  {section}: {INTRODUCTIONS[section]}")
+        parts.append(f"    {section}.name: {' | '.join(classes)}")
+        for name, fields in classes.items():
+            parts.append(f"\n    with {section}.name: {name}")
+            parts += [_describe(section, item) for item in fields.values()]
     return "\n".join(parts)
 
 

@@ -12,30 +12,8 @@ from datasets import DatasetDict, get_dataset_split_names, load_dataset
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.files import check_one_format, is_absent, load_file
 from hf_federated.cli.options import add_dataclass_options, build_from_options
-from hf_federated.data import (
-    DatasetSource,
-    FeatureClusterPartitioner,
-    FederatedDatasetDict,
-    IidPartitioner,
-    LabelDirichletPartitioner,
-    MultiDomainPartitioner,
-    NaturalPartitioner,
-    Partitioner,
-    PerClassDirichletPartitioner,
-    QuantityDirichletPartitioner,
-    describe_partition,
-)
-
-
-PARTITIONERS: dict[str, type[Partitioner]] = {
-    "feature-cluster": FeatureClusterPartitioner,
-    "iid": IidPartitioner,
-    "label-dirichlet": LabelDirichletPartitioner,
-    "multi-domain": MultiDomainPartitioner,
-    "natural": NaturalPartitioner,
-    "per-class-dirichlet": PerClassDirichletPartitioner,
-    "quantity-dirichlet": QuantityDirichletPartitioner,
-}
+from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
+from hf_federated.data.partitioners import PARTITIONERS
 
 
 def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> None:

@@ -8,4 +8,21 @@ from .sequence_tagging import SequenceTagging
 from .text_classification import TextClassification
 
 
-__all__ = ["LanguageModeling", "QuestionAnswering", "Seq2Seq", "SequenceTagging", "Task", "TextClassification"]
+# Their names in recipes.
+TASKS: dict[str, type[Task]] = {
+    "text-classification": TextClassification,
+    "sequence-tagging": SequenceTagging,
+    "question-answering": QuestionAnswering,
+    "seq2seq": Seq2Seq,
+    "language-modeling": LanguageModeling,
+}
+
+__all__ = [
+    "TASKS",
+    "LanguageModeling",
+    "QuestionAnswering",
+    "Seq2Seq",
+    "SequenceTagging",
+    "Task",
+    "TextClassification",
+]

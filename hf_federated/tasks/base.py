@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedModel
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
 
 Batch = Mapping[str, Sequence[Any]]
@@ -31,16 +31,31 @@ class Task(ABC):
     - `encode(batch, tokenizer)`: for `datasets.Dataset.map(batched=True)`;
     - `data_collator(tokenizer)`: of `transformers`;
     - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`;
-    - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are.
+    - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are;
+    - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and its arguments;
+    - `main_metric`: the metric that runs are compared by, and `lower_is_better`.
     """
 
     model_class: ClassVar[Any]
+    trainer_class: ClassVar[type[Trainer]] = Trainer
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    lower_is_better: ClassVar[bool] = False
     preprocess_logits_for_metrics: Any = None
 
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads, those with labels too."""
+
+    @property
+    @abstractmethod
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+
+    @property
+    @abstractmethod
+    def text_columns(self) -> tuple[str, ...]:
+        """Those of `columns` whose texts must not be empty."""
 
     @property
     def model_kwargs(self) -> dict[str, Any]:

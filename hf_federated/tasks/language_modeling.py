@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -75,6 +75,8 @@ class LanguageModeling(Task):
     block_size: int | None = None
     mlm_probability: float = 0.15
 
+    lower_is_better: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"`objective` is {self.objective!r}; allowed are {', '.join(map(repr, OBJECTIVES))}.")
@@ -89,6 +91,16 @@ class LanguageModeling(Task):
     def model_class(self) -> Any:
         """`AutoModelForCausalLM` or `AutoModelForMaskedLM`."""
         return AutoModelForCausalLM if self.objective == "causal" else AutoModelForMaskedLM
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+        return "perplexity"
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The raw columns whose texts must not be empty."""
+        return (self.text_column,)
 
     @property
     def columns(self) -> tuple[str, ...]:

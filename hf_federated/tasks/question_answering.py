@@ -102,6 +102,16 @@ class QuestionAnswering(Task):
         check_length("max_answer_length", self.max_answer_length)
 
     @property
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+        return "token_f1"
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The raw columns whose texts must not be empty."""
+        return (self.question_column, self.context_column)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.id_column, self.question_column, self.context_column, self.answers_column)

@@ -8,7 +8,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, EvalPrediction, PreTrainedModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    EncoderDecoderModel,
+    EvalPrediction,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from .base import Batch, ComputeMetrics, Task, check_length, first_output, read_column, read_texts, row_name
 from .metrics import Rouge
@@ -70,10 +80,22 @@ class Seq2Seq(Task):
     use_stemmer: bool = True
 
     model_class: ClassVar[Any] = AutoModelForSeq2SeqLM
+    trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
+    arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
 
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
         check_length("max_target_length", self.max_target_length)
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+        return "rougeL"
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The raw columns whose texts must not be empty."""
+        return (self.source_column, self.target_column)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -107,6 +129,38 @@ class Seq2Seq(Task):
                 )
             rows.append(targets)
         return rows
+
+    def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
+        """
+        A pretrained encoder and a pretrained decoder, joined by new cross-attention.
+
+        Rothe et al., "Leveraging Pre-trained Checkpoints for Sequence Generation Tasks" (2020), start encoder-decoder
+        models from two BERTs like this. Both have to read the ids of one tokenizer.
+
+        Args:
+            encoder (`str`): As in `from_pretrained`.
+            decoder (`str`): As in `from_pretrained`. An encoder is taken too, and made to look back only.
+            tokenizer (`PreTrainedTokenizerFast`): Its `bos` or `cls` token begins a target, its `eos` or `sep` token
+                ends it.
+            kwargs (*optional*): Further arguments of `EncoderDecoderModel.from_encoder_decoder_pretrained`.
+
+        Raises:
+            ValueError: If the tokenizer lacks one of these tokens or a pad token.
+        """
+        begin = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        if None in (begin, end, tokenizer.pad_token_id):
+            raise ValueError(
+                f"{type(tokenizer).__name__} lacks a token that begins a target (bos or cls), ends it (eos or sep), or"
+                " pads it. Set them on the tokenizer."
+            )
+        model = EncoderDecoderModel.from_encoder_decoder_pretrained(encoder, decoder, **kwargs)
+        tokens = {"decoder_start_token_id": begin, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
+        for name, token in tokens.items():
+            setattr(model.config, name, token)
+            setattr(model.generation_config, name, token)
+        model.generation_config.max_new_tokens = self.max_target_length
+        return model
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorForSeq2Seq:
         """

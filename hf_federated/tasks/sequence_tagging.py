@@ -131,6 +131,16 @@ class SequenceTagging(Task):
         return cls(sorted(values, key=lambda tag: (tag != "O", tag)), tags_column=tags_column, **kwargs)
 
     @property
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+        return "token_accuracy" if self._span_metric() is None else "span_f1"
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The raw columns whose texts must not be empty."""
+        return (self.tokens_column,)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.tokens_column, self.tags_column)

@@ -126,8 +126,13 @@ class TextClassification(Task):
         return cls(sorted(values), label_column=label_column, **kwargs)
 
     @property
+    def main_metric(self) -> str:
+        """The metric that runs are compared by."""
+        return "accuracy"
+
+    @property
     def text_columns(self) -> tuple[str, ...]:
-        """The one or two columns with text."""
+        """The one or two columns with text, which must not be empty."""
         return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
 
     @property

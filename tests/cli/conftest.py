@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 
 WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "not"]
@@ -21,15 +21,14 @@ WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "n
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer BERT with a WordPiece tokenizer of a few words."""
     folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
     tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    ).save_pretrained(folder)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,
@@ -38,7 +37,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=16,
         max_position_embeddings=64,
     )
-    BertForSequenceClassification(config).save_pretrained(folder)
+    BertModel(config).save_pretrained(folder)
     return folder
 
 
@@ -59,12 +58,43 @@ def reviews_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that every task can read, with the columns of the benchmarks: 60 to train and 12 to test, of 6 sites."""
+    folder = tmp_path_factory.mktemp("texts")
+    for split, num_rows in (("train", 60), ("test", 12)):
+        rows = []
+        for number in range(num_rows):
+            words = [WORDS[(number + step) % len(WORDS)].removeprefix("##") for step in range(4 + number % 3)]
+            tags = ["B-PER" if word == "film" else "B-LOC" if word == "plot" else "O" for word in words]
+            answer = {"text": words[2], "answer_start": len(" ".join(words[:2])) + 1}
+            rows.append(
+                {
+                    "id": f"{split}-{number}",
+                    "text": " ".join(words),
+                    "label": number % 3,
+                    "site": "abcdef"[number % 6],
+                    "tokens": words,
+                    "ner_tags": tags,
+                    "question": words[0],
+                    "context": " ".join(words),
+                    "answers": [answer],
+                    "source": " ".join(words),
+                    "targets": [words[0]],
+                }
+            )
+        Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
 @pytest.fixture
 def recipe_path(model_dir: Path, reviews_dir: Path, tmp_path: Path) -> Path:
     """A recipe of one round over movies that every test may change with `--set`."""
     recipe = {
         "model": {"name_or_path": str(model_dir)},
-        "data": {"path": str(reviews_dir), "client_column": "movie", "test_clients": 4, "max_length": 16},
+        "data": {"path": str(reviews_dir), "test_clients": 4},
+        "task": {"max_length": 16},
+        "partition": {"name": "natural", "column": "movie"},
         "training": {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,

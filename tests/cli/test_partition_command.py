@@ -11,7 +11,7 @@ from hub_server import HubClient, HubServer
 
 from hf_federated import FederatedDatasetDict, LabelDirichletPartitioner
 from hf_federated.cli.main import main
-from hf_federated.cli.partition import PARTITIONERS
+from hf_federated.data.partitioners import PARTITIONERS
 
 
 def rows(num_rows: int) -> Dataset:

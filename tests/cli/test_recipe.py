@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
-from hf_federated import FederatedConfig
+from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli import recipe as recipe_module
 from hf_federated.cli.main import main, recipe_help
-from hf_federated.cli.recipe import DataSection, ModelSection, RecipeError, _fits, load_recipe, sections, type_name
+from hf_federated.cli.recipe import DataSection, ModelSection, choices, load_recipe, sections
+from hf_federated.cli.recipe_file import merged, read_values
+from hf_federated.cli.schema import RecipeError, fits, type_name
 
 
-MINIMAL = "model: {name_or_path: m}\ndata: {path: d, num_clients: 4}\n"
+MINIMAL = "model: {name_or_path: m}\ndata: {path: d}\npartition: {name: iid, num_clients: 4}\n"
 
 
 def load(folder: Path, text: str, *overrides: str):
@@ -27,7 +30,9 @@ def load(folder: Path, text: str, *overrides: str):
 def test_a_recipe_without_options_has_the_defaults(tmp_path):
     recipe = load(tmp_path, MINIMAL)
     assert recipe.model == ModelSection("m")
-    assert recipe.data == DataSection("d", num_clients=4)
+    assert recipe.data == DataSection("d")
+    assert (recipe.task.name, recipe.task.arguments) == ("text-classification", {})
+    assert (recipe.partition.cls, recipe.partition.arguments) == (IidPartitioner, {"num_clients": 4})
     assert (recipe.training, recipe.federation, recipe.compare, recipe.plots) == ({}, {}, [], False)
 
 
@@ -66,22 +71,35 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
     ("overrides", "words"),
     [
         (["modle.task=x"], ["modle", "did you mean model"]),
-        (["data.clientcolumn=x"], ["data.clientcolumn", "did you mean client_column", "num_clients"]),
+        (["data.testsplit=x"], ["data.testsplit", "did you mean test_split", "train_split"]),
         (["training.learning_rte=1"], ["training.learning_rte", "did you mean learning_rate", "--help"]),
         (["training.learning_rate=fast"], ["training.learning_rate", "'fast'", "float"]),
         (["training.bf16=1"], ["training.bf16", "true | false"]),
         (["training.optim=adam"], ["training.optim", "'adam'", "adamw_torch"]),
+        (["training.predict_with_generate=true"], ["training.predict_with_generate"]),
         (["federation.num_rounds=1.5"], ["federation.num_rounds", "1.5", "int or null"]),
         (["federation.num_rounds=true"], ["federation.num_rounds", "True", "int or null"]),
-        (["model.task=regression"], ["model.task", "'regression'", "sequence-classification"]),
         (["compare=[federated]"], ["compare", "federated", "centralized | local"]),
-        (["data.client_column=movie"], ["either client_column", "num_clients"]),
-        (["data.num_clients=null"], ["either client_column", "num_clients"]),
         (["data.test_clients=1.5"], ["data.test_clients", "1.5", "share between 0 and 1"]),
         (["data.test_clients=0"], ["data.test_clients", "0"]),
-        (["data.max_length=0"], ["data.max_length", "at least 1"]),
-        (["data.min_rows_per_client=3"], ["data.min_rows_per_client", "client_column"]),
-        (["data.text_column=[a, b, c]"], ["data.text_column", "3"]),
+        (["data.test_clients=2", "data.test_split=test"], ["either test_split", "test_clients"]),
+        (["data.max_test_rows=2"], ["data.max_test_rows", "test_split"]),
+        (["data.max_train_rows=0"], ["data.max_train_rows", "at least 1"]),
+        (["task.name=regression"], ["task.name", "'regression'", "sequence-tagging"]),
+        (["task=qa"], ["task.name", "'qa'", "question-answering"]),
+        (["task.max_length=0", "task.label_names=[a, b]"], ["task", "max_length", "at least 1"]),
+        (["task.tokens_column=words"], ["task.tokens_column", "text_column"]),
+        (["task={name: question-answering, max_length: 9, stride: 9}"], ["task", "max_length", "at least 10"]),
+        (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
+        (["partition.name=random"], ["partition.name", "'random'", "label-dirichlet"]),
+        (["partition.alpha=1"], ["partition.alpha", "num_clients"]),
+        (["partition.num_clients=0"], ["partition", "num_clients", "from 1"]),
+        (["partition.num_clients=two"], ["partition.num_clients", "'two'", "int"]),
+        (["partition={name: label-dirichlet}"], ["partition.num_clients is missing"]),
+        (["partition={name: feature-cluster, num_clients: 2, text_columns: a, embedder: 3}"], ["partition.embedder"]),
+        (["model.decoder_name_or_path=m"], ["model.decoder_name_or_path", "seq2seq"]),
+        (["scale=paper"], ["scale is 'paper'", "default"]),
+        (["scales.paper.data.path=e"], ["scales"]),
         (["local_clients=0"], ["local_clients", "at least 1"]),
         (["data=[1]"], ["data", "[1]", "mapping"]),
         (["data.path.deep=1"], ["data.path.deep=1", "path"]),
@@ -102,7 +120,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, overrides, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("data: {path: d, num_clients: 4}", ["model.name_or_path is missing"]),
+        ("data: {path: d}", ["model.name_or_path is missing"]),
+        (MINIMAL + "scales: [paper]", ["scales must be a mapping"]),
         ("- model", ["list", "mapping"]),
         ("model: {name_or_path: a, name_or_path: b}", ["stands twice"]),
         ("model: [", ["not YAML"]),
@@ -121,7 +140,7 @@ def test_every_default_fits_its_own_type():
         for item in fields.values():
             if not item.required:
                 # transformers writes an empty list of debug options as "".
-                assert _fits(item.default, item.annotation) or item.name == "debug", (section, item)
+                assert fits(item.default, item.annotation) or item.name == "debug", (section, item)
 
 
 def test_help_lists_every_field_with_type_and_default():
@@ -153,9 +172,77 @@ def test_help_of_the_command_prints_it(capsys):
     assert "--output-dir" in printed and recipe_help() in printed
 
 
+def test_help_lists_what_every_task_and_partitioner_takes():
+    text = recipe_help()
+    for section, classes in choices().items():
+        for name, fields in classes.items():
+            assert f"with {section}.name: {name}\n" in text
+            for field in fields:
+                assert f"    {section}.{field}: " in text
+    for line in [
+        "task.text_column: str or list of str (default text)",
+        "task.label_names: list of str or null (default null)",
+        "partition.alpha: float (default 1.0)",
+        "partition.num_clients: int (required)",
+        "partition.embedder: str (default sentence-transformers/all-MiniLM-L6-v2)",
+    ]:
+        assert line in text
+
+
+SCALED = (
+    MINIMAL
+    + """
+training: {learning_rate: 1, seed: 3}
+scales:
+  paper:
+    model: {name_or_path: large}
+    training: {learning_rate: 2}
+    partition: {name: label-dirichlet, num_clients: 9}
+"""
+)
+
+
+def test_a_scale_is_laid_over_the_recipe_and_set_over_the_scale(tmp_path):
+    assert load(tmp_path, SCALED).model.name_or_path == "m"
+    paper = load(tmp_path, SCALED, "scale=paper", "training.seed=4", "partition.alpha=0.5")
+    assert (paper.scale, paper.model.name_or_path) == ("paper", "large")
+    assert paper.training == {"learning_rate": 2, "seed": 4}
+    assert paper.partition.arguments == {"num_clients": 9, "alpha": 0.5}
+    assert load(tmp_path, SCALED + "scale: paper", "scale=default").scale == "default"
+    # What is set comes last, wherever it stands on the command line.
+    assert load(tmp_path, SCALED, "training.learning_rate=3", "scale=paper").training["learning_rate"] == 3
+
+
+def test_a_scale_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(RecipeError, match="scale is 'papr'; this recipe has default, paper."):
+        load(tmp_path, SCALED, "scale=papr")
+
+
+def test_merging_copies_and_replaces_a_section_of_another_class():
+    values = {"partition": {"name": "iid", "num_clients": 4}, "card": {"tags": ["a"]}, "data": None}
+    result = merged(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
+    assert result == {"partition": {"name": "natural", "column": "c"}, "card": {"tags": ["a"]}, "data": {"path": "p"}}
+    result["card"]["tags"].append("b")
+    assert values["card"]["tags"] == ["a"]
+    assert merged(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
+
+
+def test_values_are_read_as_they_stand(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(SCALED)
+    values = read_values(tmp_path / "recipe.yaml", ["nothing.known=1"])
+    assert values["nothing"] == {"known": 1} and values["scale"] == "default" and "scales" not in values
+
+
 @pytest.mark.parametrize(
     ("annotation", "name"),
-    [(int | None, "int or null"), (list[str], "list of str"), (str | list[str], "str or list of str")],
+    [
+        (int | None, "int or null"),
+        (list[str], "list of str"),
+        (str | list[str], "str or list of str"),
+        (str | tuple[str, str], "str or list of str"),
+        (Sequence[str], "list of str"),
+        (str | Callable[[list[str]], int], "str"),
+    ],
 )
 def test_types_are_named_as_people_say_them(annotation, name):
     assert type_name(annotation) == name

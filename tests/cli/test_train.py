@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, load_dataset
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
-from hf_federated import FederatedConfig
+from hf_federated import FederatedConfig, FederatedDatasetDict, LabelDirichletPartitioner
 from hf_federated.cli.baselines import Baselines, passes_over_a_client
-from hf_federated.cli.inputs import load_clients, load_model, load_tokenizer, pooled_by_length
+from hf_federated.cli.inputs import load_inputs, load_model, load_tokenizer
 from hf_federated.cli.main import main
 from hf_federated.cli.recipe import load_recipe
+from hf_federated.cli.rows import load_rows
 from hf_federated.cli.train import closing_table, train
 
 
@@ -65,7 +67,7 @@ def test_a_federation_learns_the_word_that_gives_the_label_away(recipe_path):
         recipe_path,
         ["federation.num_rounds=12", "federation.clients_per_round=10", "training.seed=1", "training.eval_steps=12"],
     )
-    assert train(recipe)["federated"]["accuracy"] > 0.9
+    assert train(recipe)["federated"]["metrics"]["accuracy"] > 0.9
 
 
 def test_a_lora_recipe_leaves_an_adapter(recipe_path, tmp_path):
@@ -81,24 +83,23 @@ def test_results_over_held_out_clients_are_given_on_request(recipe_path):
     results = train(load_recipe(recipe_path, ["federation.evaluate_clients=true"]))
     over_clients = results["federated"]["over_clients"]
     # Four clients of four rows each: the mean over clients is the mean over rows.
-    assert over_clients["federated/eval_accuracy_mean"] == pytest.approx(results["federated"]["accuracy"])
+    assert over_clients["federated/eval_accuracy_mean"] == pytest.approx(results["federated"]["metrics"]["accuracy"])
     assert over_clients["federated/eval_accuracy_worst"] <= over_clients["federated/eval_accuracy_best"]
 
 
 def test_test_rows_are_of_clients_that_do_not_train(recipe_path):
     recipe = load_recipe(recipe_path, ["data.max_clients=10"])
-    clients = load_clients(recipe.data, load_tokenizer(recipe.model))
-    assert (len(clients.train), len(clients.test)) == (10, 4)
-    assert not set(clients.train) & set(clients.test)
-    assert set(clients.train.column_names) >= {"input_ids", "attention_mask", "labels"}
-    lengths = [len(ids) for ids in pooled_by_length(clients.test)["input_ids"]]
-    assert lengths == sorted(lengths) and len(lengths) == sum(clients.test.num_rows.values())
+    inputs = load_inputs(recipe, load_tokenizer(recipe.model))
+    assert (len(inputs.raw.train), len(inputs.raw.test_clients)) == (10, 4)
+    assert not set(inputs.raw.train) & set(inputs.raw.test_clients)
+    assert set(inputs.train.column_names) >= {"input_ids", "attention_mask", "labels"}
+    lengths = [len(ids) for ids in inputs.test["input_ids"]]
+    assert lengths == sorted(lengths) and len(lengths) == sum(inputs.raw.test_clients.num_rows.values())
 
 
 def test_max_clients_changes_no_test_client_and_the_seed_does(recipe_path):
     def test_ids(*overrides):
-        recipe = load_recipe(recipe_path, overrides)
-        return list(load_clients(recipe.data, load_tokenizer(recipe.model)).test)
+        return list(load_rows(load_recipe(recipe_path, overrides)).test_clients)
 
     assert test_ids() == test_ids("data.max_clients=10")
     assert test_ids() != test_ids("data.seed=1")
@@ -108,13 +109,133 @@ def test_pairs_of_texts_files_and_even_shares(recipe_path, tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"one": "a film", "two": "not a plot", "label": number % 3} for number in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    overrides = [f"data.path={path}", "data.client_column=null", "data.num_clients=4", "data.test_clients=0.25"]
-    recipe = load_recipe(recipe_path, [*overrides, "data.text_column=[one, two]"])
-    clients = load_clients(recipe.data, load_tokenizer(recipe.model))
-    assert list(clients.train.num_rows.values()) == [3, 3, 3] and len(clients.test) == 1
-    assert clients.label_names == ["0", "1", "2"]
-    first = clients.train[next(iter(clients.train))][0]
+    overrides = [f"data.path={path}", "partition={name: iid, num_clients: 4}", "data.test_clients=0.25"]
+    recipe = load_recipe(recipe_path, [*overrides, "task.text_column=[one, two]"])
+    inputs = load_inputs(recipe, load_tokenizer(recipe.model))
+    assert list(inputs.train.num_rows.values()) == [3, 3, 3] and len(inputs.raw.test_clients) == 1
+    assert inputs.task.label_names == ("0", "1", "2")
+    first = inputs.train[next(iter(inputs.train))][0]
     assert len(first["input_ids"]) == len("[CLS] a film [SEP] not a plot [SEP]".split())
+
+
+TASKS = {
+    "sequence-tagging": (["task.name=sequence-tagging"], "span_f1"),
+    "question-answering": (["task={name: question-answering, max_length: 12, stride: 2}"], "token_f1"),
+    "seq2seq": (
+        [
+            "task={name: seq2seq, target_column: targets, max_source_length: 8, max_target_length: 4}",
+            "training.predict_with_generate=true",
+        ],
+        "rougeL",
+    ),
+    "language-modeling": (["task={name: language-modeling, objective: masked, max_length: 12}"], "perplexity"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_trains_beside_its_baselines(recipe_path, texts_dir, model_dir, tmp_path, capsys, task):
+    overrides, metric = TASKS[task]
+    if task == "seq2seq":
+        overrides = [*overrides, f"model.decoder_name_or_path={model_dir}"]
+    recipe = load_recipe(
+        recipe_path,
+        [
+            f"data.path={texts_dir}",
+            "data.test_split=test",
+            "data.test_clients=null",
+            "partition={name: natural, column: site}",
+            "task=null",
+            *overrides,
+            "compare=[centralized, local]",
+            "local_clients=1",
+            "plots=true",
+        ],
+    )
+    results = train(recipe)
+    assert results["metric"] == metric
+    assert (results["num_train_clients"], results["num_test_clients"], results["num_test_rows"]) == (6, None, 12)
+    for metrics in (
+        results["federated"]["metrics"],
+        results["baselines"]["centralized"]["metrics"],
+        results["baselines"]["local"]["metrics"],
+    ):
+        assert np.isfinite(metrics[metric])
+    printed = capsys.readouterr().out
+    assert "Test: 12 rows of the split 'test'." in printed
+    title = metric.replace("_", " ")
+    assert f"{title[0].upper()}{title[1:]} on the same 12 rows:" in printed
+    for name in ("learning_curve.png", "partition.png", "model.safetensors", "README.md"):
+        assert (tmp_path / "run" / name).is_file()
+
+
+def test_a_test_split_is_sampled_and_empty_texts_are_left_out_when_asked(recipe_path, tmp_path):
+    rows = [{"text": text, "label": number % 4 // 2} for number, text in enumerate(["a film", " "] * 20)]
+    for split in ("train", "test"):
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    overrides = [
+        f"data.path={tmp_path / 'data'}",
+        "data.test_clients=null",
+        "data.test_split=test",
+        "data.max_test_rows=5",
+        "data.max_train_rows=12",
+        "partition={name: iid, num_clients: 3}",
+    ]
+    recipe = load_recipe(recipe_path, overrides)
+    with pytest.raises(ValueError, match="data: Row .* has an empty text in the column 'text'"):
+        load_inputs(recipe, load_tokenizer(recipe.model))
+    raw = load_rows(load_recipe(recipe_path, [*overrides, "data.drop_empty=true"]))
+    assert raw.num_empty == 40
+    assert (sum(raw.train.num_rows.values()), len(raw.test)) == (12, 5)
+    other = load_rows(load_recipe(recipe_path, [*overrides, "data.drop_empty=true", "data.seed=1"]))
+    assert len(other.test) == 5
+
+
+def test_numbers_that_are_no_positions_become_named_labels(recipe_path, tmp_path):
+    rows = [{"text": "a film", "label": stars} for stars in (5, 1, 10, 5, 1, 10)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "stars" / "train.parquet")
+    recipe = load_recipe(
+        recipe_path,
+        [f"data.path={tmp_path / 'stars'}", "partition={name: iid, num_clients: 2}", "data.test_clients=1"],
+    )
+    raw = load_rows(recipe)
+    assert raw.task.label_names == ("1", "5", "10")
+    assert sorted([*raw.train.to_dataset()["label"], *raw.test["label"]]) == [0, 0, 1, 1, 2, 2]
+
+
+def test_test_rows_belong_to_the_clients_when_these_are_evaluated(recipe_path, texts_dir):
+    recipe = load_recipe(
+        recipe_path,
+        [
+            f"data.path={texts_dir}",
+            "data.test_split=test",
+            "data.test_clients=null",
+            "partition={name: label-dirichlet, num_clients: 5, alpha: 0.5}",
+            "federation.evaluate_clients=true",
+        ],
+    )
+    results = train(recipe)
+    assert results["num_test_clients"] is None  # no client is held out
+    over_clients = results["federated"]["over_clients"]
+    assert over_clients["federated/eval_accuracy_worst"] <= over_clients["federated/eval_accuracy_mean"] <= 1
+
+
+@pytest.mark.parametrize("test_split", ["test", None])
+def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp_path, test_split):
+    splits = load_dataset(str(texts_dir)).cast_column("label", ClassLabel(names=["x", "y", "z"]))
+    partitioner = LabelDirichletPartitioner(num_clients=5, alpha=0.5)
+    FederatedDatasetDict.from_dataset(splits, partitioner).save_to_disk(tmp_path / "clients")
+    held_out = "data.test_clients=1" if test_split is None else "data.test_clients=null"
+    overrides = [f"data.path={tmp_path / 'clients'}", "partition=null", held_out]
+    recipe = load_recipe(recipe_path, [*overrides, f"data.test_split={test_split or 'null'}"])
+    raw = load_rows(recipe)
+    cut = FederatedDatasetDict.from_dataset(splits, partitioner)["train"]
+    for client_id, rows in raw.train.items():
+        assert rows["id"][:] == cut[client_id]["id"][:]
+    assert (len(raw.train), len(raw.test)) == ((4, 12) if test_split is None else (5, 12))
+    assert raw.task.label_names == ("x", "y", "z")
+    assert train(recipe)["num_train_clients"] == len(raw.train)
+    with pytest.raises(ValueError, match="cut into clients already"):
+        load_rows(load_recipe(recipe_path, [*overrides, "partition={name: iid, num_clients: 2}"]))
 
 
 @pytest.mark.parametrize(
@@ -123,10 +244,15 @@ def test_pairs_of_texts_files_and_even_shares(recipe_path, tmp_path):
         (["data.path=./no/such/folder"], ["data.path", "./no/such/folder"]),
         (["data.path=nobody/nothing"], ["data.path", "nobody/nothing"]),
         (["data.train_split=validation"], ["data.path", "validation"]),
-        (["data.text_column=txt"], ["data.text_column", "'txt'", "text, label, movie"]),
-        (["data.label_column=stars"], ["data.label_column", "'stars'", "text, label, movie"]),
-        (["data.client_column=actor"], ["data", "'actor'", "movie"]),
-        (["data.min_rows_per_client=5"], ["data", "5"]),
+        (["task.text_column=txt"], ["task", "'txt'", "text, label, movie"]),
+        (["task.label_column=stars"], ["task", "'stars'", "text, label, movie"]),
+        (["task.label_names=[fresh]"], ["data", "rotten"]),
+        (["partition.column=actor"], ["partition", "'actor'", "movie"]),
+        (["partition.min_size=5"], ["partition", "5"]),
+        (["partition=null"], ["partition is missing", "does not say whose"]),
+        (["data.test_clients=null", "data.test_split=dev"], ["data.path", "dev"]),
+        (["task={name: question-answering}", "federation.evaluate_clients=true"], ["evaluate_clients", "question"]),
+        (["model.kwargs={num_hidden_layer: 1}"], ["model", "num_hidden_layer"]),
         (["data.test_clients=40"], ["data.test_clients", "40 of 40"]),
         (["model.name_or_path=./no/model"], ["model.name_or_path", "./no/model"]),
         (["model.lora={rank: 2}"], ["model.lora", "rank"]),
@@ -143,6 +269,15 @@ def test_a_bad_recipe_exits_with_2_and_one_line(recipe_path, capsys, settings, w
     assert error.startswith("hf-federated: error: ")
     for word in words:
         assert word in error
+
+
+def test_a_head_of_another_size_is_named_with_what_to_do(recipe_path, model_dir, tmp_path, capsys):
+    AutoModelForSequenceClassification.from_pretrained(model_dir, num_labels=5).save_pretrained(tmp_path / "five")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "five")
+    with_head = [f"model.name_or_path={tmp_path / 'five'}"]
+    assert main(["train", str(recipe_path), *set_all(*with_head)]) == 2
+    assert "is not of the size that the task's labels need" in capsys.readouterr().err
+    assert main(["train", str(recipe_path), *set_all(*with_head, "model.kwargs={ignore_mismatched_sizes: true}")]) == 0
 
 
 def test_a_missing_recipe_exits_with_2_and_one_line(tmp_path, capsys):
@@ -169,13 +304,12 @@ def test_budgets_of_the_baselines():
 def test_baselines_start_from_the_model_and_leave_it_alone(recipe_path, tmp_path):
     recipe = load_recipe(recipe_path)
     tokenizer = load_tokenizer(recipe.model)
-    clients = load_clients(recipe.data, tokenizer)
-    model = load_model(recipe.model, clients.label_names, seed=0)
+    inputs = load_inputs(recipe, tokenizer)
+    model = load_model(recipe.model, inputs.task, tokenizer, seed=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=0.01)
     federation = FederatedConfig(num_rounds=1, freeze="embeddings+1")
-    rows = pooled_by_length(clients.test)
-    baselines = Baselines(model, args, federation, clients.train, rows, processing_class=tokenizer)
+    baselines = Baselines(model, args, federation, inputs.train, inputs.test, processing_class=tokenizer)
     told = {}
     result = baselines.local(3, on_client=lambda client_id, metrics: told.update({client_id: metrics["loss"]}))
     assert len(told) == 3
@@ -195,7 +329,7 @@ def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, reviews_di
         [
             f"model.name_or_path={model_dir}",
             f"data.path={reviews_dir}",
-            "data.min_rows_per_client=2",
+            "partition.min_size=2",
             "data.test_clients=4",
             "federation.num_rounds=1",
             "federation.clients_per_round=2",

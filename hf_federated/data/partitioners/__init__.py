@@ -11,7 +11,19 @@ from .per_class import PerClassDirichletPartitioner
 from .quantity import QuantityDirichletPartitioner
 
 
+# Their names on a command line and in recipes. `NestedPartitioner`, which takes others, is built in Python.
+PARTITIONERS: dict[str, type[Partitioner]] = {
+    "feature-cluster": FeatureClusterPartitioner,
+    "iid": IidPartitioner,
+    "label-dirichlet": LabelDirichletPartitioner,
+    "multi-domain": MultiDomainPartitioner,
+    "natural": NaturalPartitioner,
+    "per-class-dirichlet": PerClassDirichletPartitioner,
+    "quantity-dirichlet": QuantityDirichletPartitioner,
+}
+
 __all__ = [
+    "PARTITIONERS",
     "FeatureClusterPartitioner",
     "IidPartitioner",
     "LabelDirichletPartitioner",

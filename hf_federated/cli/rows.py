@@ -1,0 +1,234 @@
+"""The raw rows of a recipe: loaded, sampled, and given to clients. Nothing here knows a tokenizer or a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+
+from hf_federated.cli.files import is_absent, load_file
+from hf_federated.cli.recipe import DEFAULT_TEST_CLIENTS, DataSection, Recipe, RecipeError, build, recipe_errors
+from hf_federated.data import FederatedDataset, FederatedDatasetDict
+from hf_federated.data.partition_file import PARTITION_FILE
+from hf_federated.tasks import Task
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """
+    What a recipe trains and tests on.
+
+    Args:
+        train ([`FederatedDataset`]): The clients that train.
+        test (`datasets.Dataset`): The rows to test on, of all clients.
+        test_clients ([`FederatedDataset`], *optional*): The same rows by client; `None` if they belong to none.
+        task ([`Task`]): The task, with the names of its labels.
+        num_empty (`int`): Rows that were left out because a text was empty.
+    """
+
+    train: FederatedDataset
+    test: Dataset
+    test_clients: FederatedDataset | None
+    task: Task
+    num_empty: int = 0
+
+
+def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
+    """
+    Loads the rows of a recipe, and says whose they are.
+
+    Args:
+        recipe ([`Recipe`]): Its sections `data`, `partition` and `task` are read.
+        by_client (`bool`, *optional*, defaults to `False`): Whether the rows of a test split have to belong to clients
+            too. They are then cut as the training rows are.
+
+    Raises:
+        RecipeError: If data, a split or a column does not exist, or no rows or clients are left.
+    """
+    if recipe.partition is None:
+        return _load_federated(recipe)
+    data = recipe.data
+    splits, num_empty = _load_splits(recipe)
+    task, splits = build_task(recipe, splits)
+    splits = _sample(splits, data)
+    partitioner = build("partition", recipe.partition.cls, recipe.partition.arguments)
+    test_split = data.test_split
+    with recipe_errors("partition"):
+        if test_split is None:
+            clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)
+        elif by_client:
+            cut = FederatedDatasetDict.from_dataset(splits, partitioner)
+            train = _at_most(cut[data.train_split], data)
+            return RawRows(train, cut[test_split].to_dataset(), cut[test_split], task, num_empty)
+        else:
+            train = _at_most(FederatedDataset.from_dataset(splits[data.train_split], partitioner), data)
+            return RawRows(train, splits[test_split], None, task, num_empty)
+    train, test = _hold_out(clients, data)
+    return RawRows(train, test.to_dataset(), test, task, num_empty)
+
+
+def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
+    """The splits that the recipe names, without rows whose texts are empty if it says so, and how many those were."""
+    data, path = recipe.data, Path(recipe.data.path)
+    wanted = [data.train_split] + ([] if data.test_split is None else [data.test_split])
+    with recipe_errors("data.path"):
+        if is_absent(data.path):
+            raise RecipeError(f"data.path: there is no file or folder {data.path}.")
+        if (path / PARTITION_FILE).is_file():
+            raise RecipeError(f"partition: {data.path} is cut into clients already; leave the section out.")
+        if path.is_file():
+            if data.test_split is not None:
+                raise RecipeError(f"data.test_split: {data.path} is one file, which has one split.")
+            loaded = load_file(path, data.train_split)
+        else:
+            parts = load_dataset(data.path, data.name, revision=data.revision, split=wanted)
+            loaded = DatasetDict(dict(zip(wanted, parts, strict=True)))
+    before = sum(map(len, loaded.values()))
+    if data.drop_empty:
+        columns = [column for column in _text_columns(recipe) if column in loaded[wanted[0]].column_names]
+        loaded = loaded.filter(lambda *values: not any(map(_is_empty, values)), input_columns=columns)
+    return loaded, before - sum(map(len, loaded.values()))
+
+
+def _text_columns(recipe: Recipe) -> tuple[str, ...]:
+    names: dict[str, Any] = {name: ["0"] for name in ("label_names", "tag_names") if name in _fields(recipe.task.cls)}
+    given = {key: value for key, value in recipe.task.arguments.items() if value is not None}
+    task: Task = build("task", recipe.task.cls, {**names, **given})
+    return task.text_columns
+
+
+def _fields(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return not value or all(_is_empty(item) for item in value)
+
+
+def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:
+    """
+    The recipe's task, with names of labels from the rows where the recipe leaves them out.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        splits (`datasets.DatasetDict`): The raw rows, the training split first.
+
+    Returns:
+        `tuple[Task, datasets.DatasetDict]`: The task, and the rows; numbers that are labels have become a
+        `ClassLabel`, which names them.
+
+    Raises:
+        RecipeError: If a column does not exist, or labels have no names and cannot be given any.
+    """
+    cls, rows = recipe.task.cls, next(iter(splits.values()))
+    arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
+    unnamed = [name for name in ("label_names", "tag_names") if name in _fields(cls) and name not in arguments]
+    column = arguments.get("label_column", "label")
+    if unnamed == ["label_names"] and not isinstance(rows.features.get(column), (ClassLabel, type(None))):
+        splits = _name_labels(splits, column)
+        rows = next(iter(splits.values()))
+    with recipe_errors("task"):
+        task: Task = cls.from_dataset(rows, **arguments) if unnamed else cls(**arguments)
+    for column in task.columns:
+        if column not in rows.column_names:
+            raise RecipeError(f"task: there is no column {column!r}; the columns are {', '.join(rows.column_names)}.")
+    return task, splits
+
+
+def _name_labels(splits: DatasetDict, column: str) -> DatasetDict:
+    """The same rows with the values of a column, sorted by value, as a `ClassLabel`."""
+    with recipe_errors(f"task: labels of the column {column!r}"):
+        found = sorted({value for rows in splits.values() for value in rows.unique(column) if value is not None})
+        number_of = {value: number for number, value in enumerate(found)}
+        if found and list(number_of) != list(range(len(found))) and not isinstance(found[0], str):
+            splits = splits.map(
+                lambda values: {column: [None if value is None else number_of[value] for value in values]},
+                input_columns=column,
+                batched=True,
+            )
+        return splits.cast_column(column, ClassLabel(names=[str(value) for value in found]))
+
+
+def _sample(splits: DatasetDict, data: DataSection) -> DatasetDict:
+    """At most so many rows of each split as the recipe says, drawn with its seed, in the order they had."""
+    sampled = DatasetDict(splits)
+    for split, most in ((data.train_split, data.max_train_rows), (data.test_split, data.max_test_rows)):
+        if split is not None and most is not None and most < len(splits[split]):
+            drawn = np.random.default_rng(data.seed).choice(len(splits[split]), most, replace=False)
+            sampled[split] = splits[split].select(np.sort(drawn))
+    return sampled
+
+
+def _load_federated(recipe: Recipe) -> RawRows:
+    """Clients that were saved or pushed."""
+    data = recipe.data
+    for name in ("max_train_rows", "max_test_rows", "name"):
+        if getattr(data, name) is not None:
+            raise RecipeError(f"data.{name} is for rows that the recipe's partition cuts; leave it out.")
+    if data.drop_empty:
+        raise RecipeError("data.drop_empty is for rows that the recipe's partition cuts; leave it out.")
+    with recipe_errors("data.path"):
+        if is_absent(data.path):
+            raise RecipeError(f"data.path: there is no file or folder {data.path}.")
+        if Path(data.path).exists() and not (Path(data.path) / PARTITION_FILE).is_file():
+            raise RecipeError(
+                f"partition is missing, and {data.path} does not say whose its rows are. Name a partitioner, or give a"
+                " federated data set."
+            )
+        if Path(data.path).exists():
+            splits = FederatedDatasetDict.load_from_disk(data.path)
+        else:
+            splits = FederatedDatasetDict.from_hub(data.path, revision=data.revision)
+    for split in filter(None, (data.train_split, data.test_split)):
+        if split not in splits:
+            raise RecipeError(f"data: {data.path} has no split {split!r}; it has {', '.join(splits)}.")
+    clients = splits[data.train_split]
+    names = DatasetDict({data.train_split: clients.to_dataset()})
+    task, named = build_task(recipe, names)
+    if named is not names:
+        raise RecipeError(
+            f"task.label_names is missing: the labels of {data.path} are {clients.features}, which have no names."
+        )
+    if data.test_split is None:
+        train, test = _hold_out(clients, data)
+    else:
+        train, test = _at_most(clients, data), splits[data.test_split]
+    return RawRows(train, test.to_dataset(), test, task)
+
+
+def _at_most(clients: FederatedDataset, data: DataSection) -> FederatedDataset:
+    """At most `max_clients` of the clients, drawn with the recipe's seed, in the order of the data set."""
+    if data.max_clients is None:
+        return clients
+    return _first(clients, _shuffled(clients, data)[: data.max_clients])
+
+
+def _hold_out(clients: FederatedDataset, data: DataSection) -> tuple[FederatedDataset, FederatedDataset]:
+    """
+    Clients to train on and to test on.
+
+    The held-out clients and, with `max_clients`, the training clients are the first of one permutation of all clients
+    that `data.seed` decides.
+    """
+    wanted = DEFAULT_TEST_CLIENTS if data.test_clients is None else data.test_clients
+    num_test = max(1, round(wanted * len(clients))) if isinstance(wanted, float) else wanted
+    if num_test >= len(clients):
+        raise RecipeError(f"data.test_clients holds out {num_test} of {len(clients)} clients; none is left to train.")
+    order = _shuffled(clients, data)
+    return _first(clients, order[num_test:][: data.max_clients]), _first(clients, order[:num_test])
+
+
+def _shuffled(clients: FederatedDataset, data: DataSection) -> list[str]:
+    ids = list(clients)
+    return [ids[position] for position in np.random.default_rng(data.seed).permutation(len(ids))]
+
+
+def _first(clients: FederatedDataset, chosen: list[str]) -> FederatedDataset:
+    """Chosen clients in the order of the data set, so that results do not hang on how they were drawn."""
+    return clients.select_clients([client_id for client_id in clients if client_id in set(chosen)])

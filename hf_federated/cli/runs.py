@@ -1,0 +1,147 @@
+"""A recipe made ready, and its three ways of training: federated, centralized, and every client on its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_federated.cli.baselines import BaselineResult, Baselines
+from hf_federated.cli.inputs import Inputs, load_inputs, load_model, load_tokenizer
+from hf_federated.cli.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.config import FederatedConfig
+from hf_federated.data.plots import require_matplotlib
+from hf_federated.trainer import federate
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What a recipe became: everything is loaded and checked, nothing is trained.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved.
+        inputs ([`~hf_federated.cli.inputs.Inputs`]): Training clients and test rows.
+        trainer ([`FederatedTrainer`]): Ready to train.
+        baselines ([`~hf_federated.cli.baselines.Baselines`]): Ready to train.
+    """
+
+    recipe: Recipe
+    federation: FederatedConfig
+    inputs: Inputs
+    trainer: Any
+    baselines: Baselines
+
+    @property
+    def metric(self) -> str:
+        """The metric that results are compared by."""
+        return self.inputs.task.main_metric
+
+    def describe(self) -> list[str]:
+        """Who trains on how many rows, and on what is tested."""
+        raw, data = self.inputs.raw, self.recipe.data
+        lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} rows."]
+        if raw.num_empty:
+            lines.append(f"Left out: {raw.num_empty} rows with an empty text.")
+        if data.test_split is not None:
+            lines.append(f"Test: {len(raw.test)} rows of the split {data.test_split!r}.")
+        elif raw.test_clients is not None:
+            lines.append(f"Test: {len(raw.test_clients)} other clients with {len(raw.test)} rows.")
+        return lines
+
+
+def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
+    """
+    Loads what a recipe names and builds its trainers.
+
+    Raises:
+        RecipeError: If a section's values cannot be loaded or do not fit together.
+    """
+    if recipe.plots:
+        with recipe_errors("plots"):
+            require_matplotlib()
+    training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
+    args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
+    if args.world_size > 1:
+        raise RecipeError(
+            "a recipe runs in one process; under `accelerate launch` run a script with a FederatedTrainer, such as"
+            " recipes/drop_in/federated.py"
+        )
+    federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
+    tokenizer = load_tokenizer(recipe.model)
+    inputs = load_inputs(recipe, tokenizer, federation.evaluate_clients)
+    model = load_model(recipe.model, inputs.task, tokenizer, args.seed)
+    shared: dict[str, Any] = {
+        "processing_class": tokenizer,
+        "data_collator": inputs.task.data_collator(tokenizer),
+        **inputs.metrics,
+    }
+    with recipe_errors("federation"):
+        trainer_class: Any = inputs.task.trainer_class
+        trainer = federate(trainer_class)(
+            model=model,
+            args=args,
+            train_dataset=inputs.train,
+            eval_dataset=inputs.test if inputs.test_clients is None else inputs.test_clients,
+            federation=federation,
+            **shared,
+        )
+    assert trainer.federation is not None  # it was given one
+    # Copies the model, which the trainer above has not trained yet.
+    baselines = Baselines(
+        model, args, trainer.federation, inputs.train, inputs.test, inputs.task.trainer_class, **shared
+    )
+    return Run(recipe, trainer.federation, inputs, trainer, baselines)
+
+
+def run_federated(run: Run) -> dict[str, Any]:
+    """
+    Trains the federation of a run and evaluates its model.
+
+    Returns:
+        `dict[str, Any]`: `metrics` on the test rows, without the prefix `eval_`; `num_epochs`, the passes that are
+        expected over a row; `bytes_up` and `bytes_down` of the ledger; `train_seconds` and `seconds`;
+        `over_clients`, how metrics spread over the clients, if they were evaluated.
+    """
+    start = time.perf_counter()
+    run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
+    train_seconds = time.perf_counter() - start
+    metrics = run.trainer.evaluate()
+    return {
+        "metrics": {name.removeprefix("eval_"): value for name, value in metrics.items() if _is_metric(name)},
+        "num_epochs": run.baselines.centralized_epochs,
+        "bytes_up": run.trainer.ledger.bytes_up,
+        "bytes_down": run.trainer.ledger.bytes_down,
+        "train_seconds": train_seconds,
+        "seconds": time.perf_counter() - start,
+        "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
+    }
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+
+
+def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line: None) -> BaselineResult:
+    """
+    Trains a baseline of a run: `"centralized"` or `"local"`.
+
+    Args:
+        run ([`Run`]): The run.
+        name (`str`): The baseline.
+        echo (`Callable`, *optional*): Called with a line for each client that trained alone.
+    """
+    if name == "centralized":
+        return run.baselines.centralized()
+    return run.baselines.local(
+        run.recipe.local_clients,
+        on_client=lambda client_id, metrics: echo(f"  {client_id}: {_title(run.metric)} {metrics[run.metric]:.3f}"),
+    )
+
+
+def _title(metric: str) -> str:
+    return metric.replace("_", " ")
