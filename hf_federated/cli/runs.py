@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging as transformers_logging
 
 from hf_federated.cli.baselines import BaselineResult, Baselines
 from hf_federated.cli.inputs import Inputs, load_inputs, load_model, load_tokenizer
-from hf_federated.cli.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.cli.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
 from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import require_matplotlib
 from hf_federated.trainer import federate
@@ -120,6 +124,50 @@ def run_federated(run: Run) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
     }
+
+
+def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]:
+    """
+    Makes one run of a benchmark's grid, quietly, and keeps its numbers and no model.
+
+    A federated run whose recipe saves checkpoints goes on from its last one.
+
+    Args:
+        values (`dict[str, Any]`): The run's recipe, as [`~hf_federated.cli.recipe_file.read_values`] returns one.
+        method (`str`): `"federated"`, `"centralized"` or `"local"`.
+        folder (`Path`): What the run may write to, and nobody else has.
+
+    Returns:
+        `dict[str, Any]`: What [`~hf_federated.cli.benchmark.benchmark`] asks of a run.
+    """
+    recipe = parse_recipe(values)
+    training = {"disable_tqdm": True, "report_to": "none", **recipe.training}
+    quiet = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # the same news of new heads for every run
+    try:
+        run = build_run(dataclasses.replace(recipe, training=training, plots=False), str(folder))
+        run.trainer.remove_callback(PrinterCallback)
+        if method == "federated":
+            found = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
+            run.trainer.args.resume_from_checkpoint = True if found else None
+            result = run_federated(run)
+            result |= {"num_rounds": run.federation.num_rounds, "history": _history(run.trainer.state.log_history)}
+        else:
+            result = vars(run_baseline(run, method))
+    finally:
+        transformers_logging.set_verbosity(quiet)
+    num_clients = result.get("num_clients", len(run.inputs.train))
+    return {**result, "metric": run.metric, "scale": recipe.scale, "num_clients": num_clients}
+
+
+def _history(logs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The metrics on the test rows after each round that was evaluated."""
+    rounds: dict[int, dict[str, float]] = {}
+    for entry in logs:
+        metrics = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
+        if metrics:
+            rounds[entry["step"]] = metrics
+    return [{"round": number, **metrics} for number, metrics in rounds.items()]
 
 
 def _is_metric(name: str) -> bool:
