@@ -75,10 +75,12 @@ def benchmark(
             Refuses a recipe that cannot be run with a [`CommandError`]. Called for every run of every recipe before
             the first is made.
         execute (`Callable`):
-            A planned run and its folder, which need not exist, to what it measured: `metric` (name of the task's main
-            metric), `metrics` (all of them on the test rows), `history` (`[{"round": 1, "accuracy": 0.5}, ...]`),
-            `scale`, `num_rounds`, `num_epochs`, `num_clients`, `bytes_up`, `bytes_down`, `None` for what a method has
-            not; `seconds`, by default those of the call. A `ValueError` (a `CommandError` is one), `RuntimeError` or `FloatingPointError` fails the run.
+            A planned run and its folder to what it measured: `metric` (name of the task's main metric), `metrics` (all
+            of them on the test rows), `history` (`[{"round": 1, "accuracy": 0.5}, ...]`), `scale`, `num_rounds`,
+            `num_epochs`, `num_clients`, `bytes_up`, `bytes_down`, `None` for what a method has not; `seconds`, by
+            default those of the call. The folder need not exist, or may hold what a killed run or one of other
+            settings has left; nothing of that may be used. A `ValueError` (a `CommandError` is one), `RuntimeError` or
+            `FloatingPointError` fails the run.
         partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
             As in [`~hf_federated.cli.grid.plan`].
         echo (`Callable`, *optional*):
@@ -183,6 +185,8 @@ def _run_grid(
     selected = [run for run in grid.runs if only is None or run.name in only]
     to_do = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))
+    with _named(grid.path):
+        main_metric(list(done.records.values()), grid.section)
     failures = []
     for position, run in enumerate(to_do, start=len(selected) - len(to_do) + 1):
         place = f"[{position}/{len(selected)}] {run}"
@@ -194,19 +198,18 @@ def _run_grid(
             failures.append(f"{grid.name}: {run}: {reason}")
             echo(f"{place}: failed: {reason}")
             continue
-        record = _record(grid, run, result, time.perf_counter() - start)
         with command_errors(str(grid.folder)):
-            log.append(record)
+            log.append(_record(grid, run, result, time.perf_counter() - start))
+        record = log.records[-1]
         with _named(grid.path):
-            main_metric(log.records[-1:], grid.section)  # stop now, instead of after all runs
-        value = log.records[-1]["value"]
+            metric = main_metric([record], grid.section)  # if there is no such metric, stop now and not after all runs
+        value = record["metrics"][metric]
         shown = "not finite" if value is None else f"{value:.3f}"
-        echo(f"{place}: {record['metric']} {shown} ({record['seconds']:.0f} s)")
+        echo(f"{place}: {metric} {shown} ({record['seconds']:.0f} s)")
     return failures
 
 
 def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float) -> dict[str, Any]:
-    metric = grid.section.metric if grid.section.metric in result["metrics"] else result["metric"]
     return {
         "benchmark": grid.title,
         "recipe": grid.name,
@@ -215,8 +218,8 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
         "method": run.method,
         "digest": run.digest,
         "scale": result.get("scale"),
-        "metric": metric,
-        "value": result["metrics"][metric],
+        "metric": result["metric"],
+        "value": result["metrics"][result["metric"]],
         "metrics": result["metrics"],
         "history": result.get("history") or [],
         **{name: result.get(name) for name in ("num_rounds", "num_epochs", "num_clients", "bytes_up", "bytes_down")},

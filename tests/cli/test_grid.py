@@ -175,6 +175,8 @@ def test_a_recipe_without_the_section_is_refused():
 
 
 def test_a_section_has_the_orderings_of_its_claims():
-    section = read_section({"benchmark": {"runs": {"FedOpt": None, "local only": {}}, "claims": ["FedOpt>local only"]}})
+    section = read_section(
+        {"benchmark": {"runs": {"FedOpt": None, "local only": {}}, "claims": ["FedOpt>local only"]}}
+    )
     assert section.orderings == [("FedOpt", "local only")]
     assert section.seeds == [0, 1, 2] and section.title is None and not section.lower_is_better
