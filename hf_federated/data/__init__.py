@@ -1,5 +1,6 @@
 """A data set that belongs to many clients, ways to make one, and what it looks like."""
 
+from .curve_plots import CurvePanel, plot_learning_curves
 from .distillation_split import DistillationSplit, split_for_distillation
 from .federated_dataset import FederatedDataset
 from .federated_dataset_dict import FederatedDatasetDict
@@ -27,6 +28,7 @@ from .text_statistics import vocabulary_overlap
 
 __all__ = [
     "ConcurrentPushError",
+    "CurvePanel",
     "DatasetSource",
     "DistillationSplit",
     "FeatureClusterPartitioner",
@@ -52,6 +54,7 @@ __all__ = [
     "mean_divergence",
     "plot_divergence",
     "plot_label_shares",
+    "plot_learning_curves",
     "plot_partition",
     "plot_sizes",
     "plot_text_map",

@@ -6,7 +6,6 @@ The numbers come from `label_statistics.py` and `text_statistics.py`; pictures a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from .label_statistics import (
     label_counts,
     mean_divergence,
 )
+from .tables import markdown_table
 from .text_statistics import vocabulary_overlap
 
 
@@ -146,7 +146,8 @@ class PartitionStatistics:
         """
         header, rows = self._client_rows()
         of_words = {0} if self._label_columns() else {0, 3}
-        return _table(["partition", "value"], self._summary(), of_words={0}) + "\n\n" + _table(header, rows, of_words)
+        summary = markdown_table(["partition", "value"], self._summary(), of_words={0})
+        return f"{summary}\n\n{markdown_table(header, rows, of_words)}"
 
     def _summary(self) -> list[list[str]]:
         sizes = self.sizes
@@ -277,17 +278,3 @@ def _short(name: str) -> str:
     name = " ".join(name.split())
     name = name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
     return name.replace("|", "\\|")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], of_words: set[int]) -> str:
-    """A Markdown table with aligned cells; columns of words to the left, of numbers to the right."""
-    widths = [max(3, *(len(text) for text in column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        [
-            text.ljust(widths[column]) if column in of_words else text.rjust(widths[column])
-            for column, text in enumerate(row)
-        ]
-        for row in [header, *rows]
-    ]
-    rule = ["-" * width if column in of_words else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
