@@ -138,6 +138,7 @@ class Baselines:
 
     def _fit(self, name: str, rows: Dataset, num_epochs: float, show_progress: bool) -> dict[str, float]:
         """Trains a copy of the model on `rows`; the metrics on the evaluation rows, without the `eval_` prefix."""
+        quiet = self.args.disable_tqdm or not show_progress
         args = dataclasses.replace(
             self.args,
             output_dir=str(Path(self.args.output_dir or "trainer_output") / "baselines" / name),
@@ -148,12 +149,12 @@ class Baselines:
             load_best_model_at_end=False,
             push_to_hub=False,
             report_to="none",
-            disable_tqdm=not show_progress,
+            disable_tqdm=quiet,
         )
         trainer = self.trainer_class(
             model=copy.deepcopy(self.model), args=args, train_dataset=rows, **self.trainer_kwargs
         )
-        if not show_progress:
+        if quiet:
             trainer.remove_callback(PrinterCallback)
         trainer.train()
         metrics = trainer.evaluate(self.eval_dataset)

@@ -6,7 +6,6 @@ A recipe with a section `benchmark` is run once a name and seed. What a run is, 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.cli.errors import CommandError, command_errors
+from hf_federated.cli.recipe_file import merged
 
 
 METHODS = ("federated", "centralized", "local")
@@ -259,13 +259,13 @@ def _planned(
     partition_has_seed: bool | Callable[[dict[str, Any]], bool],
 ) -> PlannedRun:
     method, changes = _method_and_changes(name, given)
-    values = _merged(copy.deepcopy(dict(base)), changes)
+    values = merged(base, changes)
     for path in FIXED_SEEDS:
         if _look_up(values, path) is not None:
             raise CommandError(f"benchmark.seeds: {path} would be the same under all seeds; remove it.")
     if not isinstance(values.get("training"), (dict, type(None))):
         raise CommandError(f"training is {values['training']!r}; it must be a mapping of fields to values.")
-    values = _merged(values, {"training": {"seed": seed}})
+    values = merged(values, {"training": {"seed": seed}})
     partition = values.get("partition")
     if isinstance(partition, dict) and _look_up(changes, "partition.seed") is None:
         if partition_has_seed(partition) if callable(partition_has_seed) else partition_has_seed:
@@ -291,7 +291,7 @@ def _method_and_changes(name: str, given: Mapping[str, Any] | None) -> tuple[str
             for part in reversed(key.split(".")):
                 value = {part: value}
             _check_disjoint(changes, value, where)
-            changes = _merged(changes, copy.deepcopy(value))
+            changes = merged(changes, value)
     if "benchmark" in changes:
         raise CommandError(f"{where} changes the benchmark itself; it may change the other sections.")
     for path in OWN_FIELDS:
@@ -306,18 +306,6 @@ def _check_disjoint(changes: Mapping[str, Any], more: Mapping[str, Any], where: 
         if not (isinstance(changes[key], dict) and isinstance(more[key], dict)):
             raise CommandError(f"{where} changes {path}{key} twice.")
         _check_disjoint(changes[key], more[key], where, f"{path}{key}.")
-
-
-def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with the changes, both of which may be part of the result."""
-    merged = dict(values)
-    for key, change in changes.items():
-        value = merged.get(key)
-        if isinstance(change, dict) and isinstance(value, dict):
-            merged[key] = _merged(value, change)
-        else:
-            merged[key] = copy.deepcopy(change)
-    return merged
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:

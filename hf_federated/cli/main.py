@@ -6,11 +6,14 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import inspection, partition
+from hf_federated.cli import benchmark, inspection, partition
 from hf_federated.cli.errors import CommandError
-from hf_federated.cli.recipe import choices, load_recipe, sections
+from hf_federated.cli.grid import PlannedRun
+from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
+from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.schema import RecipeField, type_name
 
 
@@ -80,6 +83,12 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_CommandParser)
     _add_train(commands)
+    benchmark_parser = commands.add_parser(
+        "benchmark",
+        help="run a recipe under several algorithms and seeds",
+        description="Make the runs that the section benchmark of a recipe lists, and compare them with the paper's.",
+    )
+    benchmark.add_arguments(benchmark_parser)
     partition_parser = commands.add_parser(
         "partition",
         allow_abbrev=False,
@@ -115,6 +124,16 @@ def _add_train(commands: Any) -> None:
     train.further_help = recipe_help
 
 
+def _benchmark(arguments: argparse.Namespace) -> int:
+    def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
+        from hf_federated.cli.runs import measure  # takes a second, which reports and mistakes need not wait for
+
+        # A folder for each recipe that the run ever had: what is found in it is of this one.
+        return measure(planned.values, planned.method, folder / planned.digest[:12])
+
+    return benchmark.benchmark(arguments, read_values, check_recipe, execute, partitioner_has_seed)
+
+
 def _named_partitioner(argv: Sequence[str] | None) -> str | None:
     """The partitioner in the arguments, whose options the parser needs to read the others."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -137,6 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "partition":
             partition.partition(arguments)
             return 0
+        if arguments.command == "benchmark":
+            return _benchmark(arguments)
         if arguments.command == "inspect":
             inspection.inspect(arguments)
             return 0

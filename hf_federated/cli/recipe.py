@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from transformers import Trainer
 
+from hf_federated.aggregation import build_aggregation
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.schema import RecipeError, RecipeField, check_section, dataclass_fields, unknown_field
@@ -273,6 +274,27 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         card=checked["card"],
         **{**others, "compare": others.get("compare") or []},
     )
+
+
+def check_recipe(values: Mapping[str, Any]) -> None:
+    """
+    Checks all that can be checked of a recipe without loading anything: names, types, and what fits together.
+
+    Args:
+        values (`Mapping[str, Any]`): As [`~hf_federated.cli.recipe_file.read_values`] returns it.
+
+    Raises:
+        RecipeError: If it cannot be run.
+    """
+    recipe = parse_recipe(values)
+    federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
+    with recipe_errors("federation"):
+        build_aggregation(federation.aggregation, federation.aggregation_kwargs)
+
+
+def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
+    """Whether the partitioner of a recipe's section `partition` draws anything."""
+    return "seed" in choices()["partition"].get(str(partition.get("name")), {})
 
 
 def _choose(
