@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,16 +11,7 @@ import torch
 from torch import nn
 
 
-def load_script() -> ModuleType:
-    path = Path(__file__).parents[2] / "recipes" / "fednlp" / "prepare_data.py"
-    spec = importlib.util.spec_from_file_location("fednlp_prepare_data", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "fednlp" / "prepare_data.py"))
 NAMES = ["up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias"]
 
 
@@ -49,7 +39,7 @@ def graph() -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
 
 
 def test_matrices_are_named_by_the_bias_that_is_added():
-    state = SCRIPT.name_weights(*graph())
+    state = SCRIPT["name_weights"](*graph())
     expected = layers().state_dict()
     assert sorted(state) == sorted(expected) == sorted(NAMES)
     for name, value in expected.items():
@@ -60,14 +50,14 @@ def test_a_matrix_without_a_bias_is_an_error():
     weights, operations = graph()
     del operations["d"]
     with pytest.raises(ValueError, match=r"\['onnx::MatMul_8'\], so these have no names"):
-        SCRIPT.name_weights(weights, operations)
+        SCRIPT["name_weights"](weights, operations)
 
 
 def test_two_tensors_of_one_name_are_an_error():
     weights, operations = graph()
     operations["d"] = ["c", "model.0.auto_model.up.bias"]
     with pytest.raises(ValueError, match="Two tensors have the same name"):
-        SCRIPT.name_weights(weights, operations)
+        SCRIPT["name_weights"](weights, operations)
 
 
 def test_a_graph_is_read_from_its_file(tmp_path):
@@ -82,6 +72,6 @@ def test_a_graph_is_read_from_its_file(tmp_path):
         [onnx.numpy_helper.from_array(np.ascontiguousarray(value), name) for name, value in weights.items()],
     )
     onnx.save(onnx.helper.make_model(written), tmp_path / "layers.onnx")
-    read, inputs = SCRIPT.read_graph(tmp_path / "layers.onnx")
+    read, inputs = SCRIPT["read_graph"](tmp_path / "layers.onnx")
     assert inputs == operations
     assert read.keys() == weights.keys() and all(np.array_equal(read[name], weights[name]) for name in read)
