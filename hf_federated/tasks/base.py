@@ -110,7 +110,8 @@ class Task(ABC):
 
         Raises:
             ValueError: If a row cannot be used, or nothing is left of a client's. The message has the row's number; it
-                names the client where clients are encoded one after the other.
+                names the client where clients are encoded one after the other. `kwargs` may not name one cache file
+                for them all.
         """
 
         def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
@@ -125,6 +126,8 @@ class Task(ABC):
         if self.one_feature_a_row and dataset.source is not None:
             # A source that was cut is encoded once, not client by client.
             return map_rows(dataset, encode_as_arrays, settings, **kwargs)
+        if shared := {"cache_file_name", "new_fingerprint"} & kwargs.keys():  # clients would get each other's rows
+            raise ValueError(f"{sorted(shared)} is for one data set, and each client has its own here. Leave it out.")
         prepared = {}
         for client_id, rows in dataset.items():
             encode_client = encode_as_arrays if isinstance(rows, Dataset) else encode

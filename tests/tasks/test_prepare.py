@@ -162,6 +162,12 @@ def test_encoded_rows_are_reused_only_for_the_same_settings(tokenizer, tmp_path)
     assert [len(ids) for ids in shorter.prepare(data, tokenizer)["input_ids"]] == [4] * 6
 
 
+def test_clients_do_not_share_a_cache_file(tokenizer, tmp_path):
+    clients = FederatedDataset.from_column(rows(6), "client")
+    with pytest.raises(ValueError, match=r"\['cache_file_name'\] is for one data set"):
+        QA.prepare(clients, tokenizer, cache_file_name=str(tmp_path / "features.arrow"))
+
+
 def test_a_tokenizer_that_cannot_be_pickled_still_encodes(tokenizer, caplog):
     tokenizer.unpicklable = (word for word in "ab")
     try:
