@@ -5,48 +5,72 @@ Source: Lin et al., FedNLP (Findings of NAACL 2022), section 4.4.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 
 
-def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that turn ids into vectors: the whole `embeddings` block where there is one."""
-    words = model.get_input_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
-    parent_name = names[id(words)].rpartition(".")[0]
-    parent = model.get_submodule(parent_name)
-    if parent_name.rpartition(".")[2].endswith("embeddings"):
-        return [parent]
-    # Decoders keep token and position embeddings side by side with their layers.
-    return [module for module in parent.children() if isinstance(module, nn.Embedding)] or [words]
+DEPTHS = (
+    "num_hidden_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "n_layers",
+    "n_layer",
+)
+# What else than tables stands between ids and the first block: norms and projections of embeddings, OPT's projection
+# to the width of its blocks, and the norm of DeBERTa's relative positions.
+_EMBEDDING = re.compile(r"(^|[._])emb|(^|\.)project_in\.|(^|\.)encoder\.LayerNorm\.")
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks from the embedding up: an encoder's first, then a decoder's."""
-    depths = {
-        depth
-        for name in (
-            "num_hidden_layers",
-            "encoder_layers",
-            "decoder_layers",
-            "num_layers",
-            "num_decoder_layers",
-            "n_layers",
-            "n_layer",
-        )
-        if isinstance(depth := model.config.to_dict().get(name), int)
-    }
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) in depths and len({type(layer) for layer in module}) == 1
+    """The blocks from the embedding up: an encoder's first, then a decoder's. One that is used again stands again."""
+    config: dict[str, Any] = model.config.to_dict()
+    # An `EncoderDecoderModel` has a config for each half.
+    configs = [config] + [config[half] for half in ("encoder", "decoder") if isinstance(config.get(half), dict)]
+    depths = {depth for part in configs for name in DEPTHS if isinstance(depth := part.get(name), int)}
+    num_groups = config.get("num_hidden_groups")  # ALBERT's sets of weights, each for several layers in a row
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len({type(layer) for layer in module}) != 1:
+            continue
+        nested = any(name.startswith(f"{stack}.") for stack in stacks)
+        if not nested and (len(module) in depths if num_groups is None else len(module) == num_groups):
+            stacks[name] = module
+    layers = [layer for stack in stacks.values() for layer in stack]
+    if num_groups is not None and layers:
+        depth = config["num_hidden_layers"]
+        return [layers[number * num_groups // depth] for number in range(depth)]
+    return layers
+
+
+def _embedding_parameters(model: PreTrainedModel, layers: list[nn.Module]) -> list[nn.Parameter]:
+    """All that stands between ids and the first block. Relative positions inside of blocks (T5) belong to these."""
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
+    head = model.get_output_embeddings()
+    scoring = set() if head is None else {id(parameter) for parameter in head.parameters()}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in inside
+        and (id(parameter) in looked_up or (_EMBEDDING.search(name) and id(parameter) not in scoring))
     ]
-    return [layer for stack in stacks for layer in stack]
 
 
 def freeze_layers(model: nn.Module, freeze: str) -> int:
     """
     Freeze the embeddings, the first layers, or both.
+
+    The embeddings are all that stands between ids and the first layer, in an encoder and in a decoder: tables of
+    words, positions and types, their norms and projections. A head that is tied to the words is frozen with them.
+    Relative positions belong to the layers where these hold them (T5), otherwise to the embeddings (DeBERTa). The
+    layers of a decoder come after those of its encoder.
 
     Args:
         model (`transformers.PreTrainedModel`): Any encoder, decoder or encoder–decoder.
@@ -56,7 +80,8 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
         `int`: How many parameters still train.
 
     Raises:
-        ValueError: If `freeze` says something else, the model has fewer layers, or its layers cannot be found.
+        ValueError: If `freeze` says something else, the model has fewer layers, its layers cannot be found, layers
+            that are to be frozen share their weights with others (ALBERT), or the model is wrapped by PEFT.
 
     Example:
 
@@ -71,15 +96,26 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
     ```
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"`freeze` knows the layers of transformers models, not of {type(model).__name__}.")
+        raise ValueError(
+            f"`freeze` knows the layers of transformers models, not of {type(model).__name__}. Freeze a model before"
+            " it is wrapped; what PEFT wraps is frozen already."
+        )
     parts = str(freeze).split("+")
     num_layers = sum(int(part) for part in parts if part.isdigit())
     if any(part != "embeddings" and not part.isdigit() for part in parts):
         raise ValueError(f"`freeze` is {freeze!r}; write 'embeddings', a number of layers, or 'embeddings+2'.")
-    frozen = _embedding_modules(model) if "embeddings" in parts else []
     layers = _layers(model)
     if num_layers > len(layers):
         raise ValueError(f"`freeze` asks for {num_layers} layers; {type(model).__name__} has {len(layers)}.")
-    for module in frozen + layers[:num_layers]:
-        module.requires_grad_(False)
+    frozen = _embedding_parameters(model, layers) if "embeddings" in parts else []
+    frozen += [parameter for layer in layers[:num_layers] for parameter in layer.parameters()]
+    still_used = {id(parameter) for layer in layers[num_layers:] for parameter in layer.parameters()}
+    if any(id(parameter) in still_used for parameter in frozen):
+        groups = [layers.index(layer) for layer in dict.fromkeys(layers)] + [len(layers)]
+        raise ValueError(
+            f"`freeze` asks for {num_layers} layers; {type(model).__name__} shares weights among its layers, so that"
+            f" only {', '.join(map(str, groups[:-1]))} or {groups[-1]} of them can be frozen."
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

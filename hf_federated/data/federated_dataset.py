@@ -485,8 +485,12 @@ class FederatedDataset(Mapping[str, ClientData]):
                 Passed on to `datasets.Dataset.map`.
 
         Raises:
-            `ValueError`: If the number of rows changes.
+            `ValueError`: If the number of rows changes, or clients that are mapped one after the other would share a
+                cache.
         """
+        for name in ("cache_file_name", "new_fingerprint"):
+            if self.source is None and len(self) > 1 and kwargs.get(name) is not None:
+                raise ValueError(f"map: each client is mapped on its own, and {name} would give all the first's rows.")
         return self._transform(lambda dataset: dataset.map(function, **kwargs), reads_rows=True)
 
     def remove_columns(self, column_names: str | list[str]) -> FederatedDataset:

@@ -14,6 +14,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
+from ..data import FederatedDataset
+from .mapping import fingerprint, map_rows, with_arrays
+
 
 Batch = Mapping[str, Sequence[Any]]
 ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
@@ -27,8 +30,9 @@ class Task(ABC):
     [`LanguageModeling`]. Every one of them has:
 
     - `model_class`: the `AutoModelFor…` that it trains, and `model_kwargs` for its `from_pretrained`;
-    - `columns`: the raw columns that it reads;
+    - `columns`: the raw columns that it reads, and `one_feature_a_row`: whether their number stays;
     - `encode(batch, tokenizer)`: for `datasets.Dataset.map(batched=True)`;
+    - `prepare(dataset, tokenizer)`: a `Dataset` or a [`FederatedDataset`] encoded;
     - `data_collator(tokenizer)`: of `transformers`;
     - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`;
     - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are;
@@ -61,6 +65,11 @@ class Task(ABC):
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments of the model's config that the task decides: its labels."""
         return {}
+
+    @property
+    def one_feature_a_row(self) -> bool:
+        """Whether each raw row becomes one encoded row, whatever rows stand beside it."""
+        return True
 
     @abstractmethod
     def encode(
@@ -106,21 +115,49 @@ class Task(ABC):
         A data set encoded, without its raw columns.
 
         Args:
-            dataset (`datasets.Dataset`): Raw rows. A [`FederatedDataset`] is taken too, where a row stays one row:
-                otherwise prepare client by client, `{name: task.prepare(rows, tokenizer) for name, rows in ...}`.
+            dataset (`datasets.Dataset` or [`FederatedDataset`]): Raw rows, of which each client keeps its own.
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
             with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read.
             kwargs (*optional*): Passed on to `map`.
 
+        Returns:
+            The same kind of data set, of encoded rows.
+
         Raises:
-            ValueError: If a row cannot be used. The message has its number.
+            ValueError: If a row cannot be used, or nothing is left of a client's. The message has the row's number; it
+                names the client where clients are encoded one after the other. `kwargs` may not name one cache file
+                for them all.
         """
 
         def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
             return self.encode(batch, tokenizer, indices, with_labels)
 
-        columns = list(dataset.column_names)
-        return dataset.map(encode, batched=True, with_indices=True, remove_columns=columns, **kwargs)
+        settings = fingerprint(tokenizer, self, with_labels, kwargs)
+        encode_as_arrays = with_arrays(encode, tokenizer.model_input_names)
+        if isinstance(dataset, Dataset):
+            return map_rows(dataset, encode_as_arrays, settings, **kwargs)
+        if not isinstance(dataset, FederatedDataset):  # an `IterableDataset`, whose rows go to a collator as they are
+            return map_rows(dataset, encode, settings, **kwargs)
+        if self.one_feature_a_row and dataset.source is not None:
+            # A source that was cut is encoded once, not client by client.
+            return map_rows(dataset, encode_as_arrays, settings, **kwargs)
+        if shared := {"cache_file_name", "new_fingerprint"} & kwargs.keys():  # clients would get each other's rows
+            raise ValueError(f"{sorted(shared)} is for one data set, and each client has its own here. Leave it out.")
+        prepared = {}
+        for client_id, rows in dataset.items():
+            encode_client = encode_as_arrays if isinstance(rows, Dataset) else encode
+            try:
+                prepared[client_id] = map_rows(rows, encode_client, settings, **kwargs)
+            except ValueError as error:
+                raise ValueError(f"Client {client_id!r}: {error}") from error
+            if isinstance(rows, Dataset) and len(prepared[client_id]) == 0:
+                raise ValueError(
+                    f"Client {client_id!r} has {len(rows)} rows of which the tokenizer keeps nothing. Leave it out"
+                    " with select_clients, or take a tokenizer that knows its texts."
+                )
+        clients = FederatedDataset.from_dict(prepared)
+        clients.partitioning, clients.origin = dataset.partitioning, dataset.origin
+        return clients
 
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """

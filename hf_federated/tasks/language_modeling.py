@@ -103,6 +103,11 @@ class LanguageModeling(Task):
         return (self.text_column,)
 
     @property
+    def one_feature_a_row(self) -> bool:
+        """Whether a row stays a row: not with `block_size`, when a block may hold several."""
+        return self.block_size is None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.text_column,)
@@ -180,4 +185,4 @@ def _blocks(rows: list[list[int]], end: int | None, block_size: int) -> list[lis
         rows = [ids if ids and ids[-1] == end else [*ids, end] for ids in rows]
     joined = list(chain.from_iterable(rows))
     blocks = [joined[begin : begin + block_size] for begin in range(0, len(joined), block_size)]
-    return blocks if len(blocks) == 1 or len(blocks[-1]) > 1 else blocks[:-1]
+    return blocks if len(blocks) <= 1 or len(blocks[-1]) > 1 else blocks[:-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import evaluate
@@ -112,6 +113,11 @@ class QuestionAnswering(Task):
         return (self.question_column, self.context_column)
 
     @property
+    def one_feature_a_row(self) -> bool:
+        """A long context becomes several features."""
+        return False
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.id_column, self.question_column, self.context_column, self.answers_column)
@@ -147,16 +153,22 @@ class QuestionAnswering(Task):
         if spans is not None:
             encoded |= {"start_positions": [], "end_positions": []}
         for feature, row in enumerate(rows):
-            # Shape (length, 2), with -1 for the question and special tokens.
-            places = np.array(offsets[feature])
-            places[np.array(tokens.sequence_ids(feature), dtype=float) != 1] = -1
-            input_ids = encoded["input_ids"][feature]
+            input_ids, begin, places = encoded["input_ids"][feature], 0, np.empty((0, 2), dtype=np.int64)
+            sequences = tokens.sequence_ids(feature)
+            if 1 in sequences:
+                # The context's tokens stand in a row. Shape (context length, 2).
+                begin, length = sequences.index(1), sequences.count(1)
+                characters = chain.from_iterable(offsets[feature][begin : begin + length])
+                places = np.fromiter(characters, dtype=np.int64, count=2 * length).reshape(-1, 2)
+            for name, column in (("offset_starts", 0), ("offset_ends", 1)):
+                padded = np.full(len(input_ids), -1)
+                padded[begin : begin + len(places)] = places[:, column]
+                encoded[name].append(padded)
             null = input_ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in input_ids else 0
-            encoded["offset_starts"].append(places[:, 0])
-            encoded["offset_ends"].append(places[:, 1])
             encoded["null_position"].append(null)
             if spans is not None:
-                first, last = _token_span(places, spans[row]) or (null, null)
+                span = _token_span(places, spans[row])
+                first, last = (null, null) if span is None else (begin + span[0], begin + span[1])
                 encoded["start_positions"].append(first)
                 encoded["end_positions"].append(last)
         return encoded
@@ -307,16 +319,15 @@ def _gold_answers(answers: Any) -> list[tuple[str, int]]:
 
 
 def _token_span(places: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The first and last token of a span of characters, if the window holds all of it. `places`: `(length, 2)`."""
-    context = np.flatnonzero(places[:, 0] >= 0)
-    if span is None or len(context) == 0:
+    """The first and last token of a span of characters, if all of it is there. `places`: `(context length, 2)`."""
+    if span is None or len(places) == 0:
         return None
-    begins, ends = places[context].T
+    begins, ends = places.T
     if span[0] < begins[0] or span[1] > ends[-1]:
         return None
     first = int(np.searchsorted(ends, span[0], side="right"))
     last = int(np.searchsorted(begins, span[1], side="left")) - 1
-    return (int(context[first]), int(context[last])) if first <= last else None
+    return (first, last) if first <= last else None
 
 
 def _highest(logits: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import BERT, FAMILIES
+from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
 from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
+    AlbertConfig,
+    AlbertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from hf_federated import FederatedConfig, FederatedTrainer
@@ -70,92 +66,62 @@ def test_trainable_parameters_are_those_of_table_three(freeze, millions):
 # ---- Other shapes
 
 
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2))
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-def llama() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
-
-
-def t5() -> PreTrainedModel:
-    return T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2))
-
-
-def bart() -> PreTrainedModel:
-    config = BartConfig(
-        vocab_size=32,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=16,
-        num_labels=2,
-    )
-    return BartForSequenceClassification(config)
-
-
-MODELS = {"bert": tiny_model, "gpt2": gpt2, "llama": llama, "t5": t5, "bart": bart}
-# The layers from the embedding up, an encoder's before a decoder's.
-LAYERS = {
-    "bert": [f"bert.encoder.layer.{i}." for i in range(2)],
-    "gpt2": [f"transformer.h.{i}." for i in range(3)],
-    "llama": [f"model.layers.{i}." for i in range(3)],
-    "t5": [f"{part}.block.{i}." for part in ("encoder", "decoder") for i in range(2)],
-    "bart": [f"model.encoder.layers.{i}." for i in range(2)] + [f"model.decoder.layers.{i}." for i in range(3)],
-}
-EMBEDDINGS = {
-    "bert": ["bert.embeddings."],
-    "gpt2": ["transformer.wte.", "transformer.wpe."],
-    "llama": ["model.embed_tokens."],
-    "t5": ["shared."],
-    "bart": ["model.shared."],
-}
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_layers_are_frozen_from_the_embedding_up(name):
-    for number in range(len(LAYERS[name]) + 1):
-        model = MODELS[name]()
+@families
+def test_layers_are_frozen_from_the_embedding_up(family):
+    for number in range(len(family.layers) + 1):
+        model = family.build()
         count = freeze_layers(model, str(number))
-        expected = {n for n, _ in model.named_parameters() if n.startswith(tuple(LAYERS[name][:number]) or "-")}
-        assert frozen(model) == expected
+        expected = {n for n, _ in model.named_parameters() if n.startswith(tuple(family.layers[:number]) or "-")}
+        assert frozen(model) == expected | frozen(family.build())  # Marian's sines never train
         assert count == trainable(model)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_embeddings_are_frozen_and_nothing_else(name):
-    model = MODELS[name]()
+@families
+def test_all_that_stands_before_the_first_layer_is_frozen_and_nothing_else(family):
+    model = family.build()
     freeze_layers(model, "embeddings")
-    assert frozen(model) == {n for n, _ in model.named_parameters() if n.startswith(tuple(EMBEDDINGS[name]))}
+    found = [{n for n, _ in model.named_parameters() if n.startswith(prefix)} for prefix in family.embeddings]
+    assert all(found) and frozen(model) == set.union(*found)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_both_are_frozen_in_either_order(name):
-    expected = tuple(EMBEDDINGS[name] + LAYERS[name][:1])
+@families
+def test_both_are_frozen_in_either_order(family):
+    expected = tuple(family.embeddings + family.layers[:1])
     for freeze in ("embeddings+1", "1+embeddings"):
-        model = MODELS[name]()
+        model = family.build()
         freeze_layers(model, freeze)
         assert frozen(model) == {n for n, _ in model.named_parameters() if n.startswith(expected)}
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_more_layers_than_there_are_is_refused_with_their_number(name):
-    model = MODELS[name]()
-    with pytest.raises(ValueError, match=f"asks for 9 layers; {type(model).__name__} has {len(LAYERS[name])}"):
-        freeze_layers(model, "9")
-    assert not frozen(model)
+@families
+def test_more_layers_than_there_are_is_refused_with_their_number(family):
+    model = family.build()
+    with pytest.raises(ValueError, match=f"asks for 9 layers; {family.model} has {len(family.layers)}"):
+        freeze_layers(model, "embeddings+9")
+    assert not frozen(model) - frozen(family.build())
+
+
+@pytest.mark.parametrize(("num_groups", "allowed"), [(1, "0 or 4"), (2, "0, 2 or 4")])
+def test_layers_that_share_weights_are_frozen_together(num_groups, allowed):
+    def albert() -> PreTrainedModel:
+        return AlbertForSequenceClassification(
+            AlbertConfig(**BERT, embedding_size=8, num_hidden_layers=4, num_hidden_groups=num_groups)
+        )
+
+    for number in range(5):
+        model = albert()
+        groups = [f"albert.encoder.albert_layer_groups.{i}." for i in range(number * num_groups // 4)]
+        if len(groups) * 4 != number * num_groups:
+            with pytest.raises(ValueError, match=f"asks for {number} layers; Albert.* only {allowed} of them"):
+                freeze_layers(model, f"embeddings+{number}")
+            assert not frozen(model)
+        else:
+            before = tuple(["albert.embeddings.", "albert.encoder.embedding_hidden_mapping_in.", *groups])
+            freeze_layers(model, f"embeddings+{number}")
+            assert frozen(model) == {n for n, _ in model.named_parameters() if n.startswith(before)}
 
 
 @pytest.mark.parametrize("freeze", ["encoder", "-1", "1.5", "", "embeddings+", "embeddings 2", "all"])
@@ -164,9 +130,13 @@ def test_other_words_are_refused(freeze):
         freeze_layers(tiny_model(), freeze)
 
 
-def test_a_model_that_is_not_from_transformers_is_refused():
-    with pytest.raises(ValueError, match="`freeze` knows the layers of transformers models, not of Linear"):
-        freeze_layers(nn.Linear(1, 1), "1")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_that_is_not_from_transformers_is_refused(wrapped):
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["query"])) if wrapped else nn.Linear(1, 1)
+    before = frozen(model)
+    with pytest.raises(ValueError, match=f"not of {type(model).__name__}. Freeze a model before it is wrapped"):
+        freeze_layers(model, "1")
+    assert frozen(model) == before
 
 
 # ---- In a run

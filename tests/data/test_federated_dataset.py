@@ -362,3 +362,13 @@ def test_one_source_is_mapped_once_and_without_rows_of_nobody():
     assert seen == ["d", "b", "e"]
     assert mapped["ben"]["text"][:] == ["b", "e"]
     assert mapped.num_rows == {"cy": 1, "ben": 2}
+
+
+@pytest.mark.parametrize("name", ["cache_file_name", "new_fingerprint"])
+def test_clients_of_their_own_are_not_mapped_into_one_cache(tmp_path, name):
+    clients = FederatedDataset.from_dict(
+        {"a": Dataset.from_dict({"x": [1, 2]}), "b": Dataset.from_dict({"x": [3, 4]})}
+    )
+    with pytest.raises(ValueError, match=f"{name} would give all the first's rows"):
+        clients.map(lambda row: row, **{name: str(tmp_path / "cache")})
+    assert clients.map(lambda row: {"x": row["x"] + 1})["b"]["x"][:] == [4, 5]
