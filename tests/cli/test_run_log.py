@@ -89,8 +89,9 @@ def test_damage_in_the_middle_is_an_error_with_its_line(tmp_path, damage):
 
 def test_an_error_on_opening_lets_go_of_the_folder(tmp_path):
     (tmp_path / LOG_NAME).write_text("damage\n", encoding="utf-8")
-    with pytest.raises(CommandError, match="line 1"), RunLog(tmp_path):
-        pass
+    refused = RunLog(tmp_path)  # kept, for what is collected lets go by itself
+    with pytest.raises(CommandError, match="line 1"):
+        refused.__enter__()
     (tmp_path / LOG_NAME).unlink()
     with RunLog(tmp_path) as log:
         log.append(record(0))
