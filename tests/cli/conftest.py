@@ -73,7 +73,7 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "id": f"{split}-{number}",
                     "text": " ".join(words),
                     "label": number % 3,
-                    "site": "abcdef"[number % 6],
+                    **dict.fromkeys(("site", "movie", "section", "domain", "speaker"), "abcdef"[number % 6]),
                     "tokens": words,
                     "ner_tags": tags,
                     "question": words[0],

@@ -1,0 +1,74 @@
+"""Every recipe that is shipped: its names, types and combinations hold, at every scale and for every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_federated.cli.grid import plan, read_section
+from hf_federated.cli.recipe import check_recipe, load_recipe, partitioner_has_seed
+from hf_federated.cli.recipe_file import read_values
+from hf_federated.cli.runs import measure
+from hf_federated.cli.train import train
+
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+COMMANDS = {"train": [], "benchmark": []}
+for path in sorted(FOLDER.glob("**/*.yaml")):
+    for command, paths in COMMANDS.items():
+        if path.read_text(encoding="utf-8").startswith(f"# hf-federated {command}"):
+            paths.append(path)
+SCALES = [
+    (path, scale)
+    for path in COMMANDS["benchmark"]
+    for scale in ("default", *yaml.safe_load(path.read_text(encoding="utf-8")).get("scales", {}))
+]
+
+
+def tiny(values, model_dir, texts_dir):
+    """The settings of a recipe that its size and its inputs are in, for the tiny ones of the tests."""
+    settings = [f"data.path={texts_dir}", "federation.num_rounds=1", "federation.clients_per_round=2"]
+    settings += [f"model.name_or_path={model_dir}", "training.eval_steps=1", "training.use_cpu=true"]
+    settings += ["local_clients=1", "data.max_train_rows=null", "data.max_test_rows=null"]
+    if values["model"].get("decoder_name_or_path"):
+        settings.append(f"model.decoder_name_or_path={model_dir}")
+    if values["data"].get("test_clients"):
+        settings += ["data.test_clients=1", "data.max_clients=5"]
+    if values["task"]["name"] == "question-answering":
+        settings += ["task.max_length=12", "task.stride=2"]
+    if "num_clients" in values["partition"]:
+        settings.append("partition.num_clients=6")
+    if values["partition"]["name"] == "feature-cluster":
+        settings += [f"partition.embedder={model_dir}", "partition.num_clusters=3"]
+    if "min_size" in values["partition"]:
+        settings.append("partition.min_size=2")
+    return settings
+
+
+@pytest.mark.parametrize("path", COMMANDS["train"], ids=lambda path: path.stem)
+def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, tmp_path):
+    recipe = load_recipe(path, tiny(read_values(path), model_dir, texts_dir))
+    results = train(recipe, output_dir=str(tmp_path))
+    assert results["federated"]["bytes_up"] > 0
+    assert path.read_text().startswith(f"# hf-federated train recipes/{path.parent.name}/{path.name}")
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda item: getattr(item, "stem", item))
+def test_every_run_of_a_benchmark_can_be_made_at_every_scale(path, scale):
+    values = read_values(path, [f"scale={scale}"])
+    runs = plan(values, read_section(values), partitioner_has_seed)
+    assert len({run.digest for run in runs}) == len(runs) >= 6
+    for run in runs:
+        check_recipe(run.values)
+    assert path.read_text().startswith(f"# hf-federated benchmark recipes/{path.parent.name}/{path.name}")
+
+
+@pytest.mark.parametrize("path", COMMANDS["benchmark"], ids=lambda path: path.stem)
+def test_every_benchmark_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, tmp_path):
+    values = read_values(path, tiny(read_values(path), model_dir, texts_dir))
+    runs = plan(values, read_section(values), partitioner_has_seed)
+    run = next(run for run in runs if run.method == "federated")
+    result = measure(run.values, run.method, tmp_path)
+    assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
