@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.cli.errors import CommandError, command_errors
-from hf_federated.cli.recipe_file import merged
+from hf_federated.cli.recipe_file import lay_over, merged
 
 
 METHODS = ("federated", "centralized", "local")
@@ -40,7 +40,7 @@ class BenchmarkSection:
         title (`str`, *optional*):
             Heading of the tables; the recipe's file name by default.
         seeds (`list[int]`, *optional*, defaults to `[0, 1, 2]`):
-            Each is the seed of the partition, of sampling and of training.
+            Each is the seed of which rows are drawn, of the partition, of sampling and of training.
         metric (`str`, *optional*):
             The metric that is compared; the task's main metric by default.
         lower_is_better (`bool`, *optional*, defaults to `False`):
@@ -75,7 +75,7 @@ class BenchmarkSection:
     title: str | None = field(default=None, metadata={"help": "Heading of the tables; default: the file's name."})
     seeds: list[int] = field(
         default_factory=lambda: [0, 1, 2],
-        metadata={"help": "Every run is made once with each, as the seed of partition, sampling and training."},
+        metadata={"help": "Every run is made once with each, as the seed of rows, partition, sampling and training."},
     )
     metric: str | None = field(default=None, metadata={"help": "What is compared; default: the task's main metric."})
     lower_is_better: bool = field(default=False, metadata={"help": "Whether a smaller value of the metric is better."})
@@ -224,7 +224,8 @@ def plan(
             Its section `benchmark`.
         partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
             Whether the partitioner of the recipe's `partition` takes a seed; a function is called with the `partition`
-            of each run. If so, `partition.seed` is the run's seed, unless the run's changes say otherwise.
+            of each run. If so, `partition.seed` is the run's seed, as `data.seed` always is, unless the run's changes
+            say otherwise.
 
     Raises:
         CommandError: If a run changes what the grid sets, or a seed of the recipe would hold for all runs.
@@ -259,14 +260,16 @@ def _planned(
     partition_has_seed: bool | Callable[[dict[str, Any]], bool],
 ) -> PlannedRun:
     method, changes = _method_and_changes(name, given)
-    values = merged(base, changes)
+    values = lay_over(base, changes)
     for path in FIXED_SEEDS:
         if _look_up(values, path) is not None:
             raise CommandError(f"benchmark.seeds: {path} would be the same under all seeds; remove it.")
     if not isinstance(values.get("training"), (dict, type(None))):
         raise CommandError(f"training is {values['training']!r}; it must be a mapping of fields to values.")
     values = merged(values, {"training": {"seed": seed}})
-    partition = values.get("partition")
+    partition, data = values.get("partition"), values.get("data")
+    if isinstance(data, dict) and _look_up(changes, "data.seed") is None:
+        data["seed"] = seed
     if isinstance(partition, dict) and _look_up(changes, "partition.seed") is None:
         if partition_has_seed(partition) if callable(partition_has_seed) else partition_has_seed:
             partition["seed"] = seed

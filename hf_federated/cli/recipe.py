@@ -21,14 +21,13 @@ from transformers import Trainer
 
 from hf_federated.aggregation import build_aggregation
 from hf_federated.cli.errors import CommandError, command_errors
-from hf_federated.cli.recipe_file import read_values
+from hf_federated.cli.recipe_file import DEFAULT_TASK, read_values
 from hf_federated.cli.schema import RecipeError, RecipeField, check_section, dataclass_fields, unknown_field
 from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
 from hf_federated.tasks import TASKS, Task
 
 
-DEFAULT_TASK = "text-classification"
 DEFAULT_TEST_CLIENTS = 0.2
 
 

@@ -18,6 +18,9 @@ from hf_federated.cli.schema import RecipeError
 
 
 DEFAULT_SCALE = "default"
+DEFAULT_TASK = "text-classification"
+# The sections that name a class, and which it is if they do not say.
+NAMED_SECTIONS = {"task": DEFAULT_TASK, "partition": None}
 
 
 def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -40,42 +43,53 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             values = read_yaml(file.read(), str(path)) or {}
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {os.fspath(path)!r}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {os.fspath(path)!r}: it is not UTF-8.") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{os.fspath(path)!r} holds a {type(values).__name__}; a recipe is a mapping of sections.")
     changes = [_parse_override(override) for override in overrides]
     scales = values.pop("scales", None) or {}
     scale = next((value for keys, value, _ in reversed(changes) if keys == ["scale"]), values.get("scale"))
-    if not isinstance(scales, dict) or not all(isinstance(change, dict) for change in scales.values()):
+    if not isinstance(scales, dict) or not all(
+        isinstance(name, str) and isinstance(change, dict) for name, change in scales.items()
+    ):
         raise RecipeError("scales must be a mapping from names to sections.")
+    if not isinstance(scale, (str, type(None))):
+        raise RecipeError(f"scale is {scale!r}; it must be a name.")
     if scale is not None and scale != DEFAULT_SCALE:
         if scale not in scales:
             raise RecipeError(f"scale is {scale!r}; this recipe has {', '.join([DEFAULT_SCALE, *scales])}.")
-        values = merged(values, scales[scale])
+        values = lay_over(values, scales[scale])
     for keys, value, text in changes:
         _apply(values, keys, value, text)
     values["scale"] = scale or DEFAULT_SCALE
     return values
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def lay_over(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """
-    A copy of nested mappings with changes laid over them.
+    A copy of a recipe with changes laid over it, as [`merged`] does.
 
-    Mappings are merged, anything else is replaced. A mapping that names another class (`name`) replaces the one that
-    is there, whose fields are not its own.
+    A section that names another class (another task or partitioner) replaces the one that is there, whose fields are
+    not its own.
     """
+    base = dict(recipe)
+    for section, default in NAMED_SECTIONS.items():
+        there, change = base.get(section), changes.get(section)
+        if isinstance(there, dict) and isinstance(change, Mapping) and "name" in change:
+            if change["name"] != there.get("name", default):
+                base[section] = None
+    return merged(base, changes)
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested mappings with others laid over them: mappings are merged, anything else is replaced."""
     result = copy.deepcopy(dict(values))
     for key, change in changes.items():
         there = result.get(key)
-        if isinstance(change, Mapping) and isinstance(there, dict) and _of_one_class(there, change):
-            result[key] = merged(there, change)
-        else:
-            result[key] = copy.deepcopy(change)
+        both = isinstance(change, Mapping) and isinstance(there, dict)
+        result[key] = merged(there, change) if both else copy.deepcopy(change)  # type: ignore[arg-type]
     return result
-
-
-def _of_one_class(there: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    return "name" not in change or change["name"] == there.get("name")
 
 
 def _parse_override(override: str) -> tuple[list[str], Any, str]:
@@ -109,11 +123,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML follows YAML 1.1, where 5e-4 is text and `no` (an `eval_strategy`) is false.
+# PyYAML follows YAML 1.1, where 5e-4 is text, `no` (an `eval_strategy`) is false, 010 is 8 and 1:30 is 90.
 _Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("bool", "float", "int", "timestamp")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -131,5 +146,5 @@ def read_yaml(text: str, source: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(error).split())}") from error

@@ -87,7 +87,20 @@ def test_the_partition_has_the_seed_of_its_run():
     assert "partition" not in only({}, {"model": {}}, seeds=[3]).values
     natural = {"partition": {"name": "natural"}}
     runs = planned({"a": {}, "b": natural}, seeds=[3], partition_has_seed=lambda values: values["name"] != "natural")
-    assert [run.values["partition"]["seed"] for run in runs] == [3, 5]
+    assert runs[0].values["partition"]["seed"] == 3 and "seed" not in runs[1].values["partition"]
+
+
+def test_rows_are_drawn_with_the_seed_of_the_run():
+    assert only({}, {"data": {"path": "p"}}, seeds=[3]).values["data"]["seed"] == 3
+    assert only({"data.seed": 8}, {"data": {"path": "p"}}, seeds=[3]).values["data"]["seed"] == 8
+
+
+def test_the_order_of_dotted_changes_does_not_matter():
+    base = {"partition": {"name": "iid", "num_clients": 4}}
+    expected = {"name": "label-dirichlet", "num_clients": 8, "alpha": 0.01, "seed": 0}
+    changes = {"partition.alpha": 0.01, "partition.name": "label-dirichlet", "partition.num_clients": 8}
+    assert only(changes, base).values["partition"] == expected
+    assert only(dict(reversed(changes.items())), base).values["partition"] == expected
 
 
 def test_the_digest_is_that_of_what_decides_the_result():

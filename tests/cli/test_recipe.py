@@ -14,7 +14,7 @@ from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli import recipe as recipe_module
 from hf_federated.cli.main import main, recipe_help
 from hf_federated.cli.recipe import DataSection, ModelSection, choices, load_recipe, sections
-from hf_federated.cli.recipe_file import merged, read_values
+from hf_federated.cli.recipe_file import lay_over, read_values
 from hf_federated.cli.schema import RecipeError, fits, type_name
 
 
@@ -100,6 +100,9 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
         (["model.decoder_name_or_path=m"], ["model.decoder_name_or_path", "seq2seq"]),
         (["scale=paper"], ["scale is 'paper'", "default"]),
         (["scales.paper.data.path=e"], ["scales"]),
+        (["scale=[a]"], ["scale is ['a']", "name"]),
+        (["federation.num_rounds=010"], ["federation.num_rounds", "'010'"]),
+        (["federation.num_rounds=1:30"], ["federation.num_rounds", "'1:30'"]),
         (["local_clients=0"], ["local_clients", "at least 1"]),
         (["data=[1]"], ["data", "[1]", "mapping"]),
         (["data.path.deep=1"], ["data.path.deep=1", "path"]),
@@ -122,6 +125,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, overrides, words):
     [
         ("data: {path: d}", ["model.name_or_path is missing"]),
         (MINIMAL + "scales: [paper]", ["scales must be a mapping"]),
+        (MINIMAL + "scales: {1: {}}", ["scales must be a mapping"]),
+        ("[" * 2000, ["not YAML"]),
+        ("model: !!int x", ["not YAML"]),
         ("- model", ["list", "mapping"]),
         ("model: {name_or_path: a, name_or_path: b}", ["stands twice"]),
         ("model: [", ["not YAML"]),
@@ -133,6 +139,12 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, words):
         load(tmp_path, text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_recipe_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes("model: {name_or_path: Müller}".encode("latin-1"))
+    with pytest.raises(RecipeError, match="it is not UTF-8"):
+        load_recipe(tmp_path / "recipe.yaml")
 
 
 def test_every_default_fits_its_own_type():
@@ -220,11 +232,18 @@ def test_a_scale_that_is_not_there_is_refused_with_those_that_are(tmp_path):
 
 def test_merging_copies_and_replaces_a_section_of_another_class():
     values = {"partition": {"name": "iid", "num_clients": 4}, "card": {"tags": ["a"]}, "data": None}
-    result = merged(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
+    result = lay_over(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
     assert result == {"partition": {"name": "natural", "column": "c"}, "card": {"tags": ["a"]}, "data": {"path": "p"}}
     result["card"]["tags"].append("b")
     assert values["card"]["tags"] == ["a"]
-    assert merged(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
+    assert lay_over(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
+
+
+def test_a_configuration_of_the_hub_is_no_class():
+    values = {"data": {"path": "p", "name": "a", "test_split": "test"}, "task": {"label_column": "y"}}
+    assert lay_over(values, {"data": {"name": "b"}})["data"] == {"path": "p", "name": "b", "test_split": "test"}
+    same_task = lay_over(values, {"task": {"name": "text-classification", "max_length": 8}})
+    assert same_task["task"] == {"label_column": "y", "name": "text-classification", "max_length": 8}
 
 
 def test_values_are_read_as_they_stand(tmp_path):
