@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,21 @@ from hf_federated.data import CurvePanel, plot_learning_curves
 DEFAULT_DIR = Path("outputs") / "benchmarks"
 REPORT_NAME = "report.md"
 CURVES_NAME = "learning_curves.png"
-# What training raises when it comes to nothing: values that do not fit, no memory, no clients left, no finite loss.
-RUN_ERRORS = (ValueError, RuntimeError, FloatingPointError)
+# What a run may come to: values that do not fit, no memory, no clients left, no finite loss. Of others one wants to
+# know where they are from.
+EXPECTED_ERRORS = (ValueError, RuntimeError, FloatingPointError)
+# What a record keeps of a run beside its metrics; `None` for what a method has not.
+RESULT_FIELDS = (
+    "lower_is_better",
+    "num_rounds",
+    "num_epochs",
+    "num_clients",
+    "num_failed",
+    "bytes_up",
+    "bytes_down",
+    "train_rows",
+    "test_rows",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +91,11 @@ def benchmark(
         execute (`Callable`):
             A planned run and its folder to what it measured: `metric` (name of the task's main metric), `metrics` (all
             of them on the test rows), `history` (`[{"round": 1, "accuracy": 0.5}, ...]`), `scale`, `num_rounds`,
-            `num_epochs`, `num_clients`, `bytes_up`, `bytes_down`, `None` for what a method has not; `seconds`, by
-            default those of the call. The folder need not exist, or may hold what a killed run or one of other
-            settings has left; nothing of that may be used. A `ValueError` (a `CommandError` is one), `RuntimeError` or
-            `FloatingPointError` fails the run.
+            `num_epochs`, `num_clients`, `num_failed` (updates), `bytes_up`, `bytes_down`, `lower_is_better`,
+            `train_rows` and `test_rows` (hashes of the rows), `None` for what a method has not; `seconds`, by default
+            those of the call, `None` if they are not those of the whole run. The folder need not exist, or may hold
+            what a killed run or one of other settings has left; nothing of the latter may be used. What it raises
+            fails the run and no other.
         partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
             As in [`~hf_federated.cli.grid.plan`].
         echo (`Callable`, *optional*):
@@ -193,8 +208,11 @@ def _run_grid(
         start = time.perf_counter()
         try:
             result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
-        except RUN_ERRORS as error:
+        except Exception as error:  # whatever it is, the other runs need not wait for it
             reason = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, EXPECTED_ERRORS):
+                reason = f"{type(error).__name__}: {reason}"
+                traceback.print_exc()
             failures.append(f"{grid.name}: {run}: {reason}")
             echo(f"{place}: failed: {reason}")
             continue
@@ -205,7 +223,8 @@ def _run_grid(
             metric = main_metric([record], grid.section)  # if there is no such metric, stop now and not after all runs
         value = record["metrics"][metric]
         shown = "not finite" if value is None else f"{value:.3f}"
-        echo(f"{place}: {metric} {shown} ({record['seconds']:.0f} s)")
+        seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
+        echo(f"{place}: {metric} {shown}{seconds}")
     return failures
 
 
@@ -222,7 +241,7 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
         "value": result["metrics"][result["metric"]],
         "metrics": result["metrics"],
         "history": result.get("history") or [],
-        **{name: result.get(name) for name in ("num_rounds", "num_epochs", "num_clients", "bytes_up", "bytes_down")},
+        **{name: result.get(name) for name in RESULT_FIELDS},
         "seconds": result.get("seconds", seconds),
         "versions": {
             "hf_federated": hf_federated.__version__,

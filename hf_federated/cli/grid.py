@@ -43,8 +43,8 @@ class BenchmarkSection:
             Each is the seed of which rows are drawn, of the partition, of sampling and of training.
         metric (`str`, *optional*):
             The metric that is compared; the task's main metric by default.
-        lower_is_better (`bool`, *optional*, defaults to `False`):
-            Whether a smaller value of the metric is the better one.
+        lower_is_better (`bool`, *optional*):
+            Whether a smaller value of the metric is the better one; what the task says of its main metric by default.
         paper (`dict[str, float]`, *optional*):
             Name of a run to its published number.
         paper_setting (`str`, *optional*):
@@ -78,7 +78,9 @@ class BenchmarkSection:
         metadata={"help": "Every run is made once with each, as the seed of rows, partition, sampling and training."},
     )
     metric: str | None = field(default=None, metadata={"help": "What is compared; default: the task's main metric."})
-    lower_is_better: bool = field(default=False, metadata={"help": "Whether a smaller value of the metric is better."})
+    lower_is_better: bool | None = field(
+        default=None, metadata={"help": "Whether a smaller value of the metric is better; default: as the task says."}
+    )
     paper: dict[str, float] = field(default_factory=dict, metadata={"help": "Published numbers by name of run."})
     paper_setting: str | None = field(
         default=None, metadata={"help": "One line: the setting of the published numbers."}
@@ -94,7 +96,7 @@ class BenchmarkSection:
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text.strip() or len(text.splitlines()) > 1):
                 raise CommandError(f"benchmark.{name}: {text!r} is not one line of text.")
-        if not isinstance(self.lower_is_better, bool):
+        if not isinstance(self.lower_is_better, (bool, type(None))):
             raise CommandError(f"benchmark.lower_is_better: {self.lower_is_better!r} is neither true nor false.")
         if not isinstance(self.paper, dict):
             raise CommandError(f"benchmark.paper: {self.paper!r} is not a mapping of names of runs to numbers.")

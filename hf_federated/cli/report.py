@@ -68,6 +68,14 @@ def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
     return metric
 
 
+def is_lower_better(records: Sequence[Record], section: BenchmarkSection) -> bool:
+    """Whether a smaller value is the better one: as the section says, or else the task of the main metric."""
+    if section.lower_is_better is not None:
+        return section.lower_is_better
+    metric = main_metric(records, section)
+    return any(record.get("lower_is_better", False) for record in records if record["metric"] == metric)
+
+
 def values_by_run(
     records: Sequence[Record], section: BenchmarkSection, metric: str
 ) -> dict[str, dict[int, float | None]]:
@@ -136,7 +144,8 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     """
     metric = main_metric(records, section)
     values = values_by_run(records, section, metric)
-    better = "lower" if section.lower_is_better else "higher"
+    lower_is_better = is_lower_better(records, section)
+    better = "lower" if lower_is_better else "higher"
     parts = [f"# {section.title or name}"]
     if section.paper_setting:
         parts.append(f"Published: {section.paper_setting}.")
@@ -147,7 +156,7 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     parts.append(_results_table(records, section, metric, values))
     parts += _notes(records, metric, values)
     if section.claims:
-        parts.append(_claims_table(section, values))
+        parts.append(_claims_table(section, values, lower_is_better))
         parts.append(
             "A difference is by how much the first run of a claim is better; ours is paired, seed by seed, as mean ±"
             " sample standard deviation. A claim holds if the first is better on average and under every seed. This is"
@@ -163,8 +172,8 @@ def comparability(records: Sequence[Record]) -> str:
     scales = list(dict.fromkeys(record.get("scale") for record in records))
     if scales == ["paper"]:
         return (
-            "Same model, data and sizes as the paper; its client optimizer and learning rates are not all published,"
-            " so small differences mean little."
+            "Model, data and sizes are the paper's, but for what --set changed. Its client optimizer and learning"
+            " rates are not all published, so small differences mean little."
         )
     named = [str(scale) for scale in scales if scale is not None]
     scale = f" ({'scale' if len(named) == 1 else 'scales'} {', '.join(named)})" if named else ""
@@ -226,14 +235,16 @@ def _results_table(
     return markdown_table(["run", metric.replace("|", r"\|"), "paper", *HEADER], rows, of_words={0})
 
 
-def _claims_table(section: BenchmarkSection, values: Mapping[str, Mapping[int, float | None]]) -> str:
+def _claims_table(
+    section: BenchmarkSection, values: Mapping[str, Mapping[int, float | None]], lower_is_better: bool
+) -> str:
     rows = []
     for better, worse in section.orderings:
-        comparison = compare(values[better], values[worse], section.lower_is_better)
+        comparison = compare(values[better], values[worse], lower_is_better)
         paper = "-"
         if better in section.paper and worse in section.paper:
             difference = section.paper[better] - section.paper[worse]
-            paper = _number(-difference if section.lower_is_better else difference, signed=True)
+            paper = _number(-difference if lower_is_better else difference, signed=True)
         missing = len(section.seeds) - len(comparison.differences)
         rows.append(
             [
@@ -257,6 +268,13 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
     ]
     if lost:
         notes.append(f"Without a finite {metric}, and so in no mean: {'; '.join(lost)}.")
+    failed = [f"{r['run']}, seed {r['seed']} ({r['num_failed']})" for r in records if r.get("num_failed")]
+    if failed:
+        notes.append(f"With updates that failed or were refused: {'; '.join(failed)}.")
+    for seed in sorted({record["seed"] for record in records}):
+        made = [record for record in records if record["seed"] == seed]
+        if len({record.get("test_rows") for record in made}) > 1:
+            notes.append(f"Under seed {seed} the runs were tested on different rows; their differences mean little.")
     packages = {name for record in records for name in record.get("versions", {})}
     for package in sorted(packages):
         versions = sorted({str(record.get("versions", {}).get(package, "unknown")) for record in records})

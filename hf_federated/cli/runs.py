@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hf_federated.cli.inputs import Inputs, load_inputs, load_model, load_tokeni
 from hf_federated.cli.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
 from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import require_matplotlib
+from hf_federated.data.source import content_hash
 from hf_federated.trainer import federate
 
 
@@ -130,7 +132,8 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
     """
     Makes one run of a benchmark's grid, quietly, and keeps its numbers and no model.
 
-    A federated run whose recipe saves checkpoints goes on from its last one.
+    A federated run whose recipe saves checkpoints goes on from its last one, if a killed run has left it. A run that
+    comes to its end leaves none.
 
     Args:
         values (`dict[str, Any]`): The run's recipe, as [`~hf_federated.cli.recipe_file.read_values`] returns one.
@@ -151,23 +154,36 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
             found = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
             run.trainer.args.resume_from_checkpoint = True if found else None
             result = run_federated(run)
-            result |= {"num_rounds": run.federation.num_rounds, "history": _history(run.trainer.state.log_history)}
+            result |= {"num_rounds": run.federation.num_rounds, **_read_logs(run.trainer.state.log_history)}
+            if found:
+                result["seconds"] = None  # those of the rest
+            for checkpoint in folder.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
         else:
             result = vars(run_baseline(run, method))
     finally:
         transformers_logging.set_verbosity(quiet)
     num_clients = result.get("num_clients", len(run.inputs.train))
-    return {**result, "metric": run.metric, "scale": recipe.scale, "num_clients": num_clients}
+    return {
+        **result,
+        "metric": run.metric,
+        "lower_is_better": run.inputs.task.lower_is_better,
+        "scale": recipe.scale,
+        "num_clients": num_clients,
+        "train_rows": content_hash(run.inputs.raw.train.to_dataset()),
+        "test_rows": content_hash(run.inputs.raw.test),
+    }
 
 
-def _history(logs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The metrics on the test rows after each round that was evaluated."""
+def _read_logs(logs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics on the test rows after each round that was evaluated, and how many updates were not used."""
     rounds: dict[int, dict[str, float]] = {}
     for entry in logs:
         metrics = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
         if metrics:
             rounds[entry["step"]] = metrics
-    return [{"round": number, **metrics} for number, metrics in rounds.items()]
+    history = [{"round": number, **metrics} for number, metrics in rounds.items()]
+    return {"history": history, "num_failed": sum(entry.get("federated/num_failed", 0) for entry in logs)}
 
 
 def _is_metric(name: str) -> bool:

@@ -227,15 +227,24 @@ def test_a_failed_run_is_named_and_keeps_no_other_back(command, tmp_path):
     assert command(recipe) == 1 and command.made == ["bad, seed 0", "bad, seed 1"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TypeError])
-def test_an_interrupt_or_a_bug_ends_at_once_and_what_is_done_stays(command, tmp_path, error):
+def test_a_bug_in_a_run_keeps_no_other_back_and_says_where_it_is(command, tmp_path, capsys):
+    def buggy(run, folder):
+        return None + 1 if str(run) == ALL[2] else execute(run, folder)
+
+    assert command(write_recipe(tmp_path), execute=buggy) == 1
+    assert command.made == ALL
+    assert any(f"{ALL[2]}: TypeError: unsupported operand" in line for line in command.lines)
+    assert "return None + 1" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_at_once_and_what_is_done_stays(command, tmp_path):
     def interrupted(run, folder):
         if str(run) == ALL[2]:
-            raise error
+            raise KeyboardInterrupt
         return execute(run, folder)
 
     recipe = write_recipe(tmp_path)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         command(recipe, execute=interrupted)
     assert command.made == ALL[:3]
     assert command(recipe) == 0 and command.made == ALL[2:]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import yaml
+from transformers import TrainerCallback
 
 from hf_federated.cli.main import main
+from hf_federated.cli.recipe import parse_recipe
 from hf_federated.cli.recipe_file import read_values
-from hf_federated.cli.runs import measure
+from hf_federated.cli.runs import build_run, measure, run_federated
 
 
 @pytest.fixture
@@ -71,14 +72,46 @@ def test_the_seed_draws_the_partition_and_the_training(grid_path, tmp_path):
     assert losses(0) == losses(0) != losses(1)
 
 
-def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(grid_path, tmp_path):
+class CutOff(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_and_leaves_none(grid_path, tmp_path):
     values = read_values(grid_path, ["federation.num_rounds=3", "training.save_strategy=steps"])
     whole = measure(values, "federated", tmp_path / "whole")
-    measure(values, "federated", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-3")
+    run = build_run(parse_recipe(values), str(tmp_path / "cut"))
+    run.trainer.add_callback(CutOff())
+    with pytest.raises(KeyboardInterrupt):
+        run_federated(run)
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
     again = measure(values, "federated", tmp_path / "cut")
-    assert again["history"] == whole["history"] and again["metrics"] == whole["metrics"]
-    assert again["bytes_up"] == whole["bytes_up"]
+    for name in ("history", "metrics", "bytes_up", "test_rows"):
+        assert again[name] == whole[name]
+    assert again["seconds"] is None and whole["seconds"] > 0
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_refused_updates_and_other_test_rows_are_reported(grid_path, tmp_path, capsys):
+    recipe = yaml.safe_load(grid_path.read_text())
+    recipe["benchmark"] = {
+        "seeds": [0],
+        "runs": {
+            "wild": {"training": {"learning_rate": 1e20, "max_grad_norm": 0}, "federation.clients_per_round": 4},
+            "fewer": {"data.max_test_rows": 5},
+            "broken": {"data.path": "nowhere/to/be/found"},
+        },
+    }
+    recipe["partition"] = {"name": "quantity-dirichlet", "num_clients": 4, "beta": 0.3}
+    recipe["federation"]["num_rounds"] = 1
+    grid_path.write_text(yaml.safe_dump(recipe))
+    assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert "broken, seed 0: data.path: there is no file or folder" in printed
+    assert "Under seed 0 the runs were tested on different rows" in printed
+    failed = next(record["num_failed"] for record in records(tmp_path / "out") if record["run"] == "wild")
+    assert 0 < failed < 4 and f"With updates that failed or were refused: wild, seed 0 ({failed})." in printed
 
 
 @pytest.mark.parametrize(

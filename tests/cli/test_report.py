@@ -136,7 +136,7 @@ def test_only_the_scale_of_the_paper_is_called_comparable():
     small = comparability(records())
     assert small.startswith("The numbers are not comparable with the paper's") and "(scale small)" in small
     paper = [record("FedAvg", 0, 0.5, scale="paper")]
-    assert comparability(paper).startswith("Same model, data and sizes as the paper; its client optimizer")
+    assert comparability(paper).startswith("Model, data and sizes are the paper's, but for what --set changed.")
     assert "(scales paper, small)" in comparability([*paper, *records()])
     assert "rows. What" in comparability([record("FedAvg", 0, 0.5, scale=None)])
     assert "not comparable" not in comparability(paper)
