@@ -22,7 +22,7 @@ import hf_federated
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.grid import BenchmarkSection, PlannedRun, plan, read_section
 from hf_federated.cli.report import benchmark_report, curve_panel, main_metric
-from hf_federated.cli.run_log import Finished, RunLog, finished, read_records
+from hf_federated.cli.run_log import LOG_NAME, Finished, RunLog, finished, read_records
 from hf_federated.data import CurvePanel, plot_learning_curves
 
 
@@ -274,7 +274,7 @@ def _finish(grids: Sequence[_Grid], results: Sequence[Finished], echo: Callable[
         if not records:
             echo(f"Nothing to report of {grid.name}.")
             continue
-        with _named(grid.path):
+        with _named(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record cannot be read"):
             report = benchmark_report(records, grid.section, grid.name)
             panel = curve_panel(records, grid.section, grid.name)
         echo(f"\n{report.rstrip()}\n")

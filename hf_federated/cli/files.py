@@ -6,7 +6,8 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetDict, load_dataset
+import pyarrow.parquet as pq
+from datasets import ClassLabel, DatasetDict, Features, load_dataset
 
 from hf_federated.cli.errors import CommandError
 
@@ -37,6 +38,29 @@ def is_absent(data: str) -> bool:
     """Whether a name that is not there can only be that of a file or folder, and not a data set of the Hub."""
     named_file = suffix_of(Path(data)) is not None or data.startswith((".", "/", "~")) or data.count("/") > 1
     return named_file and not Path(data).exists()
+
+
+def check_one_schema(folder: Path) -> None:
+    """
+    Raises:
+        CommandError: If Parquet files of a folder differ in columns or in the order of label names; `datasets` reads
+            all of them as the first.
+    """
+    first: tuple[Path, Features] | None = None
+    for path in sorted(folder.rglob("*.parquet")):
+        features = Features.from_arrow_schema(pq.read_schema(path))
+        first = first or (path, features)
+        names = [{name: _label_names(feature) for name, feature in one.items()} for one in (first[1], features)]
+        if names[0] != names[1]:
+            raise CommandError(
+                f"{first[0].relative_to(folder)} and {path.relative_to(folder)} in {folder} differ in their columns or"
+                " label names. Write them with the same features."
+            )
+
+
+def _label_names(feature: Any) -> list[str] | None:
+    feature = getattr(feature, "feature", feature)
+    return feature.names if isinstance(feature, ClassLabel) else None
 
 
 def check_one_format(folder: Path) -> None:

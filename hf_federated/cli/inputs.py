@@ -70,16 +70,21 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
     task = raw.task
     with recipe_errors("data"):
         train = task.prepare(raw.train, tokenizer)
-        test = task.prepare(raw.test, tokenizer)
-        by_client = by_client and raw.test_clients is not None
-        test_clients = task.prepare(raw.test_clients, tokenizer) if by_client else None
+        test = task.for_evaluation(task.prepare(raw.test, tokenizer), tokenizer)
+        test_clients = None
+        if by_client and raw.test_clients is not None:
+            clients = task.prepare(raw.test_clients, tokenizer)
+            fixed = {client_id: task.for_evaluation(rows, tokenizer) for client_id, rows in clients.items()}
+            test_clients = FederatedDataset.from_dict(fixed)
     order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
     one_to_one = len(test) == len(raw.test)
     test = test.select(order)
     # Metrics that read rows take them in the order of the features; of clients' own rows they see the labels alone.
-    rows = None if by_client else raw.test.select(order) if one_to_one else raw.test
+    rows = None if test_clients is not None else raw.test.select(order) if one_to_one else raw.test
+    with recipe_errors("data"):
+        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=rows)
     metrics = {
-        "compute_metrics": task.build_compute_metrics(tokenizer, features=test, rows=rows),
+        "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
     }
     return Inputs(raw, train, test, test_clients, metrics)

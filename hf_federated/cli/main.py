@@ -15,6 +15,7 @@ from hf_federated.cli.grid import PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
 from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.schema import RecipeField, type_name
+from hf_federated.rounds import RoundFailedError
 
 
 INTRODUCTIONS = {
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): The arguments; those of the process by default.
 
     Returns:
-        `int`: The exit code: `0`, or `2` for a command that cannot be carried out.
+        `int`: The exit code: `0`, `1` if training failed, or `2` for a command that cannot be carried out.
     """
     arguments = build_parser(_named_partitioner(argv)).parse_args(argv)
     try:
@@ -169,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return 2
+    except RoundFailedError as error:
+        print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -73,6 +73,10 @@ class DataSection:
     def __post_init__(self) -> None:
         if self.test_split is not None and self.test_clients is not None:
             raise RecipeError("data: give either test_split (rows to test on) or test_clients (clients to hold out).")
+        if self.test_split == self.train_split:
+            raise RecipeError(f"data.test_split is {self.test_split!r}, which trains; test on other rows.")
+        if self.seed < 0:
+            raise RecipeError(f"data.seed is {self.seed}; it must be at least 0.")
         if self.max_test_rows is not None and self.test_split is None:
             raise RecipeError("data.max_test_rows goes with test_split; of held-out clients all rows are taken.")
         if self.test_clients is not None:
@@ -145,6 +149,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.local_clients is not None and self.local_clients < 1:
             raise RecipeError(f"local_clients is {self.local_clients}; it must be at least 1.")
+        if self.task.name == "seq2seq" and self.training.get("predict_with_generate") is False:
+            raise RecipeError(
+                "training.predict_with_generate is false; the task seq2seq is evaluated on what it writes."
+            )
         if self.model.decoder_name_or_path is not None and self.task.name != "seq2seq":
             raise RecipeError(f"model.decoder_name_or_path is for the task seq2seq; this one is {self.task.name}.")
 
@@ -253,7 +261,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     task_values = values.get("task")
     if isinstance(task_values, dict) and "name" not in task_values:
         task_values = {"name": DEFAULT_TASK, **task_values}
-    task = _choose("task", task_values or {"name": DEFAULT_TASK}, chosen["task"], TASKS)
+    task = _choose("task", {"name": DEFAULT_TASK} if task_values is None else task_values, chosen["task"], TASKS)
     assert task is not None
     partition = _choose("partition", values.get("partition"), chosen["partition"], PARTITIONERS)
     known = sections(task.name)

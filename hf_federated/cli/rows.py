@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
-from hf_federated.cli.files import is_absent, load_file
+from hf_federated.cli.files import check_one_format, check_one_schema, is_absent, load_file
 from hf_federated.cli.recipe import DEFAULT_TEST_CLIENTS, DataSection, Recipe, RecipeError, build, recipe_errors
 from hf_federated.data import FederatedDataset, FederatedDatasetDict
 from hf_federated.data.partition_file import PARTITION_FILE
@@ -28,6 +28,7 @@ class RawRows:
         test_clients ([`FederatedDataset`], *optional*): The same rows by client; `None` if they belong to none.
         task ([`Task`]): The task, with the names of its labels.
         num_empty (`int`): Rows that were left out because a text was empty.
+        num_without_client (`int`): Rows of the test split that were left out because none of the clients has them.
     """
 
     train: FederatedDataset
@@ -35,6 +36,7 @@ class RawRows:
     test_clients: FederatedDataset | None
     task: Task
     num_empty: int = 0
+    num_without_client: int = 0
 
 
 def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
@@ -62,8 +64,8 @@ def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
             clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)
         elif by_client:
             cut = FederatedDatasetDict.from_dataset(splits, partitioner)
-            train = _at_most(cut[data.train_split], data)
-            return RawRows(train, cut[test_split].to_dataset(), cut[test_split], task, num_empty)
+            train, test = _at_most(cut[data.train_split], data), cut[test_split].to_dataset()
+            return RawRows(train, test, cut[test_split], task, num_empty, len(splits[test_split]) - len(test))
         else:
             train = _at_most(FederatedDataset.from_dataset(splits[data.train_split], partitioner), data)
             return RawRows(train, splits[test_split], None, task, num_empty)
@@ -85,12 +87,18 @@ def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
                 raise RecipeError(f"data.test_split: {data.path} is one file, which has one split.")
             loaded = load_file(path, data.train_split)
         else:
+            if path.is_dir():
+                check_one_format(path)
+                check_one_schema(path)
             parts = load_dataset(data.path, data.name, revision=data.revision, split=wanted)
             loaded = DatasetDict(dict(zip(wanted, parts, strict=True)))
     before = sum(map(len, loaded.values()))
-    if data.drop_empty:
-        columns = [column for column in _text_columns(recipe) if column in loaded[wanted[0]].column_names]
+    columns = [column for column in _text_columns(recipe) if column in loaded[wanted[0]].column_names]
+    if data.drop_empty and columns:
         loaded = loaded.filter(lambda *values: not any(map(_is_empty, values)), input_columns=columns)
+    for split, rows in loaded.items():
+        if not len(rows):
+            raise RecipeError(f"data.path: no row is left of the split {split!r} of {data.path}.")
     return loaded, before - sum(map(len, loaded.values()))
 
 
@@ -108,7 +116,9 @@ def _fields(cls: type) -> list[str]:
 def _is_empty(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
-    return not value or all(_is_empty(item) for item in value)
+    if isinstance(value, list):
+        return all(_is_empty(item) for item in value)
+    return value is None
 
 
 def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:
@@ -133,6 +143,7 @@ def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:
     if unnamed == ["label_names"] and not isinstance(rows.features.get(column), (ClassLabel, type(None))):
         splits = _name_labels(splits, column)
         rows = next(iter(splits.values()))
+    _check_order(rows, cls, arguments)
     with recipe_errors("task"):
         task: Task = cls.from_dataset(rows, **arguments) if unnamed else cls(**arguments)
     for column in task.columns:
@@ -141,10 +152,29 @@ def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:
     return task, splits
 
 
+def _check_order(rows: Dataset, cls: type, arguments: dict[str, Any]) -> None:
+    """Names that are given and those that the data have, where both have one, must stand for the same number."""
+    for given, column_name in (("label_names", "label_column"), ("tag_names", "tags_column")):
+        if given not in arguments or given not in _fields(cls):
+            continue
+        default = next(item.default for item in dataclasses.fields(cls) if item.name == column_name)
+        feature = rows.features.get(arguments.get(column_name, default))
+        feature = getattr(feature, "feature", feature)
+        names = feature.names if isinstance(feature, ClassLabel) else []
+        for number, name in enumerate(arguments[given]):
+            if name in names and names.index(name) != number:
+                raise RecipeError(
+                    f"task.{given}: {name!r} is number {number} here, and {names.index(name)} in the data. Leave the"
+                    f" names out, or give them in the data's order: {', '.join(names)}."
+                )
+
+
 def _name_labels(splits: DatasetDict, column: str) -> DatasetDict:
     """The same rows with the values of a column, sorted by value, as a `ClassLabel`."""
     with recipe_errors(f"task: labels of the column {column!r}"):
         found = sorted({value for rows in splits.values() for value in rows.unique(column) if value is not None})
+        if any(isinstance(value, float) and not value.is_integer() for value in found):
+            raise RecipeError(f"task: the column {column!r} holds fractions, which are no labels.")
         number_of = {value: number for number, value in enumerate(found)}
         if found and list(number_of) != list(range(len(found))) and not isinstance(found[0], str):
             splits = splits.map(

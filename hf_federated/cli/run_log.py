@@ -142,7 +142,7 @@ class RunLog:
         Raises:
             OSError: If it cannot be written whole, say because the disk is full; then nothing of it is left.
         """
-        plain = _finite(record)
+        plain = finite(record)
         line = (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode()
         path = self.folder / LOG_NAME
         with open(path, "ab", buffering=0) as file:  # without a buffer a write is one call of the system
@@ -223,16 +223,16 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _finite(value: Any) -> Any:
-    """The value as strict JSON holds it, which knows neither NaN nor infinity."""
+def finite(value: Any) -> Any:
+    """A value as strict JSON holds it, which knows neither NaN nor infinity."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

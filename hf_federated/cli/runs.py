@@ -53,6 +53,8 @@ class Run:
         lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} rows."]
         if raw.num_empty:
             lines.append(f"Left out: {raw.num_empty} rows with an empty text.")
+        if raw.num_without_client:
+            lines.append(f"Left out: {raw.num_without_client} test rows that no client has.")
         if data.test_split is not None:
             lines.append(f"Test: {len(raw.test)} rows of the split {data.test_split!r}.")
         elif raw.test_clients is not None:
@@ -71,6 +73,8 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         with recipe_errors("plots"):
             require_matplotlib()
     training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
+    if recipe.task.name == "seq2seq":
+        training["predict_with_generate"] = True
     args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
     if args.world_size > 1:
         raise RecipeError(
@@ -153,7 +157,14 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
         if method == "federated":
             found = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
             run.trainer.args.resume_from_checkpoint = True if found else None
-            result = run_federated(run)
+            try:
+                result = run_federated(run)
+            except Exception as error:
+                if not found:
+                    raise
+                raise RecipeError(
+                    f"{error} (It went on from a checkpoint in {folder}; without it, it begins anew.)"
+                ) from error
             result |= {"num_rounds": run.federation.num_rounds, **_read_logs(run.trainer.state.log_history)}
             if found:
                 result["seconds"] = None  # those of the rest

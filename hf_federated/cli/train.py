@@ -10,6 +10,7 @@ from typing import Any
 from hf_federated.cards import RunRecord
 from hf_federated.cli.baselines import BaselineResult
 from hf_federated.cli.recipe import Recipe
+from hf_federated.cli.run_log import finite
 from hf_federated.cli.runs import Run, build_run, run_baseline, run_federated
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.data.plots import plot_learning_curve, plot_partition
@@ -56,7 +57,7 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
     }
     folder = Path(str(run.trainer.args.output_dir))
     run.trainer.save_model()
-    (folder / RESULTS_NAME).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    (folder / RESULTS_NAME).write_text(json.dumps(finite(results), indent=2) + "\n", encoding="utf-8")
     run.trainer.create_model_card(**recipe.card)
     RunRecord.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
     if recipe.plots:

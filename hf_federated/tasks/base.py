@@ -159,6 +159,17 @@ class Task(ABC):
         clients.partitioning, clients.origin = dataset.partitioning, dataset.origin
         return clients
 
+    def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
+        """
+        Encoded rows as they are evaluated, which is the same in every evaluation.
+
+        Args:
+            features (`datasets.Dataset`): What [`~Task.prepare`] returned.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+            seed (`int`, *optional*, defaults to `0`): Seed of what a task draws; only masked language modelling does.
+        """
+        return features
+
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """
         The pretrained model with the head and the labels of the task.

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
@@ -34,7 +38,8 @@ class LanguageModeling(Task):
     - `"causal"`: encoded rows have `labels` equal to `input_ids`, and padding is −100 by its place. A pad token that
       is the end token too therefore costs no end token its place in the loss.
     - `"masked"`: the collator hides `mlm_probability` of the tokens in each batch anew and sets the labels, as in
-      Devlin et al., "BERT" (2019), section 3.1. An evaluation hides tokens at random too.
+      Devlin et al., "BERT" (2019), section 3.1. [`~LanguageModeling.for_evaluation`] hides them once for all
+      evaluations, so that perplexities of the same rows can be compared.
 
     The metric is the perplexity of predicted tokens, each of the same weight.
 
@@ -132,9 +137,47 @@ class LanguageModeling(Task):
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
         """Pads rows; hides tokens if they are to be. Shapes: `(batch, length)`. See [`Task.data_collator`]."""
         if self.objective == "masked":
-            return DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=self.mlm_probability)
+            return _MaskingCollator(tokenizer, mlm=True, mlm_probability=self.mlm_probability)
         # The one for language models takes every pad token for padding, also where it is the end token.
         return DataCollatorForTokenClassification(tokenizer, label_pad_token_id=IGNORED)
+
+    def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
+        """
+        If masked, the rows with tokens hidden and `labels`, at least one in each row; the collator leaves these alone.
+
+        See [`Task.for_evaluation`].
+        """
+        if self.objective == "causal":
+            return features
+        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=self.mlm_probability, seed=seed)
+        draw = np.random.default_rng(seed)
+        masked: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+        for ids in features["input_ids"]:
+            row = mask([{"input_ids": ids}])
+            hidden, labels = row["input_ids"][0], row["labels"][0]
+            words = np.flatnonzero(
+                np.logical_not(tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True))
+            )
+            if (labels == IGNORED).all() and len(words):
+                place = int(draw.choice(words))
+                labels[place], hidden[place] = ids[place], tokenizer.mask_token_id
+            masked["input_ids"].append(hidden.tolist())
+            masked["labels"].append(labels.tolist())
+        kept = features.remove_columns("input_ids")
+        return concatenate_datasets([kept, Dataset.from_dict(masked)], axis=1)
+
+    def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
+        """
+        The pretrained model with its language modelling head. See [`Task.load_model`].
+
+        An encoder such as BERT is made to look back only if the objective is causal: it would see the token that it
+        has to predict.
+        """
+        if self.objective == "causal" and "is_decoder" not in kwargs:
+            config = AutoConfig.from_pretrained(name_or_path, revision=kwargs.get("revision"))
+            if type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                kwargs["is_decoder"] = True
+        return super().load_model(name_or_path, **kwargs)
 
     def preprocess_logits_for_metrics(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """
@@ -177,6 +220,15 @@ class LanguageModeling(Task):
             return metric.compute(nll=sums[:, 0], num_tokens=sums[:, 1].round().astype(int))
 
         return compute_metrics
+
+
+class _MaskingCollator(DataCollatorForLanguageModeling):
+    """Hides tokens, but for rows that have labels: theirs are hidden already."""
+
+    def torch_call(self, examples: list[Any]) -> dict[str, Any]:
+        if not all("labels" in example for example in examples):
+            return super().torch_call(examples)
+        return DataCollatorForTokenClassification(self.tokenizer, label_pad_token_id=IGNORED)(examples)
 
 
 def _blocks(rows: list[list[int]], end: int | None, block_size: int) -> list[list[int]]:

@@ -237,10 +237,7 @@ class QuestionAnswering(Task):
         if len(start_logits) != len(features):
             raise ValueError(f"There are logits of {len(start_logits)} features, but {len(features)} features.")
         ids = [str(value) for value in rows[self.id_column]]
-        row_of = {value: row for row, value in enumerate(ids)}
-        if len(row_of) < len(ids):
-            repeated = next(row for row, value in enumerate(ids) if row_of[value] != row)
-            raise ValueError(f"Row {repeated} shares the id {ids[repeated]!r} with another row; make ids unique.")
+        row_of = _numbers_of(ids)
         if set(features["example_id"]) != set(ids):
             raise ValueError("Features and rows do not belong together: encode these rows to get their features.")
 
@@ -297,6 +294,7 @@ class QuestionAnswering(Task):
                 "Answers are read from raw rows. Give `features`, the encoded evaluation data set, and `rows`, the raw"
                 " one."
             )
+        _numbers_of([str(value) for value in rows[self.id_column]])  # not first after an hour of training
         metric = evaluate.combine([ExactMatch(), TokenF1()])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -316,6 +314,15 @@ def _gold_answers(answers: Any) -> list[tuple[str, int]]:
     else:
         pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
     return [(text, begin) for text, begin in pairs if text and text.strip()]
+
+
+def _numbers_of(ids: list[str]) -> dict[str, int]:
+    """The number of the row of each id, which no two rows share."""
+    row_of = {value: row for row, value in enumerate(ids)}
+    if len(row_of) < len(ids):
+        repeated = next(row for row, value in enumerate(ids) if row_of[value] != row)
+        raise ValueError(f"Row {repeated} shares the id {ids[repeated]!r} with another row; make ids unique.")
+    return row_of
 
 
 def _token_span(places: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -362,3 +362,14 @@ def test_a_killed_grid_goes_on_to_the_same_end(command, tmp_path):
         for folder in (command.folder, whole.folder)
     ]
     assert json.dumps(outcomes[0]) == json.dumps(outcomes[1])
+
+
+def test_a_record_that_lacks_what_a_report_needs_is_named(command, tmp_path):
+    recipe = write_recipe(tmp_path)
+    assert command(recipe) == 0
+    log = command.folder / "targets" / "runs.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    del records[0]["metric"]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(CommandError, match="runs.jsonl: a record cannot be read: metric"):
+        command(recipe, "--report")
