@@ -116,7 +116,6 @@ TASKS = {
     "seq2seq": (
         [
             "task={name: seq2seq, target_column: targets, max_source_length: 8, max_target_length: 4}",
-            "training.predict_with_generate=true",
         ],
         "rougeL",
     ),
@@ -180,6 +179,75 @@ def test_a_test_split_is_sampled_and_empty_texts_are_left_out_when_asked(recipe_
     assert (sum(raw.train.num_rows.values()), len(raw.test)) == (12, 5)
     other = load_rows(load_recipe(recipe_path, [*overrides, "data.drop_empty=true", "data.seed=1"]))
     assert len(other.test) == 5
+
+
+def write_splits(folder, **splits):
+    for split, (values, names) in splits.items():
+        rows = Dataset.from_dict({"text": ["a film"] * len(values), "label": values})
+        rows.cast_column("label", ClassLabel(names=names)).to_parquet(folder / f"{split}.parquet")
+    return [
+        f"data.path={folder}",
+        "data.test_clients=null",
+        "data.test_split=test",
+        "partition={name: iid, num_clients: 2}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (None, ["test.parquet", "differ in their columns or label names"]),
+        ("data.test_split=train", ["data.test_split is 'train'"]),
+        ("data.seed=-1", ["data.seed is -1"]),
+        ("task.label_names=[good, bad]", ["'good' is number 0 here, and 1 in the data", "bad, good"]),
+        ("data.drop_empty=true", ["no row is left of the split 'train'"]),
+    ],
+)
+def test_what_would_train_or_test_on_something_else_is_refused(recipe_path, tmp_path, capsys, override, words):
+    test_names = ["bad", "good"] if override else ["good", "bad"]
+    overrides = write_splits(tmp_path / "data", train=([0, 1] * 4, ["bad", "good"]), test=([0, 1], test_names))
+    if override == "data.drop_empty=true":
+        Dataset.from_dict({"text": [" ", None], "label": ["a", "b"]}).to_parquet(tmp_path / "data" / "train.parquet")
+        Dataset.from_dict({"text": ["a", "b"], "label": ["a", "b"]}).to_parquet(tmp_path / "data" / "test.parquet")
+    assert main(["train", str(recipe_path), *set_all(*overrides, *([override] if override else []))]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in error for word in words), error
+
+
+def test_a_folder_of_two_formats_is_refused(recipe_path, tmp_path):
+    overrides = write_splits(tmp_path / "data", train=([0, 1] * 4, ["bad", "good"]), test=([0, 1], ["bad", "good"]))
+    (tmp_path / "data" / "more_train.csv").write_text("text,label\na film,bad\n")
+    with pytest.raises(ValueError, match="files of several formats"):
+        load_rows(load_recipe(recipe_path, overrides))
+
+
+def test_test_rows_that_no_client_has_are_counted(recipe_path, texts_dir, tmp_path):
+    for split in ("train", "test"):
+        rows = load_dataset(str(texts_dir), split=split)
+        kept = rows.filter(lambda row: row["site"] != "f") if split == "train" else rows
+        kept.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    overrides = [f"data.path={tmp_path / 'data'}", "data.test_clients=null", "data.test_split=test"]
+    recipe = load_recipe(recipe_path, [*overrides, "partition.column=site"])
+    assert load_rows(recipe).num_without_client == 0 and len(load_rows(recipe).test) == 12
+    raw = load_rows(recipe, by_client=True)
+    assert raw.num_without_client == 2 and len(raw.test) == 10
+
+
+def test_questions_that_share_an_id_are_refused_before_training(recipe_path, texts_dir, tmp_path):
+    rows = load_dataset(str(texts_dir), split="test")
+    rows.map(lambda row: {"id": "same"}).to_parquet(tmp_path / "data" / "test.parquet")
+    rows.to_parquet(tmp_path / "data" / "train.parquet")
+    overrides = [f"data.path={tmp_path / 'data'}", "data.test_clients=null", "data.test_split=test", "task=null"]
+    task = "task={name: question-answering, max_length: 12, stride: 2}"
+    recipe = load_recipe(recipe_path, [*overrides, task, "partition.column=site"])
+    with pytest.raises(ValueError, match="data: Row 0 shares the id 'same'"):
+        load_inputs(recipe, load_tokenizer(recipe.model))
+
+
+def test_a_round_that_fails_is_said_in_one_line(recipe_path, capsys):
+    assert main(["train", str(recipe_path), *set_all("training.learning_rate=-1")]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("hf-federated: error: ") and "learning rate" in error
 
 
 def test_numbers_that_are_no_positions_become_named_labels(recipe_path, tmp_path):

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    BertModel,
     EvalPrediction,
     LlamaConfig,
     LlamaForCausalLM,
@@ -169,3 +170,35 @@ def test_a_row_takes_less_than_a_millisecond(tokenizer):
     batch = {"text": ["a bright warm film in paris " * 16] * 400}
     for task in (LanguageModeling(max_length=128), LanguageModeling(block_size=128)):
         assert milliseconds_a_row(lambda task=task: task.encode(batch, tokenizer), 400) < 1
+
+
+# ---- What is the same in every evaluation
+
+
+def test_an_evaluation_hides_the_same_tokens_each_time_and_one_of_every_row_at_least(tokenizer):
+    task = LanguageModeling("masked", mlm_probability=0.05)
+    rows = Dataset.from_dict({"text": ["snow in rome"] * 50 + ["rome"]})
+    features = task.prepare(rows, tokenizer)
+    fixed = task.for_evaluation(features, tokenizer)
+    collate = task.data_collator(tokenizer)
+    first, again = (collate([dict(row) for row in fixed]) for _ in range(2))
+    assert torch.equal(first["input_ids"], again["input_ids"]) and torch.equal(first["labels"], again["labels"])
+    assert ((first["labels"] != -100).sum(dim=1) >= 1).all()
+    hidden = first["labels"] != -100
+    originals = collate([{**row, "labels": [0] * len(row["input_ids"])} for row in features])["input_ids"]
+    assert torch.equal(first["input_ids"][~hidden], originals[~hidden])
+    assert torch.equal(first["labels"][hidden], originals[hidden])
+    assert task.for_evaluation(features, tokenizer, seed=1)["labels"][:] != fixed["labels"][:]
+    causal = LanguageModeling()
+    assert causal.for_evaluation(features, tokenizer) is features
+
+
+def test_an_encoder_looks_back_only_under_a_causal_objective(tmp_path):
+    BertModel(BertConfig(**SHAPE)).save_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    changed = torch.tensor([[5, 6, 7, 9]])
+    for objective, sees_what_follows in (("causal", False), ("masked", True)):
+        model = LanguageModeling(objective).load_model(str(tmp_path)).eval()
+        with torch.no_grad():
+            same = torch.allclose(model(ids).logits[:, :3], model(changed).logits[:, :3], atol=1e-6)
+        assert same != sees_what_follows
