@@ -282,7 +282,7 @@ def _finish(grids: Sequence[_Grid], results: Sequence[Finished], echo: Callable[
         picture = f"\n![Learning curves]({CURVES_NAME})\n" if drawn else ""
         with command_errors(str(grid.folder)):
             (grid.folder / REPORT_NAME).write_text(report + picture, encoding="utf-8")
-        echo(f"{REPORT_NAME}{f' and {CURVES_NAME}' if drawn else ''} are in {grid.folder}.")
+        echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if drawn else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
         path = grids[0].folder.parent / CURVES_NAME

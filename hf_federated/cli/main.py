@@ -11,10 +11,10 @@ from typing import Any
 
 from hf_federated.cli import benchmark, inspection, partition
 from hf_federated.cli.errors import CommandError
-from hf_federated.cli.grid import PlannedRun
+from hf_federated.cli.grid import BenchmarkSection, PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
 from hf_federated.cli.recipe_file import read_values
-from hf_federated.cli.schema import RecipeField, type_name
+from hf_federated.cli.schema import RecipeField, dataclass_fields, type_name
 from hf_federated.rounds import RoundFailedError
 
 
@@ -62,6 +62,12 @@ def recipe_help() -> str:
     return "\n".join(parts)
 
 
+def benchmark_help() -> str:
+    """Every field of a recipe's section `benchmark`, as `--help` prints them."""
+    fields = dataclass_fields(BenchmarkSection).values()
+    return "\n".join(["fields of the section benchmark:", *(_describe("benchmark", item) for item in fields)])
+
+
 class _CommandParser(argparse.ArgumentParser):
     """Ends its help with a text that takes time to make: only when help is asked for."""
 
@@ -90,6 +96,7 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
         description="Make the runs that the section benchmark of a recipe lists, and compare them with the paper's.",
     )
     benchmark.add_arguments(benchmark_parser)
+    benchmark_parser.further_help = benchmark_help
     partition_parser = commands.add_parser(
         "partition",
         allow_abbrev=False,

@@ -128,3 +128,12 @@ def test_a_grid_that_cannot_run_is_refused_before_its_first_run(grid_path, tmp_p
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_the_fields_of_the_section(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["benchmark", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    for field in ("runs: mapping (required)", "seeds: list of int (default [0, 1, 2])", "claims: list of str"):
+        assert f"    benchmark.{field}" in printed

@@ -247,7 +247,7 @@ def test_questions_that_share_an_id_are_refused_before_training(recipe_path, tex
 def test_a_round_that_fails_is_said_in_one_line(recipe_path, capsys):
     assert main(["train", str(recipe_path), *set_all("training.learning_rate=-1")]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("hf-federated: error: ") and "learning rate" in error
+    assert "hf-federated: error: Round 0: 0 of 2 clients" in error and "Invalid learning rate: -1" in error
 
 
 def test_numbers_that_are_no_positions_become_named_labels(recipe_path, tmp_path):
