@@ -165,7 +165,8 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
                 raise RecipeError(
                     f"{error} (It went on from a checkpoint in {folder}; without it, it begins anew.)"
                 ) from error
-            result |= {"num_rounds": run.federation.num_rounds, **_read_logs(run.trainer.state.log_history)}
+            num_rounds = run.federation.num_rounds
+            result |= {"num_rounds": num_rounds, **_read_logs(run.trainer.state.log_history, num_rounds)}
             if found:
                 result["seconds"] = None  # those of the rest
             for checkpoint in folder.glob("checkpoint-*"):
@@ -186,7 +187,7 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
     }
 
 
-def _read_logs(logs: list[dict[str, Any]]) -> dict[str, Any]:
+def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, Any]:
     """The metrics on the test rows after each round that was evaluated, and how many updates were not used."""
     rounds: dict[int, dict[str, float]] = {}
     for entry in logs:
@@ -194,7 +195,9 @@ def _read_logs(logs: list[dict[str, Any]]) -> dict[str, Any]:
         if metrics:
             rounds[entry["step"]] = metrics
     history = [{"round": number, **metrics} for number, metrics in rounds.items()]
-    return {"history": history, "num_failed": sum(entry.get("federated/num_failed", 0) for entry in logs)}
+    failed = [entry["federated/num_failed"] for entry in logs if "federated/num_failed" in entry]
+    # Not known if not every round was logged.
+    return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}
 
 
 def _is_metric(name: str) -> bool:

@@ -101,6 +101,7 @@ def recipe_path(model_dir: Path, reviews_dir: Path, tmp_path: Path) -> Path:
             "learning_rate": 0.01,
             "eval_strategy": "steps",
             "save_strategy": "no",
+            "logging_steps": 1,
         },
         "federation": {"num_rounds": 1, "clients_per_round": 2},
     }
