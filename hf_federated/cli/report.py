@@ -253,7 +253,7 @@ def _claims_table(
                 _mean_and_spread(comparison.finite, signed=True) if comparison.finite else "-",
                 f"{comparison.num_agreeing} of {len(comparison.differences)}"
                 + (f", {missing} missing" if missing else ""),
-                comparison.verdict,
+                comparison.verdict + (" so far" if missing and comparison.differences else ""),
             ]
         )
     header = ["claim", "paper's difference", "our difference", "seeds that agree", "verdict"]
