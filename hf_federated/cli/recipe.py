@@ -67,7 +67,7 @@ class DataSection:
     max_clients: int | None = field(default=None, metadata={"help": "Train on so many clients at most (seeded)."})
     max_train_rows: int | None = field(default=None, metadata={"help": "Draw so many rows of train_split (seeded)."})
     max_test_rows: int | None = field(default=None, metadata={"help": "Draw so many rows of test_split (seeded)."})
-    drop_empty: bool = field(default=False, metadata={"help": "Leave out rows with an empty text."})
+    drop_empty: bool = field(default=False, metadata={"help": "Leave out rows with an empty text or answer."})
     seed: int = field(default=0, metadata={"help": "Seed of taking rows and of holding out clients."})
 
     def __post_init__(self) -> None:

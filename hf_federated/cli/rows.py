@@ -93,32 +93,25 @@ def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
             parts = load_dataset(data.path, data.name, revision=data.revision, split=wanted)
             loaded = DatasetDict(dict(zip(wanted, parts, strict=True)))
     before = sum(map(len, loaded.values()))
-    columns = [column for column in _text_columns(recipe) if column in loaded[wanted[0]].column_names]
-    if data.drop_empty and columns:
-        loaded = loaded.filter(lambda *values: not any(map(_is_empty, values)), input_columns=columns)
+    if data.drop_empty:
+        task = _nameless_task(recipe)
+        with recipe_errors("task"):
+            loaded = loaded.filter(lambda batch: [not empty for empty in task.find_empty(batch)], batched=True)
     for split, rows in loaded.items():
         if not len(rows):
             raise RecipeError(f"data.path: no row is left of the split {split!r} of {data.path}.")
     return loaded, before - sum(map(len, loaded.values()))
 
 
-def _text_columns(recipe: Recipe) -> tuple[str, ...]:
+def _nameless_task(recipe: Recipe) -> Task:
+    """The task before the names of its labels are known."""
     names: dict[str, Any] = {name: ["0"] for name in ("label_names", "tag_names") if name in _fields(recipe.task.cls)}
     given = {key: value for key, value in recipe.task.arguments.items() if value is not None}
-    task: Task = build("task", recipe.task.cls, {**names, **given})
-    return task.text_columns
+    return build("task", recipe.task.cls, {**names, **given})
 
 
 def _fields(cls: type) -> list[str]:
     return [item.name for item in dataclasses.fields(cls)]
-
-
-def _is_empty(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    if isinstance(value, list):
-        return all(_is_empty(item) for item in value)
-    return value is None
 
 
 def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:

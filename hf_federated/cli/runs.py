@@ -52,7 +52,7 @@ class Run:
         raw, data = self.inputs.raw, self.recipe.data
         lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} rows."]
         if raw.num_empty:
-            lines.append(f"Left out: {raw.num_empty} rows with an empty text.")
+            lines.append(f"Left out: {raw.num_empty} rows in which something is empty.")
         if raw.num_without_client:
             lines.append(f"Left out: {raw.num_without_client} test rows that no client has.")
         if data.test_split is not None:

@@ -57,11 +57,6 @@ class Task(ABC):
         """The metric that runs are compared by."""
 
     @property
-    @abstractmethod
-    def text_columns(self) -> tuple[str, ...]:
-        """Those of `columns` whose texts must not be empty."""
-
-    @property
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments of the model's config that the task decides: its labels."""
         return {}
@@ -70,6 +65,18 @@ class Task(ABC):
     def one_feature_a_row(self) -> bool:
         """Whether each raw row becomes one encoded row, whatever rows stand beside it."""
         return True
+
+    @abstractmethod
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """
+        Which rows [`~Task.encode`] refuses because something in them is missing or nothing but space.
+
+        Args:
+            batch (`Mapping[str, Sequence]`): Raw columns.
+
+        Raises:
+            ValueError: If a column does not exist.
+        """
 
     @abstractmethod
     def encode(
@@ -260,6 +267,11 @@ def read_column(batch: Batch, column: str) -> Sequence[Any]:
     return batch[column]
 
 
+def is_blank(text: Any) -> bool:
+    """Whether a value is no text, or one of nothing but space."""
+    return not isinstance(text, str) or not text.strip()
+
+
 def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list[str]:
     """
     A column of texts, none of them empty.
@@ -274,7 +286,7 @@ def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list
     """
     texts = list(read_column(batch, column))
     for position, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
+        if is_blank(text):
             found = "an empty text" if isinstance(text, str) else f"{text!r} instead of a text"
             raise ValueError(f"{row_name(position, indices)} has {found} in the column {column!r}. Drop such rows.")
     return texts

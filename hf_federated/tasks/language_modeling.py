@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .base import Batch, ComputeMetrics, Task, check_length, first_output, read_texts
+from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts
 from .metrics import Perplexity
 
 
@@ -103,11 +103,6 @@ class LanguageModeling(Task):
         return "perplexity"
 
     @property
-    def text_columns(self) -> tuple[str, ...]:
-        """The raw columns whose texts must not be empty."""
-        return (self.text_column,)
-
-    @property
     def one_feature_a_row(self) -> bool:
         """Whether a row stays a row: not with `block_size`, when a block may hold several."""
         return self.block_size is None
@@ -116,6 +111,10 @@ class LanguageModeling(Task):
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.text_column,)
+
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """Rows without a text."""
+        return [is_blank(text) for text in read_column(batch, self.text_column)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

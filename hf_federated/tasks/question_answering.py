@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction, PreTrainedModel
 
-from .base import Batch, ComputeMetrics, Task, check_length, read_column, read_texts, row_name
+from .base import Batch, ComputeMetrics, Task, check_length, is_blank, read_column, read_texts, row_name
 from .metrics import ExactMatch, TokenF1
 
 
@@ -108,11 +108,6 @@ class QuestionAnswering(Task):
         return "token_f1"
 
     @property
-    def text_columns(self) -> tuple[str, ...]:
-        """The raw columns whose texts must not be empty."""
-        return (self.question_column, self.context_column)
-
-    @property
     def one_feature_a_row(self) -> bool:
         """A long context becomes several features."""
         return False
@@ -121,6 +116,15 @@ class QuestionAnswering(Task):
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.id_column, self.question_column, self.context_column, self.answers_column)
+
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """Rows without a question or a context, or without an answer unless they may have none."""
+        texts = zip(read_column(batch, self.question_column), read_column(batch, self.context_column), strict=True)
+        empty = [is_blank(question) or is_blank(context) for question, context in texts]
+        if self.no_answer:
+            return empty
+        answers = read_column(batch, self.answers_column)
+        return [before or not _gold_answers(golds) for before, golds in zip(empty, answers, strict=True)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

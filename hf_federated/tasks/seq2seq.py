@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .base import Batch, ComputeMetrics, Task, check_length, first_output, read_column, read_texts, row_name
+from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts, row_name
 from .metrics import Rouge
 
 
@@ -93,14 +93,14 @@ class Seq2Seq(Task):
         return "rougeL"
 
     @property
-    def text_columns(self) -> tuple[str, ...]:
-        """The raw columns whose texts must not be empty."""
-        return (self.source_column, self.target_column)
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.source_column, self.target_column)
+
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """Rows without a source or a target, or with an empty one among several."""
+        rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
+        return [is_blank(source) or _is_empty_target(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
@@ -122,7 +122,7 @@ class Seq2Seq(Task):
         rows = []
         for position, value in enumerate(read_column(batch, self.target_column)):
             targets = [value] if isinstance(value, str) else list(value or [])
-            if not targets or not all(isinstance(target, str) and target.strip() for target in targets):
+            if _is_empty_target(value):
                 raise ValueError(
                     f"{row_name(position, indices)} has no target or an empty one in the column"
                     f" {self.target_column!r}. Drop such rows, or encode with `with_labels=False`."
@@ -195,6 +195,11 @@ class Seq2Seq(Task):
             return metric.compute(predictions=_decode(tokenizer, generated), references=references)
 
         return compute_metrics
+
+
+def _is_empty_target(value: Any) -> bool:
+    targets = [value] if isinstance(value, str) else list(value or [])
+    return not targets or any(map(is_blank, targets))
 
 
 def _decode(tokenizer: Any, ids: np.ndarray) -> list[str]:

@@ -25,6 +25,7 @@ from .base import (
     check_length,
     check_names,
     first_output,
+    is_blank,
     label_maps,
     read_column,
     row_name,
@@ -136,11 +137,6 @@ class SequenceTagging(Task):
         return "token_accuracy" if self._span_metric() is None else "span_f1"
 
     @property
-    def text_columns(self) -> tuple[str, ...]:
-        """The raw columns whose texts must not be empty."""
-        return (self.tokens_column,)
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that the task reads."""
         return (self.tokens_column, self.tags_column)
@@ -149,6 +145,10 @@ class SequenceTagging(Task):
     def model_kwargs(self) -> dict[str, Any]:
         """`num_labels`, `id2label` and `label2id`."""
         return label_maps(self.tag_names)
+
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """Rows without a word."""
+        return [all(map(is_blank, words or ())) for words in read_column(batch, self.tokens_column)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

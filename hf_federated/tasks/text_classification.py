@@ -23,6 +23,7 @@ from .base import (
     check_length,
     check_names,
     first_output,
+    is_blank,
     label_maps,
     read_column,
     read_texts,
@@ -144,6 +145,11 @@ class TextClassification(Task):
     def model_kwargs(self) -> dict[str, Any]:
         """`num_labels`, `id2label` and `label2id`."""
         return label_maps(self.label_names)
+
+    def find_empty(self, batch: Batch) -> list[bool]:
+        """Rows without a text, or of which one of the pair is empty."""
+        columns = [read_column(batch, column) for column in self.text_columns]
+        return [any(map(is_blank, texts)) for texts in zip(*columns, strict=True)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

@@ -83,7 +83,12 @@ def test_a_claim_has_the_paired_difference_and_a_verdict():
     differences = [first - second for first, second in zip(FEDOPT, FEDAVG, strict=True)]
     ours = f"{mean(differences):+.4f} ± {sample_deviation(differences):.4f}"
     assert cells(report, "FedOpt > FedAvg")[1:] == ["+0.0207", ours, "3 of 3", "holds"]
-    assert cells(report, "FedAvg > central")[1:] == ["-", f"{0.54 - 0.7:+.4f}", "0 of 1, 2 missing", "does not hold so far"]
+    assert cells(report, "FedAvg > central")[1:] == [
+        "-",
+        f"{0.54 - 0.7:+.4f}",
+        "0 of 1, 2 missing",
+        "does not hold so far",
+    ]
     assert cells(report, "never > FedAvg")[1:] == ["-", "-", "0 of 0, 3 missing", "not measured"]
     assert "no test of significance" in " ".join(report.split())
     assert "signific" not in report.replace("no test of significance", "")

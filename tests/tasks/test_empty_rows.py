@@ -1,0 +1,67 @@
+"""What a task finds empty is what it refuses to encode, row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, TextClassification
+
+
+ANSWER = {"text": "rome", "answer_start": 3}
+# The columns of one row that can be used, and changes of it with whether something is then empty.
+CASES = {
+    "classification": (
+        TextClassification(["a", "b"]),
+        {"text": "in rome", "label": 0},
+        [({}, False), ({"text": " \n"}, True), ({"text": None}, True)],
+    ),
+    "pair": (
+        TextClassification(["a", "b"], text_column=("text", "other")),
+        {"text": "in rome", "other": "film", "label": 0},
+        [({}, False), ({"other": ""}, True)],
+    ),
+    "tagging": (
+        SequenceTagging(["O", "B-LOC"]),
+        {"tokens": ["in", "rome"], "ner_tags": [0, 1]},
+        [
+            ({}, False),
+            ({"tokens": ["", "rome"]}, False),
+            ({"tokens": [], "ner_tags": []}, True),
+            ({"tokens": ["", " "]}, True),
+            ({"tokens": None, "ner_tags": None}, True),
+        ],
+    ),
+    "answers": (
+        QuestionAnswering(max_length=16, stride=2),
+        {"id": "1", "question": "film", "context": "in rome", "answers": [ANSWER]},
+        [({}, False), ({"question": ""}, True), ({"context": None, "answers": []}, True), ({"answers": []}, True)],
+    ),
+    "no answer": (
+        QuestionAnswering(max_length=16, stride=2, no_answer=True),
+        {"id": "1", "question": "film", "context": "in rome", "answers": []},
+        [({}, False), ({"answers": {"text": [], "answer_start": []}}, False), ({"question": " "}, True)],
+    ),
+    "seq2seq": (
+        Seq2Seq(),
+        {"source": "in rome", "target": ["film"]},
+        [({}, False), ({"target": "film"}, False), ({"target": ["film", ""]}, True), ({"target": []}, True)],
+    ),
+    "language": (LanguageModeling(), {"text": "in rome"}, [({}, False), ({"text": ""}, True)]),
+}
+
+
+@pytest.mark.parametrize(("task", "row", "changes"), CASES.values(), ids=CASES)
+def test_rows_that_are_empty_are_those_that_are_refused(tokenizer, task, row, changes):
+    for change, empty in changes:
+        batch = {name: [value] for name, value in {**row, **change}.items()}
+        assert task.find_empty(batch) == [empty]
+        if empty:
+            with pytest.raises(ValueError, match="Row 7"):
+                task.encode(batch, tokenizer, [7])
+        else:
+            assert len(task.encode(batch, tokenizer, [7])["input_ids"]) == 1
+
+
+def test_a_column_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="There is no column 'text'"):
+        LanguageModeling().find_empty({"words": ["a"]})
