@@ -87,8 +87,10 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     result = copy.deepcopy(dict(values))
     for key, change in changes.items():
         there = result.get(key)
-        both = isinstance(change, Mapping) and isinstance(there, dict)
-        result[key] = merged(there, change) if both else copy.deepcopy(change)  # type: ignore[arg-type]
+        if isinstance(change, Mapping) and isinstance(there, dict):
+            result[key] = merged(there, change)
+        else:
+            result[key] = copy.deepcopy(change)
     return result
 
 

@@ -29,7 +29,7 @@ from hf_federated.cli.grid import PlannedRun
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # mypy knows the module only
 
 LOG_NAME = "runs.jsonl"
 LOCK_NAME = "runs.lock"

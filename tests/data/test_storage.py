@@ -429,16 +429,21 @@ def test_a_save_killed_between_its_renames_says_where_the_data_lie(clients, tmp_
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
 
 
-def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monkeypatch):
-    clients.save_to_disk(tmp_path / "clients")
+def refuse_renames(monkeypatch, refused, error: OSError) -> None:
+    """Lets `os.rename(source, target)` fail where `refused(source, target)` says so."""
     rename = os.rename
 
     def failing(source, target):
-        if Path(source).name == "new":
-            raise OSError("the disk is gone")
+        if refused(Path(source), Path(target)):
+            raise error
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", failing)
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monkeypatch):
+    clients.save_to_disk(tmp_path / "clients")
+    refuse_renames(monkeypatch, lambda source, target: source.name == "new", OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
         clients.select_clients(["no"]).save_to_disk(tmp_path / "clients")
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
@@ -447,14 +452,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monke
 
 def test_an_old_folder_that_cannot_be_put_back_is_kept(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
-    rename = os.rename
-
-    def failing(source, target):
-        if Path(target).name == "clients":
-            raise OSError("the disk is gone")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", failing)
+    refuse_renames(monkeypatch, lambda source, target: target.name == "clients", OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
         clients.select_clients(["no"]).save_to_disk(tmp_path / "clients")
     monkeypatch.undo()
@@ -464,14 +462,8 @@ def test_an_old_folder_that_cannot_be_put_back_is_kept(clients, tmp_path, monkey
 
 def test_a_folder_that_cannot_be_moved_is_named_with_what_it_may_be(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
-    rename = os.rename
-
-    def busy(source, target):
-        if Path(source).name == "clients":
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", busy)
+    busy = OSError(errno.EBUSY, "Device or resource busy")
+    refuse_renames(monkeypatch, lambda source, target: source.name == "clients", busy)
     with pytest.raises(OSError, match="a mount point cannot be replaced.*clients"):
         clients.save_to_disk(tmp_path / "clients")
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
