@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .messages import pack, unpack
+from .packing import pack, unpack
 
 
 STAGING_DIR = ".incomplete"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
-from .messages import pack, unpack
 from .notices import NoticeBoard
+from .packing import pack, unpack
 
 
 # One process may wait for another's clients for as long as these train; one that died is noticed at once.
@@ -138,7 +138,7 @@ class Processes:
 
         Args:
             place (`str`): Where in the program this process is, as it stands in an error. The same in all of them.
-            tree (`Any`): What [`~hf_federated.messages.pack`] takes.
+            tree (`Any`): What [`~hf_federated.packing.pack`] takes.
 
         Raises:
             OutOfStepError: In all processes, if they came from different places.

@@ -30,7 +30,8 @@ from hf_federated import (
     Scaffold,
     federate,
 )
-from hf_federated.messages import ClientUpdate, pack, read_message
+from hf_federated.messages import ClientUpdate, read_message
+from hf_federated.packing import pack
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -18,18 +18,15 @@ import torch
 import hf_federated
 from hf_federated.messages import (
     KINDS,
-    TREE_KEY,
     ClientFailure,
     ClientUpdate,
     Evaluate,
     Fit,
     Message,
     Metrics,
-    pack,
-    packed_size,
     read_message,
-    unpack,
 )
+from hf_federated.packing import TREE_KEY, pack, packed_size, unpack
 
 
 STATE = {"layer.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "layer.bias": torch.tensor([-0.0, 1e-30])}

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from hf_federated import FederatedConfig, FederatedTrainer, federate
-from hf_federated.messages import pack
+from hf_federated.packing import pack
 
 
 NUM_ROUNDS = 3

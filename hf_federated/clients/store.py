@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..messages import pack, unpack
+from ..packing import pack, unpack
 
 
 SUFFIX = ".safetensors"

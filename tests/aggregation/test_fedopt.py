@@ -10,7 +10,8 @@ import torch
 
 from hf_federated import FedAvg, FedOpt
 from hf_federated.aggregation.fedopt import SERVER_OPTIMIZERS
-from hf_federated.messages import ClientUpdate, pack, unpack
+from hf_federated.messages import ClientUpdate
+from hf_federated.packing import pack, unpack
 
 
 NUM_ROUNDS = 5
