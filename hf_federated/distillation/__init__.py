@@ -1,0 +1,22 @@
+"""Distillation: server and clients learn from each other's predictions."""
+
+from .losses import (
+    LOSSES,
+    DistillationLoss,
+    kl_divergence,
+    kl_divergence_from_probabilities,
+    mean_absolute_error,
+    mean_squared_error,
+    soft_cross_entropy,
+)
+
+
+__all__ = [
+    "LOSSES",
+    "DistillationLoss",
+    "kl_divergence",
+    "kl_divergence_from_probabilities",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "soft_cross_entropy",
+]
