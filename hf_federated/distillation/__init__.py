@@ -1,5 +1,6 @@
 """Distillation: server and clients learn from each other's predictions."""
 
+from .codec import PredictionCodec
 from .losses import (
     LOSSES,
     DistillationLoss,
@@ -14,6 +15,7 @@ from .losses import (
 __all__ = [
     "LOSSES",
     "DistillationLoss",
+    "PredictionCodec",
     "kl_divergence",
     "kl_divergence_from_probabilities",
     "mean_absolute_error",
