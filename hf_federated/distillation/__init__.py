@@ -22,6 +22,7 @@ from .losses import (
     mean_squared_error,
     soft_cross_entropy,
 )
+from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
 
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "DistillationLoss",
     "PredictionCodec",
     "chain_rule_feedback",
+    "chain_rule_surrogate",
     "directional_derivative",
     "evaluation_mode",
     "kl_divergence",
@@ -38,7 +40,10 @@ __all__ = [
     "mean_absolute_error",
     "mean_squared_error",
     "model_logits",
+    "mpl_sampled_surrogate",
+    "mpl_surrogate",
     "per_example_feedback",
+    "per_example_surrogate",
     "sample_pseudo_labels",
     "soft_cross_entropy",
     "squared_error_feedback",
