@@ -1,0 +1,239 @@
+"""How predictions travel: in fewer bits, and for many classes as the few likely ones.
+
+`int8` is the usual affine quantisation, with a scale of its own for every row. `top_k` keeps a row's largest logits
+and one number for all others, from which the receiver rebuilds a row whose softmax is exact on the classes kept. The
+codec hides nothing: what was NaN or infinite when it was sent is refused where it is received, by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+_INT8_STEPS = 255
+
+
+@dataclass(frozen=True)
+class PredictionCodec:
+    """
+    Packs predictions, one row each, into few and small tensors, and unpacks them.
+
+    Without `top_k` any rows of numbers may travel: logits, probabilities, feedback gradients. **With `top_k` only
+    logits may**: what it keeps of the rest of a row is meant for a softmax. [`~PredictionCodec.dense`] is the codec
+    for everything else. Probabilities that travelled in a narrow dtype sum to 1 only as nearly as it can say, and
+    gradients below 3e-8 are zero in `float16`.
+
+    With `top_k` the classes that are not kept share one logit, their log-mean-exp `log((1/(C−k)) Σ exp z_c)`. The
+    softmax of a decoded row gives every kept class its own probability and spreads what is left evenly.
+
+    | tensor | shape | dtype | when |
+    |---|---|---|---|
+    | `values` | `(N, C)` or `(N, k)` | `dtype` | always |
+    | `scale`, `zero_point` | `(N,)` | float32 | `int8`: the number `n` stands for `zero_point + scale · (n + 128)` |
+    | `indices` | `(N, k)` | uint8, uint16 or int32, the narrowest that holds `C − 1` | `top_k` |
+    | `rest` | `(N,)` | float32 | `top_k` |
+
+    Args:
+        dtype (`str`, *optional*, defaults to `"float32"`):
+            `"float32"`, `"float16"` (at most 65504; larger numbers become infinite and are refused by the receiver),
+            `"bfloat16"` or `"int8"` (finite numbers only, off by at most half of 1/255 of the row's range, and a
+            rounding of float32; constant rows are exact).
+        top_k (`int`, *optional*):
+            `k`, how many logits of each row travel. All of them do, as without it, where a row has no more.
+
+    Raises:
+        ValueError: If the dtype is unknown or `top_k` is not positive.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.distillation import PredictionCodec
+
+    >>> codec = PredictionCodec("bfloat16", top_k=2)
+    >>> encoded = codec.encode(torch.tensor([[1.0, 0.0, 4.0, 0.0]]))
+    >>> encoded["values"], encoded["indices"], encoded["rest"]
+    (tensor([[4., 1.]], dtype=torch.bfloat16), tensor([[2, 0]], dtype=torch.uint8), tensor([0.]))
+    >>> codec.decode(encoded, num_classes=4)
+    tensor([[1., 0., 4., 0.]])
+    >>> codec.num_bytes_per_row(num_classes=50_000), PredictionCodec().num_bytes_per_row(num_classes=50_000)
+    (12, 200000)
+    ```
+    """
+
+    dtype: str = "float32"
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"`dtype` is {self.dtype!r}; predictions travel as one of {', '.join(_DTYPES)}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"`top_k` is {self.top_k}; it must be at least 1, or `None` to send every class.")
+
+    @property
+    def dense(self) -> PredictionCodec:
+        """The same dtype without `top_k`: for probabilities and gradients."""
+        return replace(self, top_k=None)
+
+    def encode(self, predictions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        What travels of some predictions.
+
+        Args:
+            predictions (`torch.Tensor` of shape `(N, C)`):
+                Floating, on any device; with `top_k` they must be logits. Classes that are masked by `-inf` travel in
+                every dtype but `int8`, and in `int8` if they are not among the `top_k`.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Tensors on the CPU, as in the table above.
+
+        Raises:
+            ValueError: If the tensor has another shape or is not floating.
+        """
+        if predictions.ndim != 2 or predictions.shape[1] == 0 or not predictions.is_floating_point():
+            raise ValueError(
+                f"Predictions are {predictions.dtype} of shape {tuple(predictions.shape)}; expected a floating tensor "
+                "with a row for each prediction and a column for each class."
+            )
+        rows = predictions.detach().float()
+        num_classes = rows.shape[1]
+        kept = self._num_kept(num_classes)
+        encoded: dict[str, torch.Tensor] = {}
+        if kept < num_classes:
+            values, indices = rows.topk(kept, dim=1)
+            others = rows.scatter(1, indices, -torch.inf).logsumexp(dim=1) - math.log(num_classes - kept)
+            encoded.update(indices=indices.cpu().to(_index_dtype(num_classes)), rest=others)
+        else:
+            values = rows
+        encoded.update(
+            _quantise(values) if self.dtype == "int8" else {"values": values.to(_DTYPES[self.dtype], copy=True)}
+        )
+        return {name: encoded[name].cpu() for name in self._layout(0, num_classes)}
+
+    def decode(self, encoded: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+        """
+        The predictions that [`~PredictionCodec.encode`] made smaller.
+
+        Args:
+            encoded (`Mapping[str, torch.Tensor]`): What came. It is not trusted.
+            num_classes (`int`): `C`.
+
+        Returns:
+            `torch.Tensor` of shape `(N, C)`: float32, on the device of what came, whose memory it may share. Finite
+            but for classes at `-inf`; no row has only those.
+
+        Raises:
+            ValueError: If a tensor is missing, unexpected or of another dtype or shape than this codec sends for
+                `num_classes`, a class does not exist or comes twice in a row, or a row holds NaN or `+inf` or is
+                `-inf` throughout, so that it has no softmax. The text says which row.
+        """
+        self._check_layout(encoded, num_classes)
+        values = encoded["values"].float()
+        if self.dtype == "int8":
+            values = encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (values + 128)
+        if "indices" in encoded:
+            indices = encoded["indices"].long()
+            _check_indices(indices, num_classes)
+            # (N, k) -> (N, C)
+            values = encoded["rest"].unsqueeze(1).repeat(1, num_classes).scatter(1, indices, values)
+        # NaN is larger than everything to `amax`, so this one pass finds all rows without a softmax.
+        bad = ~values.amax(dim=1).isfinite()
+        if bad.any():
+            raise ValueError(
+                f"{int(bad.sum())} of {len(bad)} rows hold NaN or +inf, or -inf in every class, the first is row "
+                f"{int(bad.nonzero()[0])}; expected predictions that have a softmax. Where the numbers were finite, "
+                f"{self.dtype!r} could not hold them: float16 ends at 65504 and int8 has no -inf."
+            )
+        return values
+
+    def num_bytes_per_row(self, num_classes: int) -> int:
+        """
+        Bytes of tensors that travel for each prediction, without the header of the message that carries them.
+
+        Args:
+            num_classes (`int`): `C`.
+        """
+        layout = self._layout(1, num_classes).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+
+    def _num_kept(self, num_classes: int) -> int:
+        return num_classes if self.top_k is None else min(self.top_k, num_classes)
+
+    def _layout(self, num_rows: int, num_classes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that travels."""
+        kept = self._num_kept(num_classes)
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"values": ((num_rows, kept), _DTYPES[self.dtype])}
+        if self.dtype == "int8":
+            layout["scale"] = layout["zero_point"] = ((num_rows,), torch.float32)
+        if kept < num_classes:
+            layout["indices"] = ((num_rows, kept), _index_dtype(num_classes))
+            layout["rest"] = ((num_rows,), torch.float32)
+        return layout
+
+    def _check_layout(self, encoded: Mapping[str, torch.Tensor], num_classes: int) -> None:
+        if not isinstance(encoded, Mapping):
+            raise ValueError(f"Encoded predictions are a {type(encoded).__name__}; expected a mapping of tensors.")
+        values = encoded.get("values")
+        num_rows = len(values) if isinstance(values, torch.Tensor) and values.ndim else 0
+        layout = self._layout(num_rows, num_classes)
+        if set(encoded) != set(layout):
+            raise ValueError(
+                f"Encoded predictions hold {sorted(map(str, encoded))}; {self} sends {sorted(layout)} for "
+                f"{num_classes} classes."
+            )
+        for name, (shape, dtype) in layout.items():
+            given = encoded[name]
+            if not isinstance(given, torch.Tensor) or given.dtype != dtype or tuple(given.shape) != shape:
+                found = (
+                    f"{given.dtype} of shape {tuple(given.shape)}"
+                    if isinstance(given, torch.Tensor)
+                    else f"a {type(given).__name__}"
+                )
+                raise ValueError(
+                    f"{name!r} of encoded predictions is {found}; {self} sends {dtype} of shape {shape} for "
+                    f"{num_rows} rows and {num_classes} classes."
+                )
+
+
+def _index_dtype(num_classes: int) -> torch.dtype:
+    """The narrowest dtype that holds every class and that safetensors knows."""
+    for dtype in (torch.uint8, torch.uint16):
+        if num_classes - 1 <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32
+
+
+def _quantise(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Affine int8 of each row. A row with a NaN or an infinity gets a NaN for its scale, and so decodes to NaN."""
+    low, high = rows.amin(dim=1), rows.amax(dim=1)
+    scale = (high - low) / _INT8_STEPS
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    divisor = torch.where(scale > 0, scale, 1)
+    steps = ((rows - low.unsqueeze(1)) / divisor.unsqueeze(1)).round().clamp(0, _INT8_STEPS)
+    # NaN has no integer; what stands in for it is multiplied by the row's scale, which is NaN.
+    return {"values": (steps.nan_to_num() - 128).to(torch.int8), "scale": scale, "zero_point": low}
+
+
+def _check_indices(indices: torch.Tensor, num_classes: int) -> None:
+    beyond = ((indices < 0) | (indices >= num_classes)).any(dim=1)
+    if beyond.any():
+        row = int(beyond.nonzero()[0])
+        raise ValueError(
+            f"Row {row} of `indices` names a class outside 0 to {num_classes - 1}: {indices[row].tolist()[:16]}. "
+            "Sender and receiver must agree on the classes and their order."
+        )
+    ordered = indices.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    if repeated.any():
+        row = int(repeated.nonzero()[0])
+        raise ValueError(f"Row {row} of `indices` names a class twice; expected {indices.shape[1]} different ones.")

@@ -1,0 +1,375 @@
+"""How the server's validation loss would change with what its clients predicted.
+
+FedID (Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models, EMNLP 2023)
+lets the clients learn from the loss that the server has on labelled rows after it has learnt from them (equations 12
+to 14). That loss reaches a client through the ensemble's predictions alone. With a server that takes one step of
+gradient descent on a batch of `B` public rows,
+
+    θ⁺ = θ − η ∇L_S(θ),   L_S(θ) = −(1/B) Σ_i Σ_c q_ic log p_ic(θ),   v = ∇L_val(θ⁺),
+
+the chain rule gives what the server sends back for every row `i` and class `c`:
+
+| the server averages | and minimises | feedback | function |
+|---|---|---|---|
+| probabilities `q` | cross-entropy | `G_ic = ∂L_val/∂q_ic = (η/B) v·∇_θ log p_ic(θ)` | [`chain_rule_feedback`] |
+| logits, `q` their softmax | cross-entropy | `q ⊙ (G − ⟨G, q⟩)`, row by row | [`logit_feedback`] |
+| logits `t` | mean squared error | `∂L_val/∂t_ic = (2η/BC) v·∇_θ s_ic(θ)` | [`squared_error_feedback`] |
+
+All derivatives are taken at the old `θ`, in the direction `v`: one forward pass in forward mode, and no graph over the
+server's step. They are exact for this virtual step, if its gradient too was computed in evaluation mode. What the
+server really does with its own optimizer is another step. `Σ_c p_ic G_ic = 0` always, since probabilities sum to 1.
+
+What a client does with the feedback is in `surrogates.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import get_total_norm
+
+
+ComputeLogits = Callable[[nn.Module, Any], torch.Tensor]
+Method = Literal["jvp", "finite_difference"]
+
+
+def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """
+    `model(**inputs)`, or its `.logits` where that is no tensor: one prediction for each row.
+
+    Args:
+        model (`torch.nn.Module`): A model of `transformers`, or one that returns a tensor.
+        inputs (`Mapping[str, Any]`): Its keyword arguments.
+    """
+    outputs = model(**inputs)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """
+    No dropout in the body; afterwards every module is in the mode it was in, also if the body raises.
+
+    Args:
+        model (`torch.nn.Module`): The model.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def loss_gradients(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    The gradient of a loss by parameter name; `.grad` is not touched.
+
+    Args:
+        loss (`torch.Tensor`): A scalar with a graph.
+        parameters (`Mapping[str, torch.Tensor]`): Those that require a gradient. One the loss does not use gets zeros.
+    """
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
+
+
+@contextmanager
+def virtual_step(
+    parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], step_size: float
+) -> Iterator[None]:
+    """
+    In the body the parameters are `θ − η g`, in place; afterwards they are `θ` again, bit for bit, also if it raises.
+
+    What the body computes from the parameters it must also differentiate: a backward pass after it raises, since the
+    values are gone. A copy of the parameters is held meanwhile.
+
+    Args:
+        parameters (`Mapping[str, torch.Tensor]`): `θ` by name.
+        gradients (`Mapping[str, torch.Tensor]`): `g`. What is not named does not move.
+        step_size (`float`): `η`. In a narrow dtype a small step rounds to none.
+
+    Raises:
+        ValueError: If a gradient has no parameter, or another shape.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.distillation import loss_gradients, virtual_step
+
+    >>> parameters = {"w": torch.ones(2, requires_grad=True)}
+    >>> with virtual_step(parameters, {"w": torch.tensor([1.0, 2.0])}, step_size=0.5):
+    ...     loss_gradients(parameters["w"].square().sum(), parameters)
+    {'w': tensor([1., 0.])}
+    >>> parameters["w"]
+    tensor([1., 1.], requires_grad=True)
+    ```
+    """
+    _check_names(gradients, parameters)
+    before = {name: parameters[name].detach().clone() for name in gradients}
+    try:
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                parameters[name].sub_(gradient, alpha=step_size)
+        # An autocast around all this keeps narrow copies of the parameters it has seen.
+        torch.clear_autocast_cache()
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                parameters[name].copy_(value)
+        torch.clear_autocast_cache()
+
+
+def directional_derivative(
+    model: nn.Module,
+    inputs: Any,
+    direction: Mapping[str, torch.Tensor],
+    *,
+    of: Literal["log_probabilities", "logits"] = "log_probabilities",
+    method: Method = "jvp",
+    compute_logits: ComputeLogits = model_logits,
+) -> torch.Tensor:
+    """
+    `v·∇_θ log p_ic(θ)` for every row and class, in evaluation mode; the model is left as it was.
+
+    `"jvp"` is exact: one forward pass in forward mode. Attention runs in torch's plain kernel for it, since the fused
+    ones have no forward derivative. `"finite_difference"` is two forward passes, `(f(θ + εv) − f(θ − εv)) / 2ε`, for
+    models with an operation that has none. Its step has the length `‖εv‖ = (u · max(1, ‖θ‖))^(1/3)`, where `u` is the
+    spacing of the parameters' dtype at 1 and the norms run over the parameters in `v`: it balances the curvature,
+    which costs about `‖εv‖²` of the result, against rounding, which costs about `u · max(1, ‖θ‖) / ‖εv‖`. What the
+    model computes in a narrower dtype than its parameters, under autocast say, rounds far more than that: use `"jvp"`
+    there.
+
+    Args:
+        model (`torch.nn.Module`): The model at `θ`.
+        inputs (`Any`): What `compute_logits` takes, usually a batch.
+        direction (`Mapping[str, torch.Tensor]`): `v`, by the names of `model.named_parameters()`; 0 for others.
+        of (`str`, *optional*, defaults to `"log_probabilities"`): `"log_probabilities"` or `"logits"`.
+        method (`str`, *optional*, defaults to `"jvp"`): `"jvp"` or `"finite_difference"`.
+        compute_logits (`Callable`, *optional*):
+            `(model, inputs) -> logits of shape (N, C)`. A task of tokens selects its positions here.
+
+    Returns:
+        `torch.Tensor` of shape `(N, C)`: Without a graph, in float32 or wider.
+
+    Raises:
+        NotImplementedError: If the model has an operation without a forward derivative (`"jvp"`).
+        ValueError: If `direction` names no parameter of the model, its shape or that of the logits is another, an
+            option is unknown, or the parameters are in half precision (`"finite_difference"`).
+    """
+    if of not in ("log_probabilities", "logits"):
+        raise ValueError(f"`of` is {of!r}; it must be 'log_probabilities' or 'logits'.")
+    if method not in ("jvp", "finite_difference"):
+        raise ValueError(f"`method` is {method!r}; it must be 'jvp' or 'finite_difference'.")
+    parameters = dict(model.named_parameters())
+    _check_names(direction, parameters)
+
+    def outputs(model: nn.Module, inputs: Any) -> torch.Tensor:
+        logits = compute_logits(model, inputs)
+        if logits.ndim != 2:
+            raise ValueError(
+                f"The logits have shape {tuple(logits.shape)}; expected (N, C), one row for each prediction. Select "
+                "the positions in `compute_logits`."
+            )
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.log_softmax(dim=-1) if of == "log_probabilities" else logits
+
+    with evaluation_mode(model), torch.no_grad():
+        if method == "jvp":
+            return _forward_derivative(model, inputs, direction, outputs)
+        moved = {name: parameters[name] for name in direction}
+        return _central_difference(moved, direction, lambda: outputs(model, inputs))
+
+
+class _Outputs(nn.Module):
+    """A function of a model as a module, so that `functional_call` can exchange the model's parameters for it."""
+
+    def __init__(self, model: nn.Module, function: ComputeLogits) -> None:
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return self.function(self.model, inputs)
+
+
+def _forward_derivative(
+    model: nn.Module, inputs: Any, direction: Mapping[str, torch.Tensor], function: ComputeLogits
+) -> torch.Tensor:
+    parameters = dict(model.named_parameters())
+    # Not `torch.func.jvp`: under its transforms no hook may call `requires_grad_`, as those of gradient checkpointing
+    # in transformers do.
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        duals = {
+            f"model.{name}": forward_ad.make_dual(parameters[name].detach(), tangent.to(parameters[name]))
+            for name, tangent in direction.items()
+        }
+        try:
+            outputs = torch.func.functional_call(_Outputs(model, function), duals, (inputs,))
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                "The model has an operation without a forward derivative, which `method='jvp'` needs: "
+                f"{str(error).splitlines()[0]} Load the model with `attn_implementation='sdpa'` or 'eager' if it is "
+                "its attention, or use `method='finite_difference'`."
+            ) from error
+        primal, tangent = forward_ad.unpack_dual(outputs)
+        return torch.zeros_like(primal) if tangent is None else tangent.clone()
+
+
+def _central_difference(
+    parameters: Mapping[str, torch.Tensor], direction: Mapping[str, torch.Tensor], function: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 4]
+    if narrow:
+        raise ValueError(
+            f"{narrow[0]!r} is {parameters[narrow[0]].dtype}, in which a small difference is nothing but rounding; "
+            "use `method='jvp'` or keep the parameters in float32."
+        )
+    length = float(get_total_norm(direction.values()))
+    if length == 0:
+        return torch.zeros_like(function())
+    spacing = max(torch.finfo(parameter.dtype).eps for parameter in parameters.values())
+    size = float(get_total_norm([parameter.detach() for parameter in parameters.values()]))
+    step = (spacing * max(1.0, size)) ** (1 / 3) / length
+    with virtual_step(parameters, direction, -step):
+        above = function()
+    with virtual_step(parameters, direction, step):
+        below = function()
+    return (above - below) / (2 * step)
+
+
+def chain_rule_feedback(
+    model: nn.Module,
+    inputs: Any,
+    validation_gradients: Mapping[str, torch.Tensor],
+    step_size: float,
+    *,
+    method: Method = "jvp",
+    compute_logits: ComputeLogits = model_logits,
+) -> torch.Tensor:
+    """
+    `G_ic = ∂L_val(θ⁺)/∂q_ic = (η/B) v·∇_θ log p_ic(θ)`: the first row of the table above.
+
+    Args:
+        model (`torch.nn.Module`): The server's model at the old `θ`.
+        inputs (`Any`): The public batch that the step was on.
+        validation_gradients (`Mapping[str, torch.Tensor]`): `v`, from inside [`virtual_step`].
+        step_size (`float`): `η`, the same as there.
+        method (`str`, *optional*, defaults to `"jvp"`): As in [`directional_derivative`].
+        compute_logits (`Callable`, *optional*): As in [`directional_derivative`]; its `N` rows are `B`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, C)`: `G`.
+
+    Raises:
+        NotImplementedError: As [`directional_derivative`].
+        ValueError: As [`directional_derivative`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.distillation import (
+    ...     chain_rule_feedback, evaluation_mode, loss_gradients, soft_cross_entropy, virtual_step
+    ... )
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> public, rows, labels = {"input": torch.randn(3, 4)}, torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+    >>> ensemble = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
+    >>> parameters = dict(model.named_parameters())
+    >>> with evaluation_mode(model):
+    ...     gradients = loss_gradients(soft_cross_entropy(model(**public), ensemble), parameters)
+    ...     with virtual_step(parameters, gradients, step_size=0.1):
+    ...         loss = torch.nn.functional.cross_entropy(model(rows), labels)
+    ...         validation_gradients = loss_gradients(loss, parameters)
+    >>> chain_rule_feedback(model, public, validation_gradients, step_size=0.1).shape
+    torch.Size([3, 2])
+    ```
+    """
+    derivative = directional_derivative(
+        model, inputs, validation_gradients, of="log_probabilities", method=method, compute_logits=compute_logits
+    )
+    return derivative * (step_size / max(1, len(derivative)))
+
+
+def logit_feedback(ensemble_probabilities: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
+    """
+    `q ⊙ (G − ⟨G, q⟩)`: the feedback for logits that were averaged, where `q` is the softmax of their mean.
+
+    Args:
+        ensemble_probabilities (`torch.Tensor` of shape `(B, C)`): `q`.
+        feedback (`torch.Tensor` of shape `(B, C)`): `G`, from [`chain_rule_feedback`].
+
+    Returns:
+        `torch.Tensor` of shape `(B, C)`: Each row sums to 0.
+    """
+    expected = (ensemble_probabilities * feedback).sum(dim=-1, keepdim=True)
+    return ensemble_probabilities * (feedback - expected)
+
+
+def squared_error_feedback(
+    model: nn.Module,
+    inputs: Any,
+    validation_gradients: Mapping[str, torch.Tensor],
+    step_size: float,
+    *,
+    method: Method = "jvp",
+    compute_logits: ComputeLogits = model_logits,
+) -> torch.Tensor:
+    """
+    `∂L_val(θ⁺)/∂t_ic = (2η/BC) v·∇_θ s_ic(θ)` for averaged logits `t` that the server fits by
+    [`mean_squared_error`], without centring: the last row of the table above. The arguments, what is returned and what
+    is raised are those of [`chain_rule_feedback`].
+    """
+    derivative = directional_derivative(
+        model, inputs, validation_gradients, of="logits", method=method, compute_logits=compute_logits
+    )
+    return derivative * (2 * step_size / max(1, derivative.numel()))
+
+
+def sample_pseudo_labels(ensemble_probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """
+    `ŷ_i ~ q_i`, one class for each row.
+
+    Args:
+        ensemble_probabilities (`torch.Tensor` of shape `(B, C)`): `q`, as the clients receive it.
+        generator (`torch.Generator`): On the device of `q`.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: int64.
+    """
+    return torch.multinomial(ensemble_probabilities, 1, generator=generator).squeeze(1)
+
+
+def per_example_feedback(feedback: torch.Tensor, pseudo_labels: torch.Tensor) -> torch.Tensor:
+    """
+    `r_i = G_{i, ŷ_i}`: one number for each row instead of `C`, for [`per_example_surrogate`].
+
+    `G` is that of [`chain_rule_feedback`], whether probabilities or logits are averaged.
+
+    Args:
+        feedback (`torch.Tensor` of shape `(B, C)`): `G`.
+        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, from [`sample_pseudo_labels`].
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: `r`.
+    """
+    return feedback.gather(1, pseudo_labels.unsqueeze(1)).squeeze(1)
+
+
+def _check_names(values: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        if name not in parameters:
+            raise ValueError(f"{name!r} names none of the {len(parameters)} parameters; use the model's own names.")
+        if value.shape != parameters[name].shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(value.shape)}, but the parameter has {tuple(parameters[name].shape)}."
+            )
