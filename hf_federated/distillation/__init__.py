@@ -11,16 +11,19 @@ from .client_weights import (
     summarize_logits,
     uniform,
 )
+from .llm_weighting import LLMWeighting, text_generation
 
 
 __all__ = [
     "WEIGHTINGS",
     "ClientReport",
+    "LLMWeighting",
     "Weighting",
     "class_count_weights",
     "enwc",
     "rnwc",
     "size",
     "summarize_logits",
+    "text_generation",
     "uniform",
 ]
