@@ -12,9 +12,11 @@ from .client_weights import (
     uniform,
 )
 from .llm_weighting import LLMWeighting, text_generation
+from .robust_mean import ROBUST_MEANS, robust_mean
 
 
 __all__ = [
+    "ROBUST_MEANS",
     "WEIGHTINGS",
     "ClientReport",
     "LLMWeighting",
@@ -22,6 +24,7 @@ __all__ = [
     "class_count_weights",
     "enwc",
     "rnwc",
+    "robust_mean",
     "size",
     "summarize_logits",
     "text_generation",
