@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 
-# Eigenvalues and scores that differ by less than this share are one: rounding must not choose between clients.
+# Eigenvalues that differ by less than this share are one: rounding must not choose between clients.
 TIE = 1e-9
 
 
@@ -82,6 +82,8 @@ def robust_mean(predictions: torch.Tensor, method: str = "filter", outlier_share
             "client out."
         )
     mean = ROBUST_MEANS[method](points, num_tolerated(len(points), outlier_share))
+    # Rounding may lead out of the clients' range by a last bit, and a probability below 0 has no logarithm.
+    mean = mean.clamp(points.amin(0), points.amax(0))
     return mean.to(predictions.device, predictions.dtype)
 
 
@@ -140,13 +142,12 @@ def filtered_mean(points: torch.Tensor, num_outliers: int) -> torch.Tensor:
     # (num_rows, num_clients, num_classes). Around a point among the honest ones, small differences keep their digits.
     offsets = (points[order] - center).transpose(0, 1)
     weights = torch.ones(offsets.shape[:2], dtype=points.dtype)
-    budget = 2 * num_outliers + TIE
     rows = torch.arange(len(offsets))
     # Every step takes all the weight of at least one client, so there are fewer steps than clients.
     for _ in range(len(points)):
         scores = _outlier_scores(offsets[rows], weights[rows])
         reduced = weights[rows] * (1 - scores)
-        goes_on = (scores.amax(1) > 0) & (len(points) - reduced.sum(1) <= budget)
+        goes_on = (scores.amax(1) > 0) & (len(points) - reduced.sum(1) <= 2 * num_outliers)
         rows = rows[goes_on]
         if not len(rows):
             break
@@ -178,8 +179,7 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     is_top = eigenvalues >= (1 - TIE) * eigenvalues[:, -1:]
     projections = gram @ (roots[..., None] * eigenvectors)
     scores = (projections.square() * is_top[:, None, :]).sum(-1) * is_left
-    scores = scores / scores.amax(1, keepdim=True).clamp(min=smallest)
-    return torch.where(scores > 1 - TIE, 1.0, scores)
+    return scores / scores.amax(1, keepdim=True).clamp(min=smallest)
 
 
 def _weighted_mean(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,8 @@ def test_the_filter_keeps_its_bound_wherever_outliers_lie(num_clients, num_outli
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_that_agree_are_found_among_outliers(method):
-    honest = torch.rand(1, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    points = torch.cat([honest.expand(6, -1, -1), 1e6 * normal(2, 8, 3), honest.expand(2, -1, -1)])
+    honest = torch.rand(1, 50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points = torch.cat([honest.expand(4, -1, -1), 1e6 * normal(2, 50, 3), honest.expand(3, -1, -1)])
     assert torch.equal(robust_mean(points, method), honest[0])
 
 
@@ -129,10 +129,12 @@ def test_the_filter_removes_an_outlier_that_no_coordinate_shows():
 
 
 def test_distributions_stay_distributions():
-    points = normal(9, 30, 5).softmax(-1)
-    mean = robust_mean(points)
-    close(mean.sum(-1), torch.ones(30, dtype=torch.float64))
-    assert (mean >= 0).all()
+    points = normal(9, 2000, 3).softmax(-1)
+    points[:4, :, 0] = 0  # where only these are left, rounding must not make it less
+    points /= points.sum(-1, keepdim=True)
+    mean = robust_mean(points, outlier_share=0.4)
+    close(mean.sum(-1), torch.ones(2000, dtype=torch.float64))
+    assert (mean >= 0).all() and (mean[:, 0] == 0).any()
 
 
 # ---- What must not matter
@@ -165,9 +167,10 @@ def test_the_order_of_clients_changes_no_bit(method):
         assert torch.equal(robust_mean(points[order], method), expected)
 
 
-def test_the_filter_prefers_nobody_where_all_differ_alike():
-    points = torch.eye(3, dtype=torch.float64)[:, None, :]  # three clients, each sure of another class
-    close(robust_mean(points), torch.full((1, 3), 1 / 3, dtype=torch.float64))
+@pytest.mark.parametrize("num_clients", [3, 4, 7, 8])
+def test_the_filter_prefers_nobody_where_all_differ_alike(num_clients):
+    points = (3 * torch.eye(num_clients, dtype=torch.float64)).softmax(-1)[:, None, :]  # each has a class of its own
+    close(robust_mean(points), torch.full((1, num_clients), 1 / num_clients, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("method", METHODS)
