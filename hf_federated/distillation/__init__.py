@@ -12,6 +12,7 @@ from .client_weights import (
     uniform,
 )
 from .llm_weighting import LLMWeighting, text_generation
+from .low_rank import compress, decompress, energy_schedule
 from .robust_mean import ROBUST_MEANS, robust_mean
 
 
@@ -22,6 +23,9 @@ __all__ = [
     "LLMWeighting",
     "Weighting",
     "class_count_weights",
+    "compress",
+    "decompress",
+    "energy_schedule",
     "enwc",
     "rnwc",
     "robust_mean",

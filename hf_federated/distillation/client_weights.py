@@ -196,7 +196,7 @@ def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
             raise ValueError(f"Client {report.client_id!r} reports `class_counts` of {counts!r}; they are below 0.")
     rows = torch.tensor([report.class_counts for report in reports], dtype=torch.float64)
     totals = rows.sum(0)
-    return torch.where(totals > 0, rows / totals.clamp(min=1), 1 / len(reports))
+    return torch.where(totals > 0, rows / totals, 1 / len(reports))
 
 
 def _check_cohort(reports: Sequence[ClientReport]) -> None:

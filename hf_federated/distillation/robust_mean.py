@@ -167,8 +167,7 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
         `torch.Tensor` of shape `(num_rows, num_clients)`, between 0 and 1.
     """
     smallest = torch.finfo(points.dtype).tiny
-    is_left = weights > 0
-    deviations = (points - _weighted_mean(points, weights)[:, None]) * is_left[..., None]
+    deviations = (points - _weighted_mean(points, weights)[:, None]) * (weights > 0)[..., None]
     # Squares of large numbers overflow, those of small ones vanish.
     deviations = deviations / deviations.abs().amax((1, 2), keepdim=True).clamp(min=smallest)
     # Clients are few and classes may be many: the covariance has the eigenvalues of this (num_clients, num_clients)
@@ -178,7 +177,7 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     eigenvalues, eigenvectors = torch.linalg.eigh(roots[:, :, None] * gram * roots[:, None, :])
     is_top = eigenvalues >= (1 - TIE) * eigenvalues[:, -1:]
     projections = gram @ (roots[..., None] * eigenvectors)
-    scores = (projections.square() * is_top[:, None, :]).sum(-1) * is_left
+    scores = (projections.square() * is_top[:, None, :]).sum(-1)
     return scores / scores.amax(1, keepdim=True).clamp(min=smallest)
 
 

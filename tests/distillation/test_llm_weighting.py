@@ -189,9 +189,11 @@ def test_what_a_call_left_is_of_that_call():
 
 
 def test_weights_that_were_returned_may_be_changed_without_changing_the_record():
-    weigh = LLMWeighting(Model("1,1,2"))
+    weigh = LLMWeighting(Model("1,1,2", "no"), retries=0)
     weigh(REPORTS).clear()
     assert weigh.weights == {"alpine": 0.25, "desert": 0.25, "forest": 0.5}
+    weigh(REPORTS).clear()
+    assert weigh.weights == enwc(REPORTS)
 
 
 def test_reports_without_a_usable_loss_are_refused_before_the_model_is_asked():
@@ -273,6 +275,7 @@ def test_a_model_that_writes_numbers_is_heard():
         model.model.embed_tokens.weight.copy_(torch.eye(len(words), 8))
         for before, after in chain:
             model.lm_head.weight[after, before] = 1
+    model.generation_config.max_new_tokens = 1  # would cut the reply short
     pipeline = TextGenerationPipeline(model=model, tokenizer=tokens)
     weigh = LLMWeighting(text_generation(pipeline))
     assert weigh(REPORTS[:2]) == {"alpine": 0.75, "desert": 0.25}
