@@ -1,0 +1,289 @@
+"""Weights from a language model's reply: what is asked, what counts as an answer, and what happens without one."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from language import language_model, tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextGenerationPipeline
+
+from hf_federated.distillation import ClientReport, LLMWeighting, enwc, summarize_logits, text_generation
+from hf_federated.distillation.llm_weighting import INSTRUCTION, REQUEST
+
+
+REPORTS = [
+    ClientReport("alpine", 10, 0.2, f1=0.9, mean_logits=(1.5, -0.25), std_logits=(0.5, 0.75), mean_entropy=0.125),
+    ClientReport("desert", 30, 0.4, f1=0.8),
+    ClientReport("forest", 60, 0.8),
+]
+
+
+class Model:
+    """Gives its replies one after the other, the last one again and again, and keeps the prompts."""
+
+    def __init__(self, *replies):
+        self.replies = list(replies)
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt):
+        self.prompts.append(prompt)
+        reply = self.replies[min(len(self.prompts), len(self.replies)) - 1]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+# ---- What is asked
+
+
+def test_the_prompt_holds_what_the_reports_hold():
+    model = Model("1,1,1")
+    LLMWeighting(model)(REPORTS)
+    (prompt,) = model.prompts
+    assert prompt.split("\n") == [
+        INSTRUCTION,
+        "",
+        "Client 1: training loss=0.2, F1=0.9, mean logits per class=[1.5, -0.25], "
+        "standard deviation of logits per class=[0.5, 0.75], logits entropy=0.125",
+        "Client 2: training loss=0.4, F1=0.8",
+        "Client 3: training loss=0.8",
+        "",
+        REQUEST,
+    ]
+
+
+def test_neither_ids_nor_rows_of_logits_are_in_the_prompt():
+    logits = torch.tensor([[1.2345, 6.789], [2.3456, 7.891]])
+    model = Model("1")
+    LLMWeighting(model)([ClientReport("secret id", 10, 0.2, **summarize_logits(logits))])
+    assert "secret" not in model.prompts[0]
+    assert not any(f"{value:.4g}" in model.prompts[0] for value in logits.flatten().tolist())
+    assert f"[{(1.2345 + 2.3456) / 2:.4g}, {(6.789 + 7.891) / 2:.4g}]" in model.prompts[0]
+
+
+# ---- Replies that count
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("0.2,0.3,0.5", [0.2, 0.3, 0.5]),
+        ("2, 3, 5", [0.2, 0.3, 0.5]),
+        (" \n0.2 ,\n0.3,\t0.5.\n", [0.2, 0.3, 0.5]),
+        ("0,0,7", [0, 0, 1]),
+        (".5,1.,5e-1", [0.25, 0.5, 0.25]),
+        ("1e308,1e308,1E+308", [1 / 3, 1 / 3, 1 / 3]),
+        ("5e-324,5e-324,0", [0.5, 0.5, 0]),
+    ],
+    ids=repr,
+)
+def test_numbers_are_normalized(reply, expected, caplog):
+    weigh = LLMWeighting(Model(reply))
+    weights = weigh(REPORTS)
+    assert list(weights) == ["alpine", "desert", "forest"]
+    assert list(weights.values()) == pytest.approx(expected, abs=1e-15)
+    assert math.fsum(weights.values()) == pytest.approx(1, abs=1e-15)
+    assert (weigh.weights, weigh.fell_back, weigh.num_attempts) == (weights, False, 1)
+    assert not caplog.records
+
+
+# ---- Replies that do not
+
+REFUSED = {
+    "0.2,0.8": "expected 3 numbers separated by commas, got 2 pieces",
+    "0.1,0.2,0.3,0.4": "got 4 pieces",
+    "": "got 1 pieces",
+    "The weights are 0.2, 0.3 and 0.5": "got 2 pieces",
+    "Sure: 0.2, 0.3, 0.5": "piece 1 is not",
+    "0.2,nan,0.5": "piece 2 is not",
+    "0.2,0.3,inf": "piece 3 is not",
+    "0.2,0.3,1e999": "piece 3 is not a finite",
+    "0.2,-0.3,0.5": "piece 2 is not a finite decimal number without a sign",
+    "20%,30%,50%": "piece 1 is not",
+    "[0.2,0.3,0.5]": "piece 1 is not",
+    "0.2,,0.5": "piece 2 is not",
+    "0.2,0.3,0.5..": "piece 3 is not",
+    "1_0,2,3": "piece 1 is not",
+    "٢,٣,٥": "piece 1 is not",
+    "0 1,2,3": "piece 1 is not",
+    "0,0,0": "all numbers are 0",
+}
+
+
+@pytest.mark.parametrize("reply", REFUSED, ids=repr)
+def test_anything_else_is_refused_and_enwc_takes_over(reply, caplog):
+    model = Model(reply)
+    weigh = LLMWeighting(model, retries=1, beta=3.0)
+    with caplog.at_level(logging.WARNING):
+        weights = weigh(REPORTS)
+    assert weights == enwc(REPORTS, beta=3.0) == weigh.weights
+    assert weigh.fell_back and weigh.num_attempts == len(model.prompts) == 2
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert REFUSED[reply] in text and repr(reply) in text and "ENWC's (beta=3.0)" in text and "2 attempts" in text
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (RuntimeError("CUDA out of memory"), "a RuntimeError. It says 'CUDA out of memory'"),
+        (None, "it was a NoneType and no text. It was 'None'"),
+        ([0.2, 0.3, 0.5], "it was a list and no text. It was '[0.2, 0.3, 0.5]'"),
+        (b"1,2,3", "it was a bytes and no text"),
+    ],
+    ids=repr,
+)
+def test_an_error_or_something_else_than_text_is_a_refused_reply(reply, reason, caplog):
+    weigh = LLMWeighting(Model(reply))
+    assert weigh(REPORTS) == enwc(REPORTS)
+    assert weigh.fell_back and weigh.num_attempts == 3
+    assert reason in caplog.text
+
+
+def test_a_long_reply_is_shortened_in_the_log(caplog):
+    LLMWeighting(Model("so " * 1000), retries=0)(REPORTS)
+    assert repr(("so " * 1000)[:200]) + "…" in caplog.text and "so " * 67 not in caplog.text
+
+
+def test_an_interrupt_is_not_a_reply():
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LLMWeighting(interrupted)(REPORTS)
+
+
+# ---- Again
+
+
+def test_the_model_is_told_what_was_wrong_and_may_mend_it(caplog):
+    model = Model("0.5, 0.5", TimeoutError("busy"), "1,1,2")
+    weigh = LLMWeighting(model)
+    assert list(weigh(REPORTS).values()) == [0.25, 0.25, 0.5]
+    first, second, third = model.prompts
+    assert second == first + "\nYour last reply was refused: expected 3 numbers separated by commas, got 2 pieces."
+    assert third == first + "\nYour last reply was refused: there was none, but a TimeoutError."
+    assert (weigh.fell_back, weigh.num_attempts, weigh.prompt_length) == (False, 3, len(third))
+    assert not caplog.records
+
+
+def test_without_retries_the_model_is_asked_once():
+    model = Model("no")
+    LLMWeighting(model, retries=0)(REPORTS)
+    assert len(model.prompts) == 1
+
+
+def test_what_a_call_left_is_of_that_call():
+    weigh = LLMWeighting(Model("no", "1,3"), retries=0)
+    assert (weigh.weights, weigh.fell_back, weigh.num_attempts, weigh.prompt_length) == (None,) * 4
+    weigh(REPORTS)
+    assert weigh.fell_back
+    weigh(REPORTS[:2])
+    assert not weigh.fell_back and weigh.weights == {"alpine": 0.25, "desert": 0.75}
+
+
+def test_weights_that_were_returned_may_be_changed_without_changing_the_record():
+    weigh = LLMWeighting(Model("1,1,2", "no"), retries=0)
+    weigh(REPORTS).clear()
+    assert weigh.weights == {"alpine": 0.25, "desert": 0.25, "forest": 0.5}
+    weigh(REPORTS).clear()
+    assert weigh.weights == enwc(REPORTS)
+
+
+def test_reports_without_a_usable_loss_are_refused_before_the_model_is_asked():
+    model = Model("1")
+    with pytest.raises(ValueError, match="Client 'a' reports a training loss of nan"):
+        LLMWeighting(model)([ClientReport("a", 1, float("nan"))])
+    with pytest.raises(ValueError, match="no clients to weigh"):
+        LLMWeighting(model)([])
+    assert not model.prompts
+
+
+def test_negative_retries_are_refused():
+    with pytest.raises(ValueError, match="`retries` is -1; it must be 0 or more"):
+        LLMWeighting(Model(""), retries=-1)
+
+
+# ---- A model of transformers
+
+
+@pytest.fixture
+def pipeline():
+    return TextGenerationPipeline(model=language_model(), tokenizer=tokenizer())
+
+
+def test_a_pipeline_replies_the_same_new_text_each_time(pipeline):
+    generate = text_generation(pipeline, max_new_tokens=5)
+    reply = generate("snow1 snow2 snow3")
+    torch.manual_seed(1)
+    assert reply == generate("snow1 snow2 snow3")
+    full = pipeline("snow1 snow2 snow3", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert reply and full == "snow1 snow2 snow3" + reply
+
+
+def test_a_chat_template_is_used_where_there_is_one(pipeline):
+    plain = text_generation(pipeline, max_new_tokens=5)("snow1")
+    pipeline.tokenizer.chat_template = "sand5 {{ messages[0]['role'] }} {{ messages[0]['content'] }} sand7"
+    reply = text_generation(pipeline, max_new_tokens=5)("snow1")
+    pipeline.tokenizer.chat_template = None
+    assert reply == text_generation(pipeline, max_new_tokens=5)("sand5 user snow1 sand7") != plain
+
+
+def test_sampling_is_possible(pipeline):
+    generate = text_generation(pipeline, max_new_tokens=8, do_sample=True)
+    replies = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        replies.add(generate("snow1"))
+    assert len(replies) > 1
+
+
+def test_an_untrained_model_has_no_weights_to_give(pipeline, caplog):
+    weigh = LLMWeighting(text_generation(pipeline, max_new_tokens=4))
+    assert weigh(REPORTS) == enwc(REPORTS)
+    assert weigh.fell_back and "ENWC" in caplog.text
+
+
+def test_a_model_that_writes_numbers_is_heard():
+    """Llama with attention and feed-forward switched off: its head sends each token to the one after it."""
+    words = ["<pad>", "<eos>", "<unk>", "ask", "3", ",", "1"]
+    tokens = _tokenizer(words)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+    chain = [(2, 4), (3, 4), (4, 5), (5, 6), (6, 1)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight.copy_(torch.eye(len(words), 8))
+        for before, after in chain:
+            model.lm_head.weight[after, before] = 1
+    model.generation_config.max_new_tokens = 1  # would cut the reply short
+    pipeline = TextGenerationPipeline(model=model, tokenizer=tokens)
+    weigh = LLMWeighting(text_generation(pipeline))
+    assert weigh(REPORTS[:2]) == {"alpine": 0.75, "desert": 0.25}
+    assert not weigh.fell_back
+
+
+def _tokenizer(words):
+    """One word, one token; words it does not know are `<unk>`."""
+    model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
