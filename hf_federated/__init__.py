@@ -1,8 +1,9 @@
 """Federated learning for everyone who already uses `transformers`."""
 
 from .adapters import freeze_layers
-from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, Scaffold
-from .callbacks import AggregationCallback, FederatedCallback, ServerState
+from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, LocalOnly, Scaffold
+from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
+from .clients import ClientSpec
 from .config import FederatedConfig
 from .data import (
     DatasetSource,
@@ -18,22 +19,47 @@ from .data import (
     QuantityDirichletPartitioner,
     split_for_distillation,
 )
+from .distillation import (
+    DISTILLATIONS,
+    DSFL,
+    MHAT,
+    AdaFD,
+    Cronus,
+    Distillation,
+    FedED,
+    FedID,
+    FedKD,
+    FedMD,
+    text_generation,
+)
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
-from .rounds import RoundFailedError
 from .trainer import FederatedTrainer, federate
+from .validation import RoundFailedError
 
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AGGREGATIONS",
+    "DISTILLATIONS",
+    "DSFL",
+    "MHAT",
+    "AdaFD",
     "Aggregation",
     "AggregationCallback",
+    "ClientSpec",
     "ClipUpdate",
+    "Cronus",
     "DatasetSource",
+    "Distillation",
+    "DistillationCallback",
     "FeatureClusterPartitioner",
     "FedAvg",
+    "FedED",
+    "FedID",
+    "FedKD",
+    "FedMD",
     "FedOpt",
     "FedProx",
     "FederatedCallback",
@@ -45,6 +71,7 @@ __all__ = [
     "LabelDirichletPartitioner",
     "Ledger",
     "LocalHook",
+    "LocalOnly",
     "MultiDomainPartitioner",
     "NaturalPartitioner",
     "NestedPartitioner",
@@ -57,4 +84,5 @@ __all__ = [
     "federate",
     "freeze_layers",
     "split_for_distillation",
+    "text_generation",
 ]

@@ -22,6 +22,7 @@ from transformers import TrainingArguments
 from .aggregation import Aggregation
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .distillation import Distillation
 from .processes import Processes, by_value, name_processes
 
 
@@ -45,6 +46,7 @@ def describe(
     args: TrainingArguments,
     config: FederatedConfig,
     aggregation: Aggregation,
+    distillation: Distillation | None,
     model: nn.Module,
     clients: Mapping[str, FederatedDataset],
     postprocessors: Sequence[Any],
@@ -56,7 +58,8 @@ def describe(
     Args:
         args (`TrainingArguments`): The user's.
         config ([`FederatedConfig`]): With everything filled in.
-        aggregation ([`Aggregation`]): The algorithm.
+        aggregation ([`Aggregation`]): The averaging algorithm.
+        distillation ([`Distillation`], *optional*): The distillation algorithm.
         model (`torch.nn.Module`): Its names, shapes and dtypes are described, not its values.
         clients (`Mapping[str, FederatedDataset]`): By what they are called in an error.
         postprocessors (`Sequence[Postprocessor]`): Between a client's training and the aggregate.
@@ -70,6 +73,9 @@ def describe(
     lines |= {f"{type(args).__name__}.{name}": text for name, text in _texts(arguments)}
     lines["aggregation"] = type(aggregation).__name__
     lines |= {f"aggregation.{name}": text for name, text in _texts(aggregation.settings())}
+    lines["distillation"] = type(distillation).__name__
+    if distillation is not None:
+        lines |= {f"distillation.{name}": text for name, text in _texts(distillation.settings())}
     lines["postprocessors"] = repr([type(postprocessor).__name__ for postprocessor in postprocessors])
     lines["checkpoint to resume from"] = repr(checkpoint)
     values = [*model.named_parameters(), *model.named_buffers()]

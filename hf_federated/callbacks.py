@@ -1,4 +1,4 @@
-"""Events of a round, and the callback through which averaging algorithms run.
+"""Events of a round, and the callbacks through which algorithms run.
 
 A [`FederatedCallback`] is a `TrainerCallback` with six more events. An ordinary `TrainerCallback` keeps working: its
 events fire once a round.
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .adapters import Exchange
 from .aggregation import Accumulator, Aggregation
+from .distillation import Ask, Cohort, Distillation, DistillationServer
 from .messages import ClientUpdate
 
 
@@ -34,6 +36,11 @@ class ServerState:
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
         accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
             the updates of all processes when `on_aggregate` fires.
+        client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
+            `num_examples`, `num_tokens` and `num_steps`; known from `on_aggregate` on.
+        min_clients (`int`): Clients that a round needs.
+        ask (`Callable`): `ask(phase, client_ids, message_for)` sends clients further messages and returns their
+            replies by client.
 
     Example:
 
@@ -56,6 +63,9 @@ class ServerState:
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     accumulators: list[Accumulator] = field(default_factory=list)
+    client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    min_clients: int = 1
+    ask: Ask | None = None
 
 
 class FederatedCallback(TrainerCallback):
@@ -194,3 +204,75 @@ class AggregationCallback(FederatedCallback):
         # A round's sums are as large as the model; they must not lie about until the next round.
         server.accumulators.remove(self._accumulator)
         self._accumulator = None
+
+
+class DistillationCallback(FederatedCallback):
+    """
+    Runs a distillation algorithm after the clients' local training. `distillation=` of [`FederatedConfig`] installs
+    it.
+
+    Args:
+        algorithm ([`Distillation`]): The algorithm.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import DistillationCallback, DSFL
+
+    >>> DistillationCallback(DSFL()).algorithm
+    DSFL()
+    ```
+    """
+
+    def __init__(self, algorithm: Distillation) -> None:
+        self.algorithm = algorithm
+        # Of the last round, for the log.
+        self.logs: dict[str, float] = {}
+        self._server: DistillationServer | None = None
+        self._exchange: Exchange | None = None
+
+    def start(self, server: DistillationServer, exchange: Exchange) -> None:
+        """
+        Called when a run begins.
+
+        Args:
+            server ([`DistillationServer`]): The server's model and rows.
+            exchange ([`Exchange`]): Reads that model.
+        """
+        self.logs = {}
+        self._server, self._exchange = server, exchange
+        self.algorithm.setup(server.num_rounds)
+
+    def on_distill(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        server: ServerState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert server is not None and server.ask is not None
+        assert self._server is not None and self._exchange is not None
+        num_classes = self._server.student.num_classes
+        cohort = Cohort(
+            round=server.round,
+            metrics=dict(server.client_metrics),
+            ask=server.ask,
+            decode=lambda values: self.algorithm.decode(values, num_classes),
+            seed=self._server.seed,
+            min_clients=server.min_clients,
+            rejected=server.rejected,
+        )
+        self.logs = self.algorithm.distill(cohort, self._server)
+        server.weights = self._exchange.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the server keeps between rounds beside its model, as scalars and tensors."""
+        assert self._server is not None
+        return {"algorithm": self.algorithm.state_dict(), "student": self._server.student.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, before the first round."""
+        assert self._server is not None
+        self.algorithm.load_state_dict(state["algorithm"])
+        self._server.student.load_state_dict(state["student"])

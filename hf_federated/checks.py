@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
@@ -10,10 +10,12 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from .aggregation import Aggregation
+from .aggregation import Aggregation, FedAvg, LocalOnly
+from .client_models import Participants
 from .clients import ClientSampler
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .distillation import Distillation
 
 
 logger = logging.get_logger(__name__)
@@ -23,7 +25,15 @@ SINGLE_CLIENT = "0"
 # Their learning rate depends on evaluations that happen between rounds, outside any client.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # How long a run is, what is watched, and where it happens.
-MAY_CHANGE = ("num_rounds", "min_clients", "evaluate_clients", "log_clients", "parallelism", "client_store")
+MAY_CHANGE = (
+    "num_rounds",
+    "min_clients",
+    "evaluate_clients",
+    "log_clients",
+    "parallelism",
+    "client_store",
+    "max_resident_clients",
+)
 
 
 def as_federated_dataset(train_dataset: Any, federation: FederatedConfig | None) -> FederatedDataset | None:
@@ -161,12 +171,13 @@ def check_clients(
 
 
 def federation_identity(
-    federation: FederatedConfig, algorithm: Aggregation, clients: FederatedDataset
+    federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None, clients: FederatedDataset
 ) -> dict[str, Any]:
     """What makes a run this run and no other: whatever changes its numbers, except for its length."""
     identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
-    del identity["aggregation_kwargs"]
-    return {**identity, "aggregation": repr(algorithm), "clients": dict(sorted(clients.num_rows.items()))}
+    del identity["aggregation_kwargs"], identity["distillation_kwargs"]
+    identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
+    return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
 def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
@@ -200,6 +211,63 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: 
             f"{checkpoint!r} is of another federation (there) than this run (here). {'; '.join(changes)}. Resume with "
             "what the checkpoint has, or start a new run from its model. What a resume may change: "
             f"{', '.join(MAY_CHANGE)}."
+        )
+
+
+def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> None:
+    """
+    Refuse an average of parameters beside a distillation in which they do not travel.
+
+    Raises:
+        ValueError: If one was asked for.
+    """
+    if aggregation.name not in (FedAvg.name, LocalOnly.name) or aggregation.non_default_settings():
+        raise ValueError(
+            f"aggregation={aggregation.name!r} has nothing to average: with distillation={distillation.name!r} "
+            "clients send predictions, and keep their parameters. Leave `aggregation` out."
+        )
+
+
+def check_participants(
+    federation: FederatedConfig,
+    aggregation: Aggregation,
+    distillation: Distillation | None,
+    participants: Participants,
+    client_ids: Sequence[str],
+) -> None:
+    """
+    Check public rows, labelled rows and clients that differ against the algorithm.
+
+    Raises:
+        ValueError: It names what is missing or has no use, and what to change.
+    """
+    name = None if distillation is None else distillation.name
+    if distillation is not None and not participants.public_dataset:
+        found = "none was given" if participants.public_dataset is None else "it has no rows"
+        raise ValueError(
+            f"distillation={name!r} needs `public_dataset`, rows without labels that server and clients have: "
+            f"{found}. `split_for_distillation` sets some aside."
+        )
+    if distillation is None and (participants.public_dataset is not None or participants.server_dataset is not None):
+        raise ValueError(
+            "`public_dataset` and `server_dataset` are for distillation, and `distillation` of FederatedConfig names "
+            "no algorithm."
+        )
+    if distillation is not None and distillation.needs_labelled and not participants.server_dataset:
+        raise ValueError(f"{distillation!r} needs `server_dataset`: labelled rows of the server's own.")
+    if participants.differ and (aggregation.exchanges_parameters or (distillation and distillation.sends_parameters)):
+        raise ValueError(
+            "`clients` and `client_model_init` give clients models of their own, and "
+            f"{name or aggregation.name!r} exchanges parameters, which must fit all of them. Take a method that "
+            "exchanges predictions: distillation='fedid', 'adafd', 'dsfl', 'mhat'."
+        )
+    if unknown := sorted(set(participants.clients) - set(client_ids)):
+        raise ValueError(f"`clients` names {unknown[:5]}, which have no rows; the clients are {list(client_ids)[:5]}.")
+    with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
+    if with_tokenizers and participants.task is None:
+        raise ValueError(
+            f"Client {with_tokenizers[0]!r} has a tokenizer of its own, so rows must stay raw until it encodes them: "
+            "give the trainer a `task`, such as TextClassification."
         )
 
 

@@ -76,6 +76,11 @@ class FederatedConfig:
             How client parameters become global ones: a name of `hf_federated.AGGREGATIONS` or an instance.
         aggregation_kwargs (`dict`, *optional*):
             Arguments of the algorithm when it is named by string. JSON text on a command line.
+        distillation (`str` or [`~hf_federated.distillation.Distillation`], *optional*):
+            How the server, and clients with models of their own, learn from predictions of public rows: a name of
+            `hf_federated.DISTILLATIONS` or an instance. The trainer then needs `public_dataset`.
+        distillation_kwargs (`dict`, *optional*):
+            Arguments of that algorithm when it is named by string. JSON text on a command line.
         exchange (`str`, *optional*, defaults to `"auto"`):
             What travels. `"auto"`: the adapter of a PEFT model, otherwise the trainable parameters; `"trainable"`;
             `"adapter"`; `"all"`: trainable and frozen parameters and buffers.
@@ -105,6 +110,9 @@ class FederatedConfig:
             under the same launch.
         client_store (`str`, *optional*, defaults to `"memory"`):
             Where the state that a client keeps between rounds lives: `"memory"` or `"disk"` (below `output_dir`).
+        max_resident_clients (`int`, *optional*):
+            Where clients have models of their own: how many of these are in memory at a time. The others wait in the
+            client store, and results are the same. All by default.
         federation_seed (`int`, *optional*):
             Seed of client sampling and of the clients' own randomness. Defaults to `seed` of the training arguments.
             (Not `seed`: `HfArgumentParser` could then not parse both dataclasses.)
@@ -135,6 +143,10 @@ class FederatedConfig:
     aggregation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
+    distillation: str | None = field(default=None, metadata={"help": "Name of the distillation algorithm."})
+    distillation_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
+    )
     exchange: str = field(default="auto", metadata={"help": "What travels.", "choices": list(EXCHANGES)})
     exchange_dtype: str | None = field(
         default=None, metadata={"help": "Dtype of what travels (default: its own).", "choices": list(EXCHANGE_DTYPES)}
@@ -159,6 +171,9 @@ class FederatedConfig:
     client_store: str = field(
         default="memory", metadata={"help": "Where state kept by clients lives.", "choices": list(STORES)}
     )
+    max_resident_clients: int | None = field(
+        default=None, metadata={"help": "Clients' own models in memory at a time (default: all)."}
+    )
     federation_seed: int | None = field(
         default=None, metadata={"help": "Seed of sampling and of the clients (default: seed)."}
     )
@@ -166,6 +181,9 @@ class FederatedConfig:
     def __post_init__(self) -> None:
         # Typed as text for the command line's sake; whoever reads the field finds a dictionary.
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
+        self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
+        if self.max_resident_clients is not None and self.max_resident_clients < 1:
+            raise ValueError(f"`max_resident_clients` is {self.max_resident_clients}; it must be at least 1.")
         if self.num_rounds is not None and self.num_rounds < 1:
             raise ValueError(f"`num_rounds` is {self.num_rounds}; it must be at least 1.")
         if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
@@ -206,6 +224,9 @@ class FederatedConfig:
         if not isinstance(self.aggregation, str):
             values["aggregation"] = self.aggregation.name
             values["aggregation_kwargs"] = self.aggregation.non_default_settings()
+        if self.distillation is not None and not isinstance(self.distillation, str):
+            values["distillation"] = self.distillation.name
+            values["distillation_kwargs"] = self.distillation.non_default_settings()
         return values
 
     @classmethod

@@ -17,6 +17,9 @@ from .packing import pack, packed_size, unpack
 
 M = TypeVar("M", bound="Message")
 
+# How a client names, among its metrics, the rows that it has of each class.
+CLASS_COUNT = "class_count_"
+
 
 @dataclass(frozen=True)
 class Message:
@@ -36,18 +39,19 @@ class Message:
     round: int
     client_id: str
 
-    def _tree(self) -> dict[str, Any]:
+    def to_tree(self) -> dict[str, Any]:
+        """What is serialised: the kind and the fields, as a tree that `pack` takes."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {"kind": self.kind, "fields": fields}
 
     def to_bytes(self) -> bytes:
         """One blob of bytes: safetensors with a JSON header."""
-        return pack(self._tree())
+        return pack(self.to_tree())
 
     @property
     def num_bytes(self) -> int:
         """`len(self.to_bytes())`, without serialising."""
-        return packed_size(self._tree())
+        return packed_size(self.to_tree())
 
     @classmethod
     def from_bytes(cls: type[M], blob: bytes) -> M:
@@ -81,10 +85,13 @@ class Fit(Message):
         round (`int`): Round number, from 0.
         client_id (`str`): To whom it goes.
         seed (`int`): What the client draws its randomness from, except for shuffling. Below 2**32.
-        state (`dict[str, torch.Tensor]`): The global values of what is exchanged, by parameter name.
+        state (`dict[str, torch.Tensor]`): The global values of what is exchanged, by parameter name. Empty where the
+            client goes on from a model of its own.
         extra (`dict[str, torch.Tensor]`): What the algorithm sends beside it, by parameter name (Scaffold: the server
             control variate). Empty for most.
         settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
+        returns_state (`bool`): Whether the update holds what training made of the state. Where clients keep models of
+            their own and answer with predictions, it holds none.
     """
 
     kind: ClassVar[str] = "fit"
@@ -93,6 +100,7 @@ class Fit(Message):
     state: dict[str, torch.Tensor]
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    returns_state: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,120 @@ class Metrics(Message):
 
 
 @dataclass(frozen=True)
+class PublicRowsMessage(Message):
+    """
+    Base of the messages about public rows, which both sides have: they are named by their places, and never sent.
+
+    Args:
+        round (`int`): Round number, from 0.
+        client_id (`str`): To whom it goes.
+        order (`int`, *optional*): Seed of the order that `start` and `stop` count in, as [`public_order`] draws it;
+            `None` for the rows as they are.
+        start (`int`): First row.
+        stop (`int`): The row after the last.
+        seed (`int`): What the client draws its randomness from. Below 2**32.
+    """
+
+    order: int | None
+    start: int
+    stop: int
+    seed: int
+
+
+def public_order(num_rows: int, seed: int | None) -> torch.Tensor:
+    """
+    The order of the public rows that a seed stands for, the same wherever it is drawn.
+
+    Args:
+        num_rows (`int`): Public rows.
+        seed (`int`, *optional*): `None` for the rows as they are.
+
+    Returns:
+        `torch.Tensor`: Row numbers, int64, of shape `(num_rows,)`.
+    """
+    if seed is None:
+        return torch.arange(num_rows)
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Predict(PublicRowsMessage):
+    """
+    Server to client: predict these public rows with your own model.
+
+    Args:
+        round, client_id, order, start, stop, seed: As in [`PublicRowsMessage`].
+        keeps_graph (`bool`): Whether a [`Feedback`] on the same rows follows, through which the client trains: the
+            prediction is then a forward pass in training mode, with dropout drawn from `seed`.
+    """
+
+    kind: ClassVar[str] = "predict"
+
+    keeps_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Predictions(Message):
+    """
+    Client to server: what its model says of the rows asked for.
+
+    Args:
+        round (`int`): Round number, from 0.
+        client_id (`str`): From whom it comes.
+        values (`dict[str, torch.Tensor]`): The predictions in the order of the rows, as the algorithm's codec writes
+            them.
+    """
+
+    kind: ClassVar[str] = "predictions"
+
+    values: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Distill(PublicRowsMessage):
+    """
+    Server to client: train your own model on these predictions of public rows. It answers with [`Metrics`].
+
+    Args:
+        round, client_id, order, start, stop, seed: As in [`PublicRowsMessage`].
+        targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
+            writes it.
+        num_epochs (`int`): Passes over the rows.
+        num_training_steps (`int`): Optimizer steps of all such messages of the run, for the learning-rate curve.
+        settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
+    """
+
+    kind: ClassVar[str] = "distill"
+
+    targets: dict[str, torch.Tensor]
+    num_epochs: int
+    num_training_steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Feedback(PublicRowsMessage):
+    """
+    Server to client: take one step on the predictions that you just sent of these rows. It answers with [`Metrics`].
+
+    Args:
+        round, client_id, order, start, stop, seed: As in the [`Predict`] that it follows.
+        targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
+            writes it.
+        feedback (`dict[str, torch.Tensor]`): What the algorithm says of the client's predictions.
+        num_training_steps (`int`): Such messages of the run, for the learning-rate curve.
+        settings (`dict[str, Any]`): The algorithm's numbers for this client, JSON scalars only.
+    """
+
+    kind: ClassVar[str] = "feedback"
+
+    targets: dict[str, torch.Tensor]
+    feedback: dict[str, torch.Tensor]
+    num_training_steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ClientFailure(Message):
     """
     Client to server: the work asked for could not be done.
@@ -173,7 +295,26 @@ class ClientFailure(Message):
     error: str
 
 
-KINDS: dict[str, type[Message]] = {cls.kind: cls for cls in (Fit, ClientUpdate, Evaluate, Metrics, ClientFailure)}
+KINDS: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (Fit, ClientUpdate, Evaluate, Metrics, Predict, Predictions, Distill, Feedback, ClientFailure)
+}
+
+
+def message_from_tree(tree: Any) -> Message:
+    """
+    The message of whatever kind that a tree holds.
+
+    Args:
+        tree (`Any`): From [`~Message.to_tree`], or from `unpack`.
+
+    Raises:
+        ValueError: If its kind is unknown or it has other fields than the kind declares.
+    """
+    kind = tree.get("kind") if isinstance(tree, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"Unknown kind of message {kind!r}; known are {sorted(KINDS)}.")
+    return KINDS[kind]._from_tree(tree)
 
 
 def read_message(blob: bytes) -> Message:
@@ -183,8 +324,4 @@ def read_message(blob: bytes) -> Message:
     Raises:
         ValueError: If the blob is damaged or its kind is unknown.
     """
-    tree = unpack(blob)
-    kind = tree.get("kind") if isinstance(tree, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"Unknown kind of message {kind!r}; known are {sorted(KINDS)}.")
-    return KINDS[kind]._from_tree(tree)
+    return message_from_tree(unpack(blob))

@@ -8,15 +8,24 @@ is in the [`FederationRuntime`]. What is saved is in `saving.py`, what a constru
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
@@ -24,7 +33,8 @@ from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
 from .checks import as_federated_dataset
-from .clients import fresh_collator
+from .client_models import EncodedClients, Participants, encode_for_server
+from .clients import ClientSpec, fresh_collator
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .postprocessing import Postprocessor
@@ -33,6 +43,7 @@ from .processes import shared_construction
 from .round_steps import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .runtime import FederationRuntime
 from .saving import SavingMixin
+from .tasks import Task
 
 
 class FederatedMixin(SavingMixin, PreparingMixin):
@@ -48,15 +59,21 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         federation: FederatedConfig | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         client_callbacks: Sequence[TrainerCallback] = (),
+        task: Task | None = None,
+        public_dataset: Dataset | None = None,
+        server_dataset: Dataset | None = None,
+        clients: Mapping[str, ClientSpec] | None = None,
+        client_model_init: Callable[[str], PreTrainedModel] | None = None,
         **kwargs: Any,
     ) -> None:
         given = self._arguments_by_name(args, kwargs)
-        clients = as_federated_dataset(given.get("train_dataset"), federation)
-        if clients is None:
+        rows = as_federated_dataset(given.get("train_dataset"), federation)
+        if rows is None:
             super().__init__(*args, **kwargs)
             return
+        participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
         with shared_construction():
-            self._build(given, clients, federation, postprocessors, client_callbacks)
+            self._build(given, rows, federation, postprocessors, client_callbacks, participants)
 
     def _build(
         self,
@@ -65,8 +82,10 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         federation: FederatedConfig | None,
         postprocessors: Sequence[Postprocessor],
         client_callbacks: Sequence[TrainerCallback],
+        participants: Participants,
     ) -> None:
         """The constructor, where there is a federation."""
+        arguments = dict(given)
         if any(part is not None for part in given.get("optimizers") or ()):
             raise ValueError(
                 "`optimizers=` holds one optimizer, and every client needs its own: use `optim` and `learning_rate` "
@@ -77,6 +96,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
             given["eval_dataset"] = eval_clients.to_dataset()
+        if participants.task is not None:
+            encode_for_server(given, participants.task)
         # A constructor that prepares its rows gets one client's, and what it does with them is done with all clients'.
         first = next(iter(clients))
         given["train_dataset"] = clients[first] if self.prepares_data() else StandIn(type(self), clients)
@@ -95,18 +116,44 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             trainer=self,
             clients=clients,
             eval_clients=eval_clients,
-            train_datasets=PreparedClients(self, train, clients, {first: train.prepared}) if train.calls else clients,
-            eval_datasets=PreparedClients(self, evaluation, eval_clients)
-            if evaluation.calls and eval_clients is not None
-            else eval_clients,
+            train_datasets=self._as_trained_on(train, clients, participants, {first: train.prepared}),
+            eval_datasets=None
+            if eval_clients is None
+            else self._as_trained_on(evaluation, eval_clients, participants, {}),
             config=federation,
             users_callbacks=users_callbacks,
             postprocessors=postprocessors,
             client_callbacks=[*self._parents_own_callbacks(users_callbacks), *client_callbacks],
+            participants=participants,
+            arguments={**arguments, "data_collator": given.get("data_collator")},
         )
         self.add_callback(_RoundEndCallback(self._runtime))
         self._user_args = self.args
         self._resume_from: str | None = None
+
+    def _as_trained_on(
+        self,
+        preparation: Preparation,
+        clients: FederatedDataset,
+        participants: Participants,
+        prepared: dict[str, Any],
+    ) -> Mapping[str, Any]:
+        """The clients' rows as their trainers take them."""
+        if participants.task is not None:
+            return EncodedClients(clients, participants, self.processing_class)
+        return PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
+
+    def outside_rounds(self, args: TrainingArguments) -> Any:
+        """
+        This trainer as the parent's, around the same model, whatever it is doing: a shallow copy.
+
+        Args:
+            args (`TrainingArguments`): The user's.
+        """
+        plain = copy.copy(self)
+        plain._runs_rounds = False
+        plain.args = args
+        return plain
 
     @classmethod
     def _arguments_by_name(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +333,9 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             # With `parallelism="data"` the parent adds up what the processes say, and each knows the sum.
             runtime = self._federation
             return int(runtime.summary.total_flos) if runtime.spreads_clients or runtime.processes.is_main else 0
-        if self.local_training is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
+        # A client with a model of its own has no part in what is known of the federation's.
+        shares_model = self.local_training is not None and self._runtime is not None
+        if shares_model and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # Trainer's count is proportional to the tokens, and it counts the parameters again for every batch.
             tokens = inputs.get(getattr(self.model, "main_input_name", ""))
             return 0 if tokens is None else self._federation.flos_per_token() * tokens.numel()
@@ -294,7 +343,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """`Trainer.get_decay_parameter_names`, which walks over the model, once a run instead of once a client."""
-        if self.local_training is None:
+        if self.local_training is None or self._runtime is None:
             return super().get_decay_parameter_names(model)
         names = self._federation.decay_parameter_names
         if names is None:

@@ -13,6 +13,7 @@ from .aggregation import Aggregation
 from .clients.local_training import LocalTraining
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .distillation import Distillation
 from .engines import Engine
 from .ledger import Ledger
 from .postprocessing import Postprocessor
@@ -77,6 +78,11 @@ class RoleMixin(_Base):
     def aggregation(self) -> Aggregation:
         """The averaging algorithm."""
         return self._federation.aggregation
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """The distillation algorithm, if there is one."""
+        return self._federation.distillation
 
     @property
     def engine(self) -> Engine:

@@ -13,19 +13,15 @@ from transformers.utils import logging
 from .callbacks import ServerState
 from .clients import ClientSampler, client_seed
 from .engines import Engine, Plan
-from .messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from .messages import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from .postprocessing import Postprocessor, cast_floating, run_server_side
-from .validation import InvalidUpdateError, check_update
+from .validation import InvalidUpdateError, RoundFailedError, check_update
 
 
 logger = logging.get_logger(__name__)
 
 
 KNOWN_METRICS = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
-
-
-class RoundFailedError(RuntimeError):
-    """Too few clients delivered a valid update. Checkpoints of earlier rounds are untouched."""
 
 
 @dataclass
@@ -65,7 +61,8 @@ class RoundSummary:
             values = [row[name] for row in rows.values() if name in row]
             return statistics.fmean(values) if values else None
 
-        names = dict.fromkeys(name for row in rows.values() for name in row if name not in KNOWN_METRICS)
+        told = dict.fromkeys(name for row in rows.values() for name in row if name not in KNOWN_METRICS)
+        names = [name for name in told if not name.startswith(CLASS_COUNT)]
         weights = [max(row["num_examples"], 1) for row in rows.values()]
         losses = [row.get("loss", 0.0) for row in rows.values()]
         return cls(
@@ -96,6 +93,8 @@ class RoundLoop:
         fire (`Callable`): `fire(event, **kwargs)` tells the callbacks.
         write (`Callable[[dict[str, torch.Tensor]], None]`): Puts a global state into the server's model.
         sent_dtype (`torch.dtype`, *optional*): Of what clients are sent; its own by default.
+        sends_state (`bool`, *optional*, defaults to `True`): Whether the global state goes to the clients.
+        returns_state (`bool`, *optional*, defaults to `True`): Whether what they make of it comes back.
     """
 
     def __init__(
@@ -109,6 +108,8 @@ class RoundLoop:
         fire: Callable[..., Any],
         write: Callable[[dict[str, torch.Tensor]], None],
         sent_dtype: torch.dtype | None = None,
+        sends_state: bool = True,
+        returns_state: bool = True,
     ) -> None:
         self.engine = engine
         self.server = server
@@ -119,6 +120,10 @@ class RoundLoop:
         self._fire = fire
         self._write = write
         self._sent_dtype = sent_dtype
+        self._sends_state = sends_state
+        self._returns_state = returns_state
+        server.ask = self._ask
+        server.min_clients = min_clients
         # The global state to fall back on.
         self._settled = server.weights
         # What clients are sent, the same for all of them.
@@ -154,7 +159,7 @@ class RoundLoop:
         server.rejected = {}
         server.fit_settings, server.fit_extra, server.expected_extra, server.accumulators = {}, {}, {}, []
         self._fire("on_round_begin")
-        self._sent = cast_floating(server.weights, self._sent_dtype)
+        self._sent = cast_floating(server.weights, self._sent_dtype) if self._sends_state else {}
         self._sent_extra = cast_floating(server.fit_extra, self._sent_dtype)
         plan = Plan(round, server.cohort, self._fit_message)
         # Of each client what it counted and logged, or why it was refused.
@@ -182,8 +187,9 @@ class RoundLoop:
         self._sent, self._sent_extra = {}, {}
         if len(rows) < self._min_clients:
             self._raise_failed(len(rows), first_error)
+        server.client_metrics = dict(rows)
         for accumulator in server.accumulators:
-            self.engine.reduce(plan, accumulator, server.weights, server.expected_extra)
+            self.engine.reduce(plan, accumulator, self._expected, server.expected_extra)
         self._fire("on_aggregate")
         aggregated = server.weights
         self._write(aggregated)
@@ -196,8 +202,23 @@ class RoundLoop:
     def _fit_message(self, client_id: str) -> Fit:
         server = self.server
         return Fit(
-            server.round, client_id, self._seed_of(client_id), self._sent, self._sent_extra, server.fit_settings
+            server.round,
+            client_id,
+            self._seed_of(client_id),
+            self._sent,
+            self._sent_extra,
+            server.fit_settings,
+            self._returns_state,
         )
+
+    @property
+    def _expected(self) -> dict[str, torch.Tensor]:
+        """What an update's state must look like."""
+        return self.server.weights if self._returns_state else {}
+
+    def _ask(self, phase: str, client_ids: Sequence[str], message_for: Callable[[str], Message]) -> dict[str, Message]:
+        """Send clients messages beside those of the round, and return the replies in their order."""
+        return self.engine.collect(Plan(self.server.round, tuple(client_ids), message_for, phase))
 
     def _seed_of(self, client_id: str) -> int:
         return client_seed(self._seed, client_id, self.server.round)
@@ -208,8 +229,8 @@ class RoundLoop:
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
-        update = run_server_side(self._postprocessors, reply, server.weights, self._seed_of(reply.client_id))
-        check_update(update, server.round, server.weights, server.expected_extra)
+        update = run_server_side(self._postprocessors, reply, self._expected, self._seed_of(reply.client_id))
+        check_update(update, server.round, self._expected, server.expected_extra)
         return update
 
     def _raise_failed(self, num_accepted: int, cause: Exception | None) -> None:
@@ -232,7 +253,7 @@ class RoundLoop:
             RoundFailedError: If a client fails. The message names it.
         """
         server = self.server
-        sent = cast_floating(server.weights, self._sent_dtype)
+        sent = cast_floating(server.weights, self._sent_dtype) if self._returns_state else {}
         plan = Plan(
             server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent), "evaluation"
         )

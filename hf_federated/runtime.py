@@ -18,14 +18,34 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
-from .aggregation import build_aggregation
+from .aggregation import Aggregation, LocalOnly, build_aggregation
 from .agreement import check_agreement, describe
-from .callbacks import AggregationCallback, ServerState, call_event
+from .callbacks import AggregationCallback, DistillationCallback, ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
-from .checks import check_arguments, check_clients, check_resumed, federation_identity, resolve_federation
-from .clients import ClientStore, ClientWorker, DiskStore, MemoryStore, batches_per_round
+from .checks import (
+    check_arguments,
+    check_clients,
+    check_not_averaged,
+    check_participants,
+    check_resumed,
+    federation_identity,
+    resolve_federation,
+)
+from .client_models import ClientModelBuilder, Participants
+from .clients import (
+    ClientModels,
+    ClientStore,
+    ClientWorker,
+    DiskStore,
+    MemoryStore,
+    OwnModels,
+    SharedModel,
+    Student,
+    batches_per_round,
+)
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .distillation import Distillation, DistillationServer, build_distillation
 from .engines import LocalEngine, RankEngine, WatchPeers
 from .ledger import Ledger
 from .metrics import spread_over_clients
@@ -52,6 +72,8 @@ class FederationRuntime:
             takes the place of `aggregation`.
         postprocessors (`Sequence[Postprocessor]`): Between a client's training and the aggregate.
         client_callbacks (`Sequence[TrainerCallback]`): Run inside clients.
+        participants ([`Participants`]): Public rows, the server's, and how clients differ.
+        arguments (`dict[str, Any]`): What the trainer's class was constructed with, by name.
 
     Raises:
         ValueError: If an argument or a combination is not supported.
@@ -68,8 +90,12 @@ class FederationRuntime:
         users_callbacks: Sequence[TrainerCallback],
         postprocessors: Sequence[Postprocessor],
         client_callbacks: Sequence[TrainerCallback],
+        participants: Participants,
+        arguments: dict[str, Any],
     ) -> None:
         self._trainer = trainer
+        self._participants = participants
+        self._arguments = arguments
         self.clients = clients
         self.eval_clients = eval_clients
         self._train_datasets = train_datasets
@@ -91,19 +117,43 @@ class FederationRuntime:
         self._flos_per_token: int | None = None
         self._examples_per_step = 0
         self._loop: RoundLoop | None = None
-        given = [callback for callback in users_callbacks if isinstance(callback, AggregationCallback)]
-        if given:
-            self.aggregation = given[0].algorithm
-        else:
-            self.aggregation = build_aggregation(self.config.aggregation, self.config.aggregation_kwargs)
-            trainer.add_callback(AggregationCallback(self.aggregation))
+        self._distillation_callback = self._install_distillation(users_callbacks)
+        self.aggregation = self._install_aggregation(users_callbacks)
         check_arguments(trainer, self.config, self.aggregation)
+        check_participants(self.config, self.aggregation, self.distillation, participants, list(clients))
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.
         self._check_agreement("construction of the trainer", trainer.args, None)
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """The distillation algorithm, if there is one."""
+        return None if self._distillation_callback is None else self._distillation_callback.algorithm
+
+    def _install_distillation(self, users_callbacks: Sequence[TrainerCallback]) -> DistillationCallback | None:
+        for callback in users_callbacks:
+            if isinstance(callback, DistillationCallback):
+                return callback
+        algorithm = build_distillation(self.config.distillation, self.config.distillation_kwargs)
+        if algorithm is None:
+            return None
+        callback = DistillationCallback(algorithm)
+        self._trainer.add_callback(callback)
+        return callback
+
+    def _install_aggregation(self, users_callbacks: Sequence[TrainerCallback]) -> Aggregation:
+        for callback in users_callbacks:
+            if isinstance(callback, AggregationCallback):
+                return callback.algorithm
+        algorithm = build_aggregation(self.config.aggregation, self.config.aggregation_kwargs)
+        if self.distillation is not None and not self.distillation.returns_parameters:
+            check_not_averaged(algorithm, self.distillation)
+            algorithm = LocalOnly()
+        self._trainer.add_callback(AggregationCallback(algorithm))
+        return algorithm
 
     def _check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """Raise in all processes if they are about to do different things."""
@@ -113,7 +163,14 @@ class FederationRuntime:
                 clients["evaluation clients"] = self.eval_clients
             name = None if checkpoint is None else Path(checkpoint).name
             description = describe(
-                args, self.config, self.aggregation, self._trainer.model, clients, self.postprocessors, name
+                args,
+                self.config,
+                self.aggregation,
+                self.distillation,
+                self._trainer.model,
+                clients,
+                self.postprocessors,
+                name,
             )
             check_agreement(self.processes, place, description, clients)
 
@@ -140,7 +197,7 @@ class FederationRuntime:
     @property
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it goes on from."""
-        return federation_identity(self.config, self.aggregation, self.clients)
+        return federation_identity(self.config, self.aggregation, self.distillation, self.clients)
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the configuration says."""
@@ -162,15 +219,17 @@ class FederationRuntime:
         if config.client_store == "disk":
             folder = CLIENT_STORE_DIR if self.processes.is_main else f"{CLIENT_STORE_DIR}-{self.processes.rank}"
             store = DiskStore(Path(args.output_dir) / folder)
+        saved = {} if checkpoint is None else read_server_state(checkpoint)
+        if checkpoint is not None:
+            check_resumed(saved["identity"], self.identity, checkpoint)
+        self._initial = saved.get("initial") or exchange.read()
         worker = ClientWorker(
-            trainer=self._trainer,
-            args=args,
-            exchange=exchange,
+            models=self._client_models(args, exchange, store),
             train_datasets=self._train_datasets,
             eval_datasets=self._eval_datasets,
             algorithm=self.aggregation,
-            store=store,
             config=config,
+            distillation=self.distillation,
             postprocessors=self.postprocessors,
             callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
         )
@@ -180,15 +239,16 @@ class FederationRuntime:
             engine = RankEngine(worker, self.processes, config.parallelism, costs)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
+        self._start_distillation(args, exchange)
         self.examples_seen = 0
         # What every client's trainer would find out for itself.
         self.decay_parameter_names, self._flos_per_token = None, None
         self._trainer._set_signature_columns_if_needed()
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
-            saved = read_server_state(checkpoint)
-            check_resumed(saved["identity"], self.identity, checkpoint)
             self.aggregation.load_state_dict(saved["aggregation"])
+            if self._distillation_callback is not None:
+                self._distillation_callback.load_state_dict(saved["distillation"])
             engine.ledger = Ledger.from_dict(saved["ledger"])
             engine.load(clients_directory(checkpoint), saved["clients"])
             if "weights" in saved:
@@ -208,7 +268,44 @@ class FederationRuntime:
             fire=self.fire,
             write=exchange.write,
             sent_dtype=self._exchange_dtype,
+            sends_state=self._sends_state,
+            returns_state=self.aggregation.exchanges_parameters,
         )
+
+    @property
+    def _sends_state(self) -> bool:
+        distils_parameters = self.distillation is not None and self.distillation.sends_parameters
+        return self.aggregation.exchanges_parameters or distils_parameters
+
+    def _client_models(self, args: TrainingArguments, exchange: Exchange, store: ClientStore) -> ClientModels:
+        if self.aggregation.exchanges_parameters:
+            return SharedModel(self._trainer, exchange, args, store)
+        algorithm, config = self.distillation, self.config
+        build = ClientModelBuilder(
+            self._trainer,
+            {**self._arguments, "args": args},
+            self._participants,
+            self._initial,
+            seed=config.federation_seed or 0,
+            exchange=config.exchange,
+            freeze=config.freeze,
+            learning_rate=None if algorithm is None else algorithm.client_learning_rate,
+        )
+        return OwnModels(build, store, config.max_resident_clients)
+
+    def _start_distillation(self, args: TrainingArguments, exchange: Exchange) -> None:
+        callback, participants = self._distillation_callback, self._participants
+        if callback is None:
+            return
+        trainer = self._trainer.outside_rounds(args)
+        tokenizer = trainer.processing_class
+        public = participants.encode(participants.public_dataset, tokenizer, with_labels=False)
+        labelled = participants.server_dataset
+        if labelled is not None:
+            labelled = trainer._remove_unused_columns(participants.encode(labelled, tokenizer), "server")
+        student = Student(trainer, public, callback.algorithm.server_learning_rate)
+        seed = self.config.federation_seed or 0
+        callback.start(DistillationServer(student, seed, self.num_rounds, labelled), exchange)
 
     @property
     def loop(self) -> RoundLoop:
@@ -264,6 +361,8 @@ class FederationRuntime:
         logs["federated/num_failed"] = summary.num_failed
         logs["federated/bytes_up"] = self.ledger.bytes_up
         logs["federated/bytes_down"] = self.ledger.bytes_down
+        if self._distillation_callback is not None:
+            logs.update({f"federated/{name}": value for name, value in self._distillation_callback.logs.items()})
         if self.config.log_clients:
             for client_id, row in summary.clients.items():
                 logs.update({f"client/{client_id}/{name}": value for name, value in row.items()})
@@ -307,6 +406,11 @@ class FederationRuntime:
             "ledger": self.ledger.to_dict(),
             "clients": dict(sorted(digests.items())),
         }
+        if self._distillation_callback is not None:
+            state["distillation"] = self._distillation_callback.state_dict()
+        if not self.aggregation.exchanges_parameters:
+            # Clients that were never asked so far start from it.
+            state["initial"] = self._initial
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)

@@ -9,6 +9,10 @@ import torch
 from .messages import ClientUpdate
 
 
+class RoundFailedError(RuntimeError):
+    """Too few clients delivered a valid reply. Checkpoints of earlier rounds are untouched."""
+
+
 class InvalidUpdateError(ValueError):
     """An update that the server refuses. Its text names the client, the round, the key and what was expected."""
 

@@ -75,7 +75,10 @@ def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> Non
 @pytest.mark.parametrize(
     ("federation", "words"),
     [
-        ({"aggregation": "fedmagic"}, "Unknown aggregation 'fedmagic'; known are fedavg, fedopt, fedprox, scaffold"),
+        (
+            {"aggregation": "fedmagic"},
+            "Unknown aggregation 'fedmagic'; known are fedavg, fedopt, fedprox, local_only, scaffold",
+        ),
         ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed are .*weighting"),
         ({"clients_per_round": 0.1}, "0.1 of 3 clients samples nobody; .*0.333.*larger share or a count"),
         ({"clients_per_round": 4}, "clients_per_round=4, but the federation has 3 clients"),

@@ -20,10 +20,14 @@ from hf_federated.messages import (
     KINDS,
     ClientFailure,
     ClientUpdate,
+    Distill,
     Evaluate,
+    Feedback,
     Fit,
     Message,
     Metrics,
+    Predict,
+    Predictions,
     read_message,
 )
 from hf_federated.packing import TREE_KEY, pack, packed_size, unpack
@@ -34,6 +38,12 @@ STATE = {"layer.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "la
 MESSAGES: list[Message] = [
     Fit(3, "north", 2**32 - 1, STATE, extra={"layer.bias": torch.ones(2)}, settings={"weight": 0.1, "on": True}),
     Fit(0, "", 0, {}),
+    Fit(1, "own model", 7, {}, returns_state=False),
+    Predict(2, "north", None, 0, 4, 9),
+    Predict(2, "north", 2**32 - 1, 4, 8, 9, keeps_graph=True),
+    Predictions(2, "north", {"values": torch.tensor([[1.5, -2.0]])}),
+    Distill(2, "north", None, 0, 1, 9, {"values": torch.ones(1, 2)}, 3, 60, settings={"weight": 0.5}),
+    Feedback(2, "north", 5, 0, 1, 9, {"values": torch.ones(1, 2)}, {"values": torch.zeros(1, 2)}, 60),
     ClientUpdate(3, "süd\n", STATE, 10, 0, 5, metrics={"loss": 0.5, "grad_norm": float("inf")}, extra=STATE),
     Evaluate(1, "north", STATE),
     Metrics(1, "north", 7, {"eval_loss": float("nan"), "eval_accuracy": 1.0}),

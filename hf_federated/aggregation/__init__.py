@@ -6,6 +6,7 @@ from .base import Accumulator, Aggregation, LocalHook
 from .fedavg import FedAvg
 from .fedopt import FedOpt
 from .fedprox import FedProx
+from .local_only import LocalOnly
 from .scaffold import Scaffold
 from .weighted_mean import WeightedMean
 
@@ -15,6 +16,7 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "fedprox": FedProx,
     "fedopt": FedOpt,
     "scaffold": Scaffold,
+    "local_only": LocalOnly,
 }
 
 
@@ -54,6 +56,7 @@ __all__ = [
     "FedOpt",
     "FedProx",
     "LocalHook",
+    "LocalOnly",
     "Scaffold",
     "WeightedMean",
     "build_aggregation",

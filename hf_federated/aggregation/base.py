@@ -99,6 +99,8 @@ class Aggregation:
     """
 
     name: ClassVar[str] = ""
+    # Whether parameters go to the clients and come back. Without, each client has a model of its own.
+    exchanges_parameters: ClassVar[bool] = True
 
     def __init__(self, weighting: str = "examples") -> None:
         if weighting not in WEIGHTINGS:

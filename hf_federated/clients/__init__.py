@@ -1,17 +1,25 @@
 """Where clients train: the isolated trainer, the worker that answers messages, what clients keep, who is sampled."""
 
 from .local_training import UnsupportedTrainerError, batches_per_round, fresh_collator
+from .models import ClientModels, OwnModels, SharedModel
 from .sampling import ClientSampler, client_seed
+from .spec import ClientSpec
 from .store import ClientStore, DiskStore, MemoryStore
+from .student import Student
 from .worker import ClientWorker
 
 
 __all__ = [
+    "ClientModels",
     "ClientSampler",
+    "ClientSpec",
     "ClientStore",
     "ClientWorker",
     "DiskStore",
     "MemoryStore",
+    "OwnModels",
+    "SharedModel",
+    "Student",
     "UnsupportedTrainerError",
     "batches_per_round",
     "client_seed",

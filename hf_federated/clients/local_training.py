@@ -183,6 +183,15 @@ class LocalTrainingCallback(TrainerCallback):
             control.should_log = True
 
 
+class EpochLosses(TrainerCallback):
+    """Inside a client: lets the log have an entry at the end of every local epoch, with the mean loss of its steps."""
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        control.should_log = state.global_step < state.max_steps
+
+
 def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: int | None) -> TrainingArguments:
     """
     The user's arguments as one client sees them: its share of a round, and nothing that belongs to the whole run.

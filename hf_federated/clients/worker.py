@@ -1,10 +1,11 @@
-"""`ClientWorker`: answers messages for clients, on one resident model.
+"""`ClientWorker`: answers messages for clients, on the models that they train.
 
 It is the only code that touches a client's rows, and it sees the server's side through messages alone.
 """
 
 from __future__ import annotations
 
+import statistics
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -13,14 +14,25 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ..adapters import Exchange
 from ..config import FederatedConfig
 from ..generators import preserved_generators, seed_torch
-from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from ..messages import (
+    ClientFailure,
+    ClientUpdate,
+    Distill,
+    Evaluate,
+    Feedback,
+    Fit,
+    Message,
+    Metrics,
+    Predict,
+)
 from ..postprocessing import Postprocessor, run_client_side
 from ..processes import PeerFailedError
 from ..validation import first_non_finite
+from .distilling import class_counts, distill, predict, take_feedback
 from .local_training import (
+    EpochLosses,
     LocalTraining,
     LocalTrainingCallback,
     UnsupportedTrainerError,
@@ -29,7 +41,7 @@ from .local_training import (
     local_trainer,
     preserved_process_state,
 )
-from .store import ClientStore
+from .models import ClientModel, ClientModels, OwnModel
 
 
 logger = logging.get_logger(__name__)
@@ -43,41 +55,34 @@ class ClientWorker:
     Trains and evaluates clients one after the other.
 
     Args:
-        trainer (`transformers.Trainer`): The federated trainer, of which local trainers are isolated copies.
-        args (`TrainingArguments`): The user's arguments, untouched.
-        exchange ([`Exchange`]): Of the trainer's model.
+        models ([`ClientModels`]): What clients train, and what they keep.
         train_datasets (`Mapping[str, Dataset]`): The clients' training rows.
         eval_datasets (`Mapping[str, Dataset]`, *optional*): The clients' evaluation rows.
-        algorithm (`Any`): Its `local_hook` is the client side.
-        store ([`ClientStore`]): What clients keep.
+        algorithm (`Any`): Its `local_hook` is the client side of local training.
         config ([`FederatedConfig`]): With `num_rounds` filled in.
+        distillation (`Any`, *optional*): What it says of predictions and losses is the client side of distillation.
         postprocessors (`Sequence[Postprocessor]`, *optional*): Their client sides run here.
         callbacks (`Sequence[TrainerCallback]`, *optional*): Run inside clients.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        args: TrainingArguments,
-        exchange: Exchange,
+        models: ClientModels,
         train_datasets: Mapping[str, Any],
         eval_datasets: Mapping[str, Any] | None,
         algorithm: Any,
-        store: ClientStore,
         config: FederatedConfig,
+        distillation: Any = None,
         postprocessors: Sequence[Postprocessor] = (),
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.store = store
+        self.models = models
         self.last_error: Exception | None = None
-        self._trainer = trainer
-        self._args = client_arguments(args, config.local_epochs, config.local_steps)
-        if algorithm.weighting == "tokens" and self._args.include_num_input_tokens_seen == "no":
-            self._args.include_num_input_tokens_seen = "non_padding"
-        self._exchange = exchange
         self._train_datasets = train_datasets
         self._eval_datasets = eval_datasets
         self._algorithm = algorithm
+        self._distillation = distillation
+        self._config = config
         self._num_rounds = config.num_rounds or 1
         self._carry_optimizer = config.client_optimizer_state == "carry"
         self._global_schedule = config.lr_schedule == "global"
@@ -93,17 +98,20 @@ class ClientWorker:
         An exception on the client's side becomes a [`ClientFailure`], as it would from another machine; it is logged
         here with its traceback and kept in `last_error`. An error of the store is raised: it is this process's fault.
         """
-        if not isinstance(message, (Fit, Evaluate)):
+        if not isinstance(message, (Fit, Evaluate, Predict, Distill, Feedback)):
             raise TypeError(f"A client does not know the message {type(message).__name__}.")
         self.last_error = None
-        kept = self.store.get(message.client_id) if isinstance(message, Fit) else {}
+        model = self.models.open(message.client_id)
+        kept = self.models.kept(message.client_id) if isinstance(message, Fit) else {}
         to_keep: dict[str, Any] = {}
         reply: Message
         try:
             if isinstance(message, Fit):
-                reply, to_keep = self._fit(message, kept)
+                reply, to_keep = self._fit(message, model, kept)
+            elif isinstance(message, Evaluate):
+                reply = self._evaluate(message, model)
             else:
-                reply = self._evaluate(message)
+                reply = self._distil(message, model)
         except (PeerFailedError, UnsupportedTrainerError):
             # Not this client's fault, and not the end of this client alone.
             raise
@@ -113,15 +121,17 @@ class ClientWorker:
             text = f"{type(error).__name__}: {error}"
             return ClientFailure(message.round, message.client_id, text)
         if to_keep:
-            self.store.set(message.client_id, to_keep)
+            self.models.keep(message.client_id, to_keep)
         return reply
 
-    def _fit(self, message: Fit, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
+    def _fit(self, message: Fit, model: ClientModel, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
         """The update, and what the client keeps."""
-        self._exchange.write(message.state)
+        if message.state:
+            model.exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
-        trainer = self._train(message, hook, kept.get("optimizer"))
-        self._exchange.check_unchanged(self._trainer.model)
+        with model.restored_on_failure():
+            trainer = self._train(message, model, hook, kept.get("optimizer"))
+        model.exchange.check_unchanged(model.trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
         state: dict[str, Any] = {}
         if self._carry_optimizer:
@@ -131,14 +141,17 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if to_keep is not None:
             state["algorithm"] = to_keep
+        metrics = _training_metrics(trainer)
+        if self._distillation is not None and self._distillation.needs_class_counts:
+            metrics |= class_counts(trainer.train_dataset, model)
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
-            state=self._exchange.read(),
-            num_examples=self._num_examples(trainer),
+            state=model.exchange.read() if message.returns_state else {},
+            num_examples=_num_examples(trainer),
             num_tokens=trainer.state.num_input_tokens_seen,
             num_steps=trainer.state.global_step,
-            metrics=_training_metrics(trainer),
+            metrics=metrics,
             extra=extra,
         )
         # A client that diverged goes on from its last good state if it is asked again; the server rejects the update.
@@ -146,24 +159,24 @@ class ClientWorker:
             state = {}
         return run_client_side(self._postprocessors, update, message), state
 
-    def _train(self, message: Fit, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
-        outer = self._trainer
+    def _train(self, message: Fit, model: ClientModel, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
+        outer, args = model.trainer, self._arguments(model)
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
             global_schedule=self._global_schedule,
-            parameters=self._exchange.trainable,
+            parameters=model.exchange.trainable,
             hook=hook,
             optimizer_state=optimizer_state,
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
-        dataset = self._train_datasets[message.client_id]
-        trainer = local_trainer(outer, self._args, dataset, local, callbacks)
+        if self._distillation is not None and self._distillation.needs_epoch_losses:
+            callbacks.append(EpochLosses())
+        trainer = local_trainer(outer, args, self._train_datasets[message.client_id], local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
                 # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
-                seed = self._args.seed if self._args.data_seed is None else self._args.data_seed
-                seed_torch(seed)
+                seed_torch(args.seed if args.data_seed is None else args.data_seed)
                 trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)
             try:
                 trainer.train()
@@ -174,38 +187,56 @@ class ClientWorker:
                 raise
         return trainer
 
-    def _num_examples(self, trainer: Trainer) -> int:
-        try:
-            return len(trainer.train_dataset)
-        except TypeError:  # A stream.
-            return trainer.state.global_step * self._args.train_batch_size * self._args.gradient_accumulation_steps
+    def _arguments(self, model: ClientModel) -> TrainingArguments:
+        args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)
+        if self._algorithm.weighting == "tokens" and args.include_num_input_tokens_seen == "no":
+            args.include_num_input_tokens_seen = "non_padding"
+        return args
 
-    def _evaluate(self, message: Evaluate) -> Metrics:
+    def _evaluate(self, message: Evaluate, model: ClientModel) -> Metrics:
         if self._eval_datasets is None:
             raise ValueError(f"Client {message.client_id!r} has no evaluation data.")
         dataset = self._eval_datasets[message.client_id]
-        self._exchange.write(message.state)
-        trainer = local_trainer(
-            self._trainer, self._args, None, LocalTraining(message.round, self._num_rounds, False, {}), []
-        )
-        with preserved_process_state(self._trainer), preserved_generators():
+        if message.state:
+            model.exchange.write(message.state)
+        local = LocalTraining(message.round, self._num_rounds, False, {})
+        trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
+        with preserved_process_state(model.trainer), preserved_generators():
             metrics = trainer.evaluate(dataset)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
 
+    def _distil(self, message: Predict | Distill | Feedback, model: ClientModel) -> Message:
+        if self._distillation is None or not isinstance(model, OwnModel) or model.student is None:
+            raise TypeError(f"A {type(message).__name__} is for clients with models of their own and public rows.")
+        if isinstance(message, Predict):
+            return predict(message, model, model.student, self._distillation)
+        if isinstance(message, Distill):
+            return distill(message, model, model.student, self._distillation)
+        return take_feedback(message, model, model.student, self._distillation)
+
+
+def _num_examples(trainer: Trainer) -> int:
+    try:
+        return len(trainer.train_dataset)
+    except TypeError:  # A stream.
+        args = trainer.args
+        return trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps
+
 
 def _training_metrics(trainer: Trainer) -> dict[str, float]:
-    """What a client reports of its training, from its own trainer's log: the entry of the last step."""
+    """
+    What a client reports of its training, from its own trainer's log: the entry of the last step. Where every epoch
+    has an entry, the loss is their mean, and the smallest of them stands beside it.
+    """
     metrics = {"total_flos": float(trainer.state.total_flos)}
-    for entry in trainer.state.log_history:
-        if "loss" in entry:
-            metrics.update(
-                {
-                    name: float(value)
-                    for name, value in entry.items()
-                    if name not in POSITIONS and isinstance(value, (int, float))
-                }
-            )
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name, value in (entries[-1] if entries else {}).items():
+        if name not in POSITIONS and isinstance(value, (int, float)):
+            metrics[name] = float(value)
+    if any(isinstance(callback, EpochLosses) for callback in trainer.callback_handler.callbacks):
+        losses = [float(entry["loss"]) for entry in entries]
+        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(losses)}
     return metrics
 
 

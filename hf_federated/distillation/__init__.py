@@ -1,5 +1,9 @@
-"""Distillation: server and clients learn from each other's predictions."""
+"""Distillation algorithms, one a file. A new one adds its file, its import and its line in `DISTILLATIONS`."""
 
+from typing import Any
+
+from .adafd import AdaFD
+from .base import Distillation, sizes, weighted_mean
 from .client_weights import (
     WEIGHTINGS,
     ClientReport,
@@ -12,6 +16,13 @@ from .client_weights import (
     uniform,
 )
 from .codec import PredictionCodec
+from .cohort import Ask, Cohort, PublicRows, reports
+from .cronus import Cronus
+from .dsfl import DSFL
+from .feded import FedED
+from .fedid import FedID
+from .fedkd import FedKD
+from .fedmd import FedMD
 from .feedback import (
     chain_rule_feedback,
     directional_derivative,
@@ -35,19 +46,78 @@ from .losses import (
     soft_cross_entropy,
 )
 from .low_rank import compress, decompress, energy_schedule
+from .mhat import MHAT
 from .robust_mean import ROBUST_MEANS, robust_mean
+from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
 
 
+DISTILLATIONS: dict[str, type[Distillation]] = {
+    "adafd": AdaFD,
+    "cronus": Cronus,
+    "dsfl": DSFL,
+    "feded": FedED,
+    "fedid": FedID,
+    "fedkd": FedKD,
+    "fedmd": FedMD,
+    "mhat": MHAT,
+}
+
+
+def build_distillation(distillation: str | Distillation | None, kwargs: Any = None) -> Distillation | None:
+    """
+    The algorithm that a configuration names.
+
+    Args:
+        distillation (`str` or [`Distillation`], *optional*): A name of `DISTILLATIONS`, an instance, which is returned
+            as it is, or none.
+        kwargs (`dict`, *optional*): The settings for a name.
+
+    Raises:
+        ValueError: If the name is unknown, a setting does not fit, or settings come with an instance or without a
+            name.
+    """
+    kwargs = kwargs or {}
+    if distillation is None or isinstance(distillation, Distillation):
+        if kwargs:
+            raise ValueError("`distillation_kwargs` go with the name of an algorithm in `distillation`.")
+        return distillation
+    if distillation not in DISTILLATIONS:
+        raise ValueError(
+            f"Unknown distillation {distillation!r}; known are {', '.join(sorted(DISTILLATIONS))}. "
+            "An instance of your own `Distillation` works too."
+        )
+    try:
+        return DISTILLATIONS[distillation](**kwargs)
+    except TypeError as error:
+        allowed = sorted(DISTILLATIONS[distillation]().settings())
+        raise ValueError(f"`distillation_kwargs` of {distillation!r}: {error}. Allowed are {allowed}.") from error
+
+
 __all__ = [
+    "DISTILLATIONS",
+    "DSFL",
     "LOSSES",
+    "MHAT",
     "ROBUST_MEANS",
     "WEIGHTINGS",
+    "AdaFD",
+    "Ask",
     "ClientReport",
+    "Cohort",
+    "Cronus",
+    "Distillation",
     "DistillationLoss",
+    "DistillationServer",
+    "FedED",
+    "FedID",
+    "FedKD",
+    "FedMD",
     "LLMWeighting",
     "PredictionCodec",
+    "PublicRows",
     "Weighting",
+    "build_distillation",
     "chain_rule_feedback",
     "chain_rule_surrogate",
     "class_count_weights",
@@ -68,14 +138,17 @@ __all__ = [
     "mpl_surrogate",
     "per_example_feedback",
     "per_example_surrogate",
+    "reports",
     "rnwc",
     "robust_mean",
     "sample_pseudo_labels",
     "size",
+    "sizes",
     "soft_cross_entropy",
     "squared_error_feedback",
     "summarize_logits",
     "text_generation",
     "uniform",
     "virtual_step",
+    "weighted_mean",
 ]

@@ -76,6 +76,20 @@ class Engine(ABC):
             yield reply
             del reply  # The next client trains before another takes its place.
 
+    def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
+        """
+        All replies to a plan, in every process.
+
+        Args:
+            plan ([`Plan`]): The work.
+            on_dispatch (`Callable[[str], None]`, *optional*): As in [`~Engine.run`].
+
+        Returns:
+            `dict[str, Message]`: By client, in the order of the plan; without those that never answered.
+        """
+        replies = {reply.client_id: reply for reply in self.run(plan, on_dispatch)}
+        return {client_id: replies[client_id] for client_id in plan.cohort if client_id in replies}
+
     def gather(self, plan: Plan, found: Mapping[str, T]) -> dict[str, T]:
         """
         What all processes found out about the clients of a plan, once its replies are through; the ledger then knows

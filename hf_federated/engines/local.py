@@ -43,10 +43,10 @@ class LocalEngine(Engine):
         return cohort
 
     def reset(self) -> None:
-        self.worker.store.clear()
+        self.worker.models.clear()
 
     def save(self, directory: Path) -> dict[str, str]:
-        return self.worker.store.save(directory)
+        return self.worker.models.save(directory)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        self.worker.store.load(directory, digests)
+        self.worker.models.load(directory, digests)

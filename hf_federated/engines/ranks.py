@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
-from ..messages import ClientFailure, Message
+from ..messages import ClientFailure, Message, message_from_tree
 from ..processes import Processes
 from .base import Plan
 from .local import LocalEngine
@@ -134,7 +134,7 @@ class RankEngine(LocalEngine):
         told = {
             "found": dict(found),
             "bytes": {client_id: self.ledger.account(plan.round, client_id) for client_id in own},
-            "kept": [client_id for client_id in own if client_id in self.worker.store],
+            "kept": [client_id for client_id in own if client_id in self.worker.models],
         }
         together: dict[str, T] = {}
         for rank, theirs in enumerate(self.processes.gather(f"{plan.phase} of clients, round {plan.round}", told)):
@@ -143,6 +143,11 @@ class RankEngine(LocalEngine):
             for client_id, (down, up) in theirs["bytes"].items():
                 self.ledger.set_account(plan.round, client_id, bytes_down=down, bytes_up=up)
         return super().gather(plan, together)
+
+    def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
+        replies = super().collect(plan, on_dispatch)
+        trees = self.gather(plan, {client_id: reply.to_tree() for client_id, reply in replies.items()})
+        return {client_id: message_from_tree(tree) for client_id, tree in trees.items()}
 
     def reduce(
         self,

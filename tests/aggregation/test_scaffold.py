@@ -57,7 +57,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
 
 def kept(trainer, client_id):
     """The control variate in the client store, `None` before the client's first round."""
-    state = trainer._runtime.loop.engine.worker.store.get(client_id)
+    state = trainer._runtime.loop.engine.worker.models.store.get(client_id)
     return state["algorithm"]["control"] if state else None
 
 

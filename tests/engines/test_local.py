@@ -8,7 +8,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.adapters import Exchange
-from hf_federated.clients import ClientStore, ClientWorker, MemoryStore
+from hf_federated.clients import ClientStore, ClientWorker, MemoryStore, SharedModel
 from hf_federated.engines import LocalEngine, Plan
 from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
 
@@ -90,13 +90,10 @@ def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) 
         model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, federation=FederatedConfig(num_rounds=2)
     )
     worker = ClientWorker(
-        trainer=trainer,
-        args=trainer.args,
-        exchange=Exchange(trainer.model),
+        models=SharedModel(trainer, Exchange(trainer.model), trainer.args, store or MemoryStore()),
         train_datasets=CLIENTS,
         eval_datasets={"a": rows(3, seed=9)},
         algorithm=trainer.aggregation,
-        store=store or MemoryStore(),
         config=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
     )
     return LocalEngine(worker, serialize=serialize)

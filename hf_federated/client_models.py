@@ -1,0 +1,253 @@
+"""The models that clients have of their own, each with its tokenizer and arguments, and their rows encoded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from .adapters import Exchange, freeze_layers
+from .clients import ClientSpec, Student
+from .data import FederatedDataset
+from .generators import derived_seed, own_draws, preserved_generators
+from .tasks import Task
+
+
+@dataclass
+class Participants:
+    """
+    What a federation has beside its clients' rows, as the user gave it to the trainer.
+
+    Args:
+        task ([`Task`], *optional*): Encodes raw rows for each tokenizer. Without, rows are encoded already.
+        public_dataset (`datasets.Dataset`, *optional*): Rows that server and clients have, without labels.
+        server_dataset (`datasets.Dataset`, *optional*): The server's own rows, with labels.
+        clients (`Mapping[str, ClientSpec]`): Clients that differ.
+        client_model_init (`Callable[[str], PreTrainedModel]`, *optional*): Makes a client's model from its id.
+    """
+
+    task: Task | None = None
+    public_dataset: Dataset | None = None
+    server_dataset: Dataset | None = None
+    clients: Mapping[str, ClientSpec] = field(default_factory=dict)
+    client_model_init: Callable[[str], PreTrainedModel] | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Whether clients may have other models than the server."""
+        return bool(self.clients) or self.client_model_init is not None
+
+    def tokenizer_of(self, client_id: str, default: Any) -> Any:
+        """A client's tokenizer."""
+        spec = self.clients.get(client_id)
+        return default if spec is None or spec.processing_class is None else spec.processing_class
+
+    def encode(self, dataset: Any, tokenizer: Any, with_labels: bool = True) -> Any:
+        """Rows as a model with this tokenizer takes them."""
+        return dataset if self.task is None else self.task.prepare(dataset, tokenizer, with_labels)
+
+
+def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
+    """
+    Fill in what a task knows of a trainer's arguments: its evaluation rows encoded, its collator, its metrics.
+
+    Args:
+        arguments (`dict[str, Any]`): The arguments by name, which are changed.
+        task ([`Task`]): What the trainer does.
+
+    Raises:
+        ValueError: If there is no tokenizer.
+    """
+    tokenizer = arguments.get("processing_class")
+    if tokenizer is None:
+        raise ValueError("`task` encodes raw rows, and needs the server's tokenizer: give `processing_class`.")
+    rows = arguments.get("eval_dataset")
+    if isinstance(rows, Dataset):
+        features = task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
+        arguments["eval_dataset"] = features
+        if arguments.get("compute_metrics") is None:
+            arguments["compute_metrics"] = task.build_compute_metrics(tokenizer, features, rows)
+            arguments["preprocess_logits_for_metrics"] = task.preprocess_logits_for_metrics
+    elif rows is not None:
+        raise ValueError(
+            f"With `task`, `eval_dataset` is a Dataset or a FederatedDataset of raw rows, got {type(rows).__name__}."
+        )
+    if arguments.get("data_collator") is None:
+        arguments["data_collator"] = task.data_collator(tokenizer, arguments.get("model"))
+
+
+class EncodedClients(Mapping[str, Any]):
+    """
+    The clients' raw rows, each encoded with the client's tokenizer, once, when it is first asked for.
+
+    Args:
+        clients ([`FederatedDataset`]): Raw rows.
+        participants ([`Participants`]): Whose task encodes them.
+        tokenizer (`PreTrainedTokenizerBase`): Of clients that have none of their own.
+    """
+
+    def __init__(self, clients: FederatedDataset, participants: Participants, tokenizer: Any) -> None:
+        self._clients = clients
+        self._participants = participants
+        self._tokenizer = tokenizer
+        self._encoded: dict[str, Any] = {}
+
+    def __getitem__(self, client_id: str) -> Any:
+        if client_id not in self._encoded:
+            tokenizer = self._participants.tokenizer_of(client_id, self._tokenizer)
+            try:
+                self._encoded[client_id] = self._participants.encode(self._clients[client_id], tokenizer)
+            except ValueError as error:
+                raise ValueError(f"Client {client_id!r}: {error}") from error
+        return self._encoded[client_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+class ClientModelBuilder:
+    """
+    Builds what a client trains: its model as it is before the first round, and a trainer around it.
+
+    What it builds depends on the client and the run's seed alone, and not on when it is built, so that a model which
+    was put away can be built again and given its values.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        arguments (`dict[str, Any]`): What its class was constructed with, by name.
+        participants ([`Participants`]): What clients have.
+        initial (`Mapping[str, torch.Tensor]`): What trains of the server's model, before the first round.
+        seed (`int`): Of the run.
+        exchange (`str`): What of a model trains and is kept, as `exchange` of [`FederatedConfig`].
+        freeze (`str`, *optional*): What is frozen of every model.
+        learning_rate (`float`, *optional*): Of the clients' distillation.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        arguments: dict[str, Any],
+        participants: Participants,
+        initial: Mapping[str, torch.Tensor],
+        seed: int,
+        exchange: str,
+        freeze: str | None,
+        learning_rate: float | None,
+    ) -> None:
+        self._trainer = trainer
+        self._arguments = arguments
+        self._participants = participants
+        self._initial = initial
+        self._seed = seed
+        self._exchange = exchange
+        self._freeze = freeze
+        self._learning_rate = learning_rate
+        # Clients with one tokenizer share the encoded public rows.
+        self._public: dict[int, tuple[Any, Dataset]] = {}
+
+    def __call__(self, client_id: str) -> tuple[Trainer, Exchange, Student | None]:
+        spec = self._participants.clients.get(client_id) or ClientSpec()
+        tokenizer = self._participants.tokenizer_of(client_id, self._trainer.processing_class)
+        model = self._model(client_id, spec)
+        check_labels(client_id, model, self._trainer.model)
+        trainer = self._build_trainer(model, tokenizer, spec)
+        exchange = Exchange(trainer.model, self._exchange)
+        public = self._public_rows(tokenizer)
+        student = None if public is None else Student(trainer, public, self._learning_rate)
+        return trainer, exchange, student
+
+    def _model(self, client_id: str, spec: ClientSpec) -> nn.Module:
+        init = self._participants.client_model_init
+        if spec.model is None and init is None:
+            return self._copy_of_servers()
+        # A head that is drawn is another one for every client, and the same whenever it is drawn.
+        with own_draws(derived_seed(self._seed, "model", client_id)):
+            if isinstance(spec.model, str):
+                if self._participants.task is None:
+                    raise ValueError(
+                        f"The model of client {client_id!r} is {spec.model!r}, a name, which nothing says how to "
+                        "load: give the trainer a `task`, or a function that makes the model."
+                    )
+                model = self._participants.task.load_model(spec.model)
+            elif isinstance(spec.model, nn.Module):
+                model = _copy(spec.model)
+            elif spec.model is not None:
+                model = spec.model()
+            else:
+                assert init is not None
+                model = init(client_id)
+        if self._freeze is not None:
+            freeze_layers(model, self._freeze)
+        return model
+
+    def _copy_of_servers(self) -> nn.Module:
+        model = _copy(self._trainer.model)
+        Exchange(model, self._exchange).write(self._initial)
+        return model
+
+    def _build_trainer(self, model: nn.Module, tokenizer: Any, spec: ClientSpec) -> Trainer:
+        task = self._participants.task
+        own: dict[str, Any] = {
+            "model": model,
+            "processing_class": tokenizer,
+            "train_dataset": None,
+            "eval_dataset": None,
+            "callbacks": None,
+        }
+        if spec.args is not None:
+            own["args"] = spec.args
+        if task is not None and tokenizer is not self._trainer.processing_class:
+            own["data_collator"] = task.data_collator(tokenizer, model)
+        given = {name: value for name, value in self._arguments.items() if name != "model_init"}
+        # A trainer's constructor seeds the global generators.
+        with preserved_generators():
+            return type(self._trainer)(**{**given, **own})
+
+    def _public_rows(self, tokenizer: Any) -> Dataset | None:
+        rows = self._participants.public_dataset
+        if rows is None:
+            return None
+        if id(tokenizer) not in self._public:
+            # The tokenizer is kept with them, so that no other one can get its number.
+            self._public[id(tokenizer)] = (tokenizer, self._participants.encode(rows, tokenizer, with_labels=False))
+        return self._public[id(tokenizer)][1]
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares what is frozen."""
+    shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    return copy.deepcopy(model, memo=dict(shared))
+
+
+def check_labels(client_id: str, model: Any, servers: Any) -> None:
+    """
+    Refuse a client whose model tells other classes apart than the server's, or in another order.
+
+    Args:
+        client_id (`str`): The client.
+        model (`PreTrainedModel`): Its model.
+        servers (`PreTrainedModel`): The server's model.
+
+    Raises:
+        ValueError: If the labels differ in number or order. The message names the client and both orders.
+    """
+    if not isinstance(model, PreTrainedModel) or not isinstance(servers, PreTrainedModel):
+        return
+    here, there = model.config.id2label, servers.config.id2label
+    unnamed = {f"LABEL_{number}" for number in range(max(len(here), len(there)))}
+    if len(here) == len(there) and (here == there or {*here.values()} <= unnamed or {*there.values()} <= unnamed):
+        return
+    raise ValueError(
+        f"The model of client {client_id!r} has the labels {list(here.values())}, and the server's has "
+        f"{list(there.values())}. Predictions are aligned by place: give all models the same labels in the same order "
+        "(`id2label` and `label2id` of their configs)."
+    )

@@ -1,0 +1,113 @@
+"""What a client does with messages about public rows: it predicts them, and trains on predictions of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..generators import own_draws
+from ..messages import CLASS_COUNT, Distill, Feedback, Metrics, Predict, Predictions, PublicRowsMessage, public_order
+from .models import ClientModel, OwnModel
+from .student import LABEL_COLUMNS, Student
+
+
+def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
+    """
+    The public rows that a message is about.
+
+    Returns:
+        `torch.Tensor`: Row numbers, of shape `(stop - start,)`.
+
+    Raises:
+        ValueError: If it names rows that there are not.
+    """
+    if not 0 <= message.start < message.stop <= student.num_rows:
+        raise ValueError(
+            f"The message is about the public rows {message.start} to {message.stop}, and this client has "
+            f"{student.num_rows}. Server and clients need the same public data set."
+        )
+    return public_order(student.num_rows, message.order)[message.start : message.stop]
+
+
+def _place(message: PublicRowsMessage) -> tuple[Any, ...]:
+    return message.round, message.order, message.start, message.stop, message.seed
+
+
+def _training_forward(message: PublicRowsMessage, student: Student) -> torch.Tensor:
+    student.model.train()
+    with own_draws(message.seed):
+        return student.forward(student.inputs(rows_of(message, student)))
+
+
+def predict(message: Predict, model: OwnModel, student: Student, algorithm: Any) -> Predictions:
+    """The model's predictions of the rows asked for."""
+    if message.keeps_graph:
+        logits = _training_forward(message, student)
+        model.pending = (_place(message), logits)
+        logits = logits.detach().cpu()
+    else:
+        logits = student.predict(rows_of(message, student))
+    return Predictions(message.round, message.client_id, algorithm.encode(logits))
+
+
+def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any) -> Metrics:
+    """Train the model on predictions of the rows."""
+    rows = rows_of(message, student)
+    student.prepare(message.num_training_steps)
+    targets = algorithm.decode_targets(message.targets, student.num_classes)
+    with model.restored_on_failure():
+        loss = student.fit(
+            rows,
+            targets,
+            lambda logits, some: algorithm.client_loss(logits, some, message.settings),
+            message.num_epochs,
+            message.seed,
+        )
+    return Metrics(message.round, message.client_id, num_examples=len(rows), metrics={"distillation_loss": loss})
+
+
+def take_feedback(message: Feedback, model: OwnModel, student: Student, algorithm: Any) -> Metrics:
+    """
+    Take one step on the mini-batch that was predicted last.
+
+    The forward pass of the prediction is used again. Of a model that was put away meanwhile it is done again, with the
+    same dropout: the gradients are the same bytes.
+    """
+    student.prepare(message.num_training_steps)
+    pending, model.pending = model.pending, None
+    if pending is not None and pending[0] == _place(message):
+        logits = pending[1]
+    else:
+        logits = _training_forward(message, student)
+    loss = student.step(algorithm.feedback_loss(logits, message))
+    rows = message.stop - message.start
+    return Metrics(message.round, message.client_id, num_examples=rows, metrics={"distillation_loss": float(loss)})
+
+
+def class_counts(dataset: Any, model: ClientModel) -> dict[str, float]:
+    """
+    How many rows of each class a client has, as it reports them.
+
+    Args:
+        dataset (`datasets.Dataset`): The client's encoded rows, with one label each.
+        model ([`OwnModel`]): The client's.
+
+    Raises:
+        ValueError: If the rows have no such labels, or one that the model does not know.
+    """
+    assert isinstance(model, OwnModel) and model.student is not None
+    column = next((name for name in LABEL_COLUMNS if name in dataset.column_names), None)
+    labels = np.asarray([] if column is None else dataset[column])
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(
+            f"Rows of each class are counted in a column of whole numbers, {' or '.join(LABEL_COLUMNS)}; the columns "
+            f"are {dataset.column_names}. weighting='size' needs none."
+        )
+    counts = np.bincount(labels, minlength=model.student.num_classes)
+    if len(counts) > model.student.num_classes:
+        raise ValueError(
+            f"A row has the label {labels.max()}, and the model knows {model.student.num_classes} classes."
+        )
+    return {f"{CLASS_COUNT}{label}": float(count) for label, count in enumerate(counts)}

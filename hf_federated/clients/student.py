@@ -1,0 +1,205 @@
+"""`Student`: a model that learns from predictions on public rows.
+
+The server's model is one, and so is each client's own. Its optimizer and its learning-rate curve last for the run:
+an optimizer made anew for every batch would take steps of the learning rate's length whatever the gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import Trainer
+
+from ..generators import derived_seed, own_draws
+from ..messages import public_order
+
+
+# Columns that a public row loses: what it is distilled from is predictions.
+LABEL_COLUMNS = ("label", "labels", "label_ids")
+
+
+class Student:
+    """
+    A trainer's model over the public rows, with an optimizer of its own.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            Its model, arguments, collator and optimizer are used; it is not changed.
+        public (`datasets.Dataset`):
+            The public rows, encoded for this model. Label columns are dropped.
+        learning_rate (`float`, *optional*):
+            Instead of that of the arguments.
+    """
+
+    def __init__(self, trainer: Trainer, public: Dataset, learning_rate: float | None = None) -> None:
+        # A shallow copy, on which an optimizer can be created without a trace.
+        self._trainer = copy.copy(trainer)
+        self._trainer.optimizer = None
+        self._trainer.lr_scheduler = None
+        self._trainer._created_lr_scheduler = False
+        if learning_rate is not None:
+            self._trainer.args = copy.copy(trainer.args)
+            self._trainer.args.learning_rate = learning_rate
+        labels = [name for name in LABEL_COLUMNS if name in public.column_names]
+        self._trainer._set_signature_columns_if_needed()
+        self._public = self._trainer._remove_unused_columns(public.remove_columns(labels), "public")
+        self.num_rows = len(public)
+        self._state: dict[str, Any] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, not wrapped for several processes."""
+        return self._trainer.model
+
+    @functools.cached_property
+    def num_classes(self) -> int:
+        """Classes that the model tells apart."""
+        return self.predict([0]).shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._trainer.args.device
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a training step."""
+        return self._trainer.args.per_device_train_batch_size
+
+    def inputs(self, rows: Sequence[int] | torch.Tensor) -> dict[str, Any]:
+        """
+        Public rows as the model takes them.
+
+        Args:
+            rows (`Sequence[int]`): Row numbers.
+        """
+        return self.collate([self._public[int(row)] for row in rows])
+
+    def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """Encoded rows as the model takes them, on its device."""
+        return self._trainer._prepare_inputs(self._trainer.data_collator(features))
+
+    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """
+        Logits of a batch, in float32 or wider.
+
+        Args:
+            inputs (`dict[str, Any]`): From [`~Student.inputs`].
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows, classes)`.
+        """
+        with self._trainer.compute_loss_context_manager():
+            logits = self.model(**inputs).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @torch.no_grad()
+    def predict(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """
+        Logits of public rows, without dropout.
+
+        Args:
+            rows (`Sequence[int]`): Row numbers.
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows, classes)`, on the CPU.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        size = self._trainer.args.per_device_eval_batch_size
+        try:
+            parts = [
+                self.forward(self.inputs(rows[start : start + size])).cpu() for start in range(0, len(rows), size)
+            ]
+        finally:
+            self.model.train(was_training)
+        return torch.cat(parts)
+
+    def prepare(self, num_training_steps: int) -> None:
+        """
+        Make the optimizer and its schedule, once.
+
+        Args:
+            num_training_steps (`int`): Steps of the whole run.
+        """
+        if self._trainer.optimizer is not None:
+            return
+        trainer = self._trainer
+        trainer.create_optimizer()
+        trainer.create_scheduler(num_training_steps, trainer.optimizer)
+        if self._state is not None:
+            trainer.optimizer.load_state_dict(self._state["optimizer"])
+            trainer.lr_scheduler.load_state_dict(self._state["scheduler"])
+            self._state = None
+
+    def step(self, loss: torch.Tensor) -> torch.Tensor:
+        """
+        One optimizer step down the gradient of a loss, clipped as the arguments say. [`~Student.prepare`] comes first.
+
+        Args:
+            loss (`torch.Tensor`): A scalar of this model's outputs.
+
+        Returns:
+            `torch.Tensor`: The loss, detached.
+        """
+        trainer = self._trainer
+        loss.backward()
+        if trainer.args.max_grad_norm:
+            parameters = [item for group in trainer.optimizer.param_groups for item in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        self.model.zero_grad()
+        return loss.detach()
+
+    def fit(
+        self,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        num_epochs: int,
+        seed: int,
+    ) -> float:
+        """
+        Train on targets of public rows, in batches drawn anew in every epoch.
+
+        Args:
+            rows (`torch.Tensor`): Row numbers, of shape `(rows,)`.
+            targets (`torch.Tensor`): What to learn of each, of shape `(rows, classes)`.
+            loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
+            num_epochs (`int`): Passes over the rows.
+            seed (`int`): Of the batches and of dropout.
+
+        Returns:
+            `float`: The mean loss of the last epoch's steps.
+        """
+        self.model.train()
+        losses: list[torch.Tensor] = []
+        with own_draws(derived_seed(seed, "dropout")):
+            for epoch in range(num_epochs):
+                losses = []
+                for batch in public_order(len(rows), derived_seed(seed, "epoch", epoch)).split(self.batch_size):
+                    logits = self.forward(self.inputs(rows[batch]))
+                    losses.append(self.step(loss(logits, targets[batch].to(logits.device))))
+        return float(torch.stack(losses).mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer and its schedule, `{}` before the first step."""
+        if self._state is not None:
+            return self._state
+        if self._trainer.optimizer is None:
+            return {}
+        return {
+            "optimizer": self._trainer.optimizer.state_dict(),
+            "scheduler": self._trainer.lr_scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, before the first step."""
+        self._state = state or None

@@ -1,0 +1,112 @@
+"""AdaFD: clients weigh what their training losses say.
+
+Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data, equations 6 to 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from .base import Distillation, Predictions, weighted_mean
+from .client_weights import WEIGHTINGS, enwc
+from .cohort import Cohort, reports
+from .llm_weighting import LLMWeighting
+from .losses import mean_squared_error
+from .server import DistillationServer
+
+
+LLM = "llm"
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class AdaFD(Distillation):
+    """
+    The server learns the weighted mean of the clients' logits by their squared error, and the clients learn the
+    server's logits by KL divergence. What a client weighs follows from `l_k`, the smallest of its local epochs' mean
+    training losses in this round.
+
+    Args:
+        weighting (`str`, *optional*, defaults to `"enwc"`):
+            `"rnwc"`: `w_k ∝ 1 / l_k` (equation 6); `"enwc"`: `w_k ∝ exp(−β l_k)` (equation 7); `"llm"`: a language
+            model says (section V-A); `"size"`: rows; `"uniform"`.
+        beta (`float`, *optional*, defaults to `5.0`):
+            `β` of ENWC.
+        center (`bool`, *optional*, defaults to `False`):
+            Whether the squared error is of centred logits, which is what KL divergence tends to with its temperature.
+            Equation 10 is of the raw ones.
+        generate (`Callable[[str], str]`, *optional*):
+            For `"llm"`: the answer to a prompt. [`text_generation`] makes one of a local pipeline.
+        clients_evaluate (`bool`, *optional*, defaults to `False`):
+            For `"llm"`: whether clients evaluate their models on their evaluation rows, whose F1 then stands in the
+            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`.
+        kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
+
+    Raises:
+        ValueError: If the weighting is unknown, or `generate` does not go with it.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import AdaFD
+
+    >>> AdaFD(weighting="rnwc")
+    AdaFD(weighting='rnwc')
+    ```
+    """
+
+    name: ClassVar[str] = "adafd"
+
+    weighting: str = "enwc"
+    beta: float = 5.0
+    center: bool = False
+    generate: Callable[[str], str] | None = None
+    clients_evaluate: bool = False
+    # What each client weighed, of the last round.
+    weights: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weighting not in (*WEIGHTINGS, LLM):
+            allowed = ", ".join(map(repr, (*WEIGHTINGS, LLM)))
+            raise ValueError(f"`weighting` is {self.weighting!r}; allowed are {allowed}.")
+        if (self.weighting == LLM) != (self.generate is not None):
+            raise ValueError("`generate` and weighting='llm' go together: the function answers the prompt.")
+        self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
+
+    @property
+    def needs_epoch_losses(self) -> bool:
+        return self.weighting in ("rnwc", "enwc", LLM)
+
+    def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:
+        """
+        What each client weighs.
+
+        Args:
+            predictions (`Mapping[str, torch.Tensor]`): Logits by client, each of shape `(rows, classes)`.
+            cohort ([`Cohort`]): The clients, with what they reported.
+
+        Returns:
+            `dict[str, float]`: By client, adding up to one.
+        """
+        if self._llm is not None:
+            return self._llm(reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None))
+        told = reports(cohort)
+        return enwc(told, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](told)
+
+    def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
+        logs = super().distill(cohort, server)
+        logs |= {f"weight/{client_id}": weight for client_id, weight in self.weights.items()}
+        if self._llm is not None:
+            logs["llm_fell_back"] = float(bool(self._llm.fell_back))
+        return logs
+
+    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+        self.weights = self.weigh(predictions, cohort)
+        return weighted_mean(predictions, self.weights)
+
+    def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return mean_squared_error(logits, targets, center=self.center)

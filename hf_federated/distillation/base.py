@@ -1,0 +1,286 @@
+"""What every distillation algorithm is made of.
+
+Clients send predictions of public rows instead of parameters, so each may have a model and a tokenizer of its own; the
+one contract is the order of the labels. A round on the server, after the clients' local training, is
+
+```
+cohort.predict(rows)       -> each client's logits of the public rows
+ensemble(predictions)      -> what is learned of them
+server.fit(ensemble)       -> the server's model learns it
+broadcast(ensemble)        -> what the clients learn in turn, if anything
+cohort.distill(targets)    -> they learn it
+```
+
+and a subclass overrides those steps in which its method differs. As with [`Aggregation`], the two sides share nothing
+but messages: what runs on a client uses the constructor's arguments and the message, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..messages import Feedback
+from .codec import PredictionCodec
+from .cohort import Cohort
+from .losses import kl_divergence
+from .server import DistillationServer
+
+
+Predictions = Mapping[str, torch.Tensor]
+
+# Below it a probability counts as this, where its logarithm travels.
+SMALLEST_PROBABILITY = 1e-9
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class Distillation:
+    """
+    Base of the distillation algorithms: the server learns the mean of the clients' logits, the clients the server's.
+
+    Subclasses are dataclasses (`@dataclass(kw_only=True, repr=False, eq=False)`) whose fields are their settings.
+
+    Args:
+        server_epochs (`int`, *optional*, defaults to `1`):
+            Passes of the server over the public rows in a round.
+        client_epochs (`int`, *optional*, defaults to `1`):
+            Passes of a client over the public rows in a round.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            `T` of softmax where the method has one.
+        server_learning_rate (`float`, *optional*):
+            Of the server's distillation; that of the training arguments by default.
+        client_learning_rate (`float`, *optional*):
+            Of the clients' distillation; that of the training arguments by default.
+        prediction_dtype (`str`, *optional*, defaults to `"float32"`):
+            How predictions travel: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
+        top_k (`int`, *optional*):
+            How many classes of a row travel, with what the others have in common; all by default.
+
+    Raises:
+        ValueError: If a setting is out of range.
+
+    Example:
+
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from hf_federated import Distillation
+
+    >>> @dataclass(kw_only=True, repr=False, eq=False)
+    ... class FirstClientOnly(Distillation):
+    ...     name = "first"
+    ...
+    ...     def ensemble(self, predictions, cohort):
+    ...         return next(iter(predictions.values()))
+
+    >>> FirstClientOnly(server_epochs=2)
+    FirstClientOnly(server_epochs=2)
+    ```
+    """
+
+    name: ClassVar[str] = ""
+    # Whether the server's parameters go down with `Fit`, and whether clients send theirs back.
+    sends_parameters: ClassVar[bool] = False
+    returns_parameters: ClassVar[bool] = False
+    # What the clients learn: `"logits"` or `"probabilities"`.
+    broadcasts: ClassVar[str] = "logits"
+
+    server_epochs: int = 1
+    client_epochs: int = 1
+    temperature: float = 1.0
+    server_learning_rate: float | None = None
+    client_learning_rate: float | None = None
+    prediction_dtype: str = "float32"
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("server_epochs", "client_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        for name in ("temperature", "server_learning_rate", "client_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` is {value}; it must be positive.")
+        self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
+
+    # ---- What it is
+
+    @property
+    def needs_labelled(self) -> bool:
+        """Whether the server must have labelled rows."""
+        return False
+
+    @property
+    def needs_epoch_losses(self) -> bool:
+        """Whether clients report the smallest of their local epochs' mean training losses."""
+        return False
+
+    @property
+    def needs_class_counts(self) -> bool:
+        """Whether clients report how many rows of each class they have."""
+        return False
+
+    def settings(self) -> dict[str, Any]:
+        """All settings and their values."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
+
+    def non_default_settings(self) -> dict[str, Any]:
+        """The settings whose values are not the defaults."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.init and getattr(self, item.name) != item.default
+        }
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
+        return f"{type(self).__name__}({arguments})"
+
+    # ---- Server side
+
+    def setup(self, num_rounds: int) -> None:
+        """
+        Called once, before the first round or before the state of a checkpoint is loaded.
+
+        Args:
+            num_rounds (`int`): Rounds of the run.
+
+        Raises:
+            ValueError: If the method does not work with so many.
+        """
+
+    def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
+        """
+        A round's distillation.
+
+        Args:
+            cohort ([`Cohort`]): The clients, after their local training.
+            server ([`DistillationServer`]): The server's model and rows.
+
+        Returns:
+            `dict[str, float]`: What goes into the log, under `federated/`.
+        """
+        predictions = cohort.predict(server.all_rows, server.shape)
+        ensemble = self.ensemble(predictions, cohort)
+        loss = server.fit(ensemble, self.server_loss, self.server_epochs, cohort.round)
+        logs = {"server_distillation_loss": loss}
+        targets = self.broadcast(ensemble, server)
+        if targets is not None:
+            steps = server.num_rounds * self.client_epochs * server.batches_per_epoch
+            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, steps)
+            logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
+        return logs
+
+    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+        """
+        What the server learns of the clients' predictions.
+
+        Args:
+            predictions (`Mapping[str, torch.Tensor]`): Logits by client, each of shape `(rows, classes)`.
+            cohort ([`Cohort`]): The clients, with what they reported.
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows, classes)`.
+        """
+        return weighted_mean(predictions, dict.fromkeys(predictions, 1.0))
+
+    def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """
+        The server's loss on a batch.
+
+        Args:
+            logits (`torch.Tensor`): The server's, of shape `(rows, classes)`.
+            targets (`torch.Tensor`): Rows of the ensemble, of the same shape.
+        """
+        return kl_divergence(logits, targets, self.temperature)
+
+    def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor | None:
+        """
+        What the clients learn in turn.
+
+        Returns:
+            `torch.Tensor`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back to them.
+        """
+        return server.predict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the server keeps between rounds, as scalars and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    # ---- Both sides
+
+    def encode(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Predictions of shape `(rows, classes)` as they travel."""
+        return self._codec.encode(logits)
+
+    def decode(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+        """What `encode` wrote, of shape `(rows, classes)` and float32."""
+        return self._codec.decode(values, num_classes)
+
+    def encode_targets(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is broadcast, of shape `(rows, classes)`, as it travels."""
+        if self.broadcasts == "logits" or self.top_k is None:
+            return self._codec.encode(targets)
+        # The likeliest classes keep their probabilities, and the others share what is left.
+        return self._codec.encode(targets.clamp(min=SMALLEST_PROBABILITY).log())
+
+    def decode_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+        """What `encode_targets` wrote, of shape `(rows, classes)` and float32; probabilities add up to one."""
+        targets = self._codec.decode(values, num_classes)
+        if self.broadcasts == "logits":
+            return targets
+        if self.top_k is not None:
+            return targets.softmax(-1)
+        targets = targets.clamp(min=0)
+        return targets / targets.sum(-1, keepdim=True)
+
+    # ---- Client side
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        """
+        A client's loss on a batch of public rows.
+
+        Args:
+            logits (`torch.Tensor`): The client's, of shape `(rows, classes)`.
+            targets (`torch.Tensor`): What was broadcast of these rows, of the same shape.
+            settings (`Mapping[str, Any]`): Those of the message.
+        """
+        return kl_divergence(logits, targets, self.temperature)
+
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
+        """
+        A client's loss on the mini-batch that a [`Feedback`] answers.
+
+        Args:
+            logits (`torch.Tensor`): The client's, of shape `(rows, classes)`, with their graph.
+            message ([`Feedback`]): The server's answer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not exchange mini-batches.")
+
+
+def weighted_mean(predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
+    """
+    The weighted mean of tensors, in their order, added up in float64.
+
+    Args:
+        predictions (`Mapping[str, torch.Tensor]`): By client, of one shape.
+        weights (`Mapping[str, float]`): By client; they need not add up to one.
+
+    Returns:
+        `torch.Tensor`: Of that shape, float32.
+    """
+    total = sum(weights[client_id] for client_id in predictions)
+    mean = sum(value.to(torch.float64) * (weights[client_id] / total) for client_id, value in predictions.items())
+    assert isinstance(mean, torch.Tensor)
+    return mean.to(torch.float32)
+
+
+def sizes(cohort: Cohort) -> dict[str, float]:
+    """How many rows each client trained on."""
+    return {client_id: row["num_examples"] for client_id, row in cohort.metrics.items()}

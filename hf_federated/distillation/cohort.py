@@ -1,0 +1,293 @@
+"""`Cohort`: the clients of a round, as a distillation algorithm sees them. It asks, and they answer, through messages.
+
+A client that fails, or whose predictions are not finite or of another shape, is left out of the rest of the round, by
+name. The round goes on as long as `min_clients` are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..generators import derived_seed
+from ..messages import CLASS_COUNT, ClientFailure, Distill, Evaluate, Feedback, Message, Metrics, Predict, Predictions
+from ..validation import RoundFailedError
+from .client_weights import ClientReport, summarize_logits
+
+
+logger = logging.get_logger(__name__)
+
+# `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
+Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
+Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """
+    A part of the public rows, as messages name it.
+
+    Args:
+        start (`int`): First row.
+        stop (`int`): The row after the last.
+        order (`int`, *optional*): Seed of the order that both count in; `None` for the rows as they are.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.distillation import PublicRows
+
+    >>> len(PublicRows(0, 32))
+    32
+    ```
+    """
+
+    start: int
+    stop: int
+    order: int | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Cohort:
+    """
+    The clients of a round.
+
+    Args:
+        round (`int`): Round number, from 0.
+        metrics (`dict[str, dict[str, float]]`): What each client reported of its local training, in the cohort's
+            order. A client that is left out is taken away.
+        ask (`Callable`): Sends messages and returns replies.
+        decode (`Callable`): The algorithm's codec, to a tensor of shape `(rows, classes)`.
+        seed (`int`): Of the run; clients' seeds follow from it.
+        min_clients (`int`): Below which the round fails.
+        rejected (`dict[str, str]`): Where clients that are left out are named, with the reason.
+
+    Example: [`Distillation`].
+    """
+
+    round: int
+    metrics: dict[str, dict[str, float]]
+    ask: Ask
+    decode: Decode
+    seed: int
+    min_clients: int = 1
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """Who takes part, in order."""
+        return list(self.metrics)
+
+    def seed_of(self, client_id: str, *purpose: str | int) -> int:
+        """A seed for a client, for this round and purpose alone."""
+        return derived_seed(self.seed, client_id, self.round, *purpose)
+
+    def predict(self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool = False) -> dict[str, torch.Tensor]:
+        """
+        The clients' predictions of public rows.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+            shape (`tuple[int, ...]`): What a client's predictions must look like.
+            keeps_graph (`bool`, *optional*, defaults to `False`): Whether [`~Cohort.feed_back`] on them follows.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Logits by client, of that shape.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` gave valid ones.
+        """
+        purpose = ("public", rows.order or 0, rows.start)
+
+        def message(client_id: str) -> Message:
+            return Predict(
+                self.round,
+                client_id,
+                rows.order,
+                rows.start,
+                rows.stop,
+                self.seed_of(client_id, *purpose),
+                keeps_graph=keeps_graph,
+            )
+
+        found: dict[str, torch.Tensor] = {}
+        for client_id, reply in self._send("prediction", message, Predictions).items():
+            assert isinstance(reply, Predictions)
+            try:
+                found[client_id] = self._read(reply, shape)
+            except ValueError as error:
+                self._leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+        self._check_enough()
+        return found
+
+    def distill(
+        self,
+        rows: PublicRows,
+        targets: Mapping[str, torch.Tensor],
+        num_epochs: int,
+        num_training_steps: int,
+        settings: Mapping[str, Any] | None = None,
+    ) -> dict[str, float]:
+        """
+        Let the clients learn these targets of public rows.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+            targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
+            num_epochs (`int`): Passes over the rows.
+            num_training_steps (`int`): Optimizer steps of a client over the run.
+            settings (`Mapping[str, Any]`, *optional*): The algorithm's numbers, JSON scalars only.
+
+        Returns:
+            `dict[str, float]`: Each client's loss.
+        """
+
+        def message(client_id: str) -> Message:
+            return Distill(
+                self.round,
+                client_id,
+                rows.order,
+                rows.start,
+                rows.stop,
+                self.seed_of(client_id, "distillation"),
+                dict(targets),
+                num_epochs,
+                num_training_steps,
+                dict(settings or {}),
+            )
+
+        return self._losses("distillation", message)
+
+    def feed_back(
+        self,
+        rows: PublicRows,
+        targets: Mapping[str, torch.Tensor],
+        feedback: Mapping[str, Mapping[str, torch.Tensor]],
+        settings: Mapping[str, Mapping[str, Any]],
+        num_training_steps: int,
+    ) -> dict[str, float]:
+        """
+        Answer the predictions of a mini-batch; each client takes one step.
+
+        Args:
+            rows ([`PublicRows`]): As in the call of [`~Cohort.predict`] that it answers.
+            targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
+            feedback (`Mapping[str, Mapping[str, torch.Tensor]]`): By client.
+            settings (`Mapping[str, Mapping[str, Any]]`): By client, JSON scalars only.
+            num_training_steps (`int`): Such steps of a client over the run.
+
+        Returns:
+            `dict[str, float]`: Each client's loss.
+        """
+        purpose = ("public", rows.order or 0, rows.start)
+
+        def message(client_id: str) -> Message:
+            return Feedback(
+                self.round,
+                client_id,
+                rows.order,
+                rows.start,
+                rows.stop,
+                self.seed_of(client_id, *purpose),
+                dict(targets),
+                dict(feedback[client_id]),
+                num_training_steps,
+                dict(settings[client_id]),
+            )
+
+        return self._losses("feedback", message)
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """The metrics of the clients' own models on their own evaluation rows, by client."""
+        replies = self._send("evaluation", lambda client_id: Evaluate(self.round, client_id, {}), Metrics)
+        self._check_enough()
+        return {client_id: reply.metrics for client_id, reply in replies.items() if isinstance(reply, Metrics)}
+
+    def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
+        losses: dict[str, float] = {}
+        for client_id, reply in self._send(phase, message, Metrics).items():
+            assert isinstance(reply, Metrics)
+            losses[client_id] = reply.metrics["distillation_loss"]
+        self._check_enough()
+        return losses
+
+    def _send(self, phase: str, message: Callable[[str], Message], expected: type[Message]) -> dict[str, Message]:
+        """The replies of a kind; whoever gave another one is left out."""
+        asked = self.client_ids
+        replies = self.ask(phase, asked, message)
+        accepted: dict[str, Message] = {}
+        for client_id in asked:
+            reply = replies.get(client_id)
+            if isinstance(reply, expected) and reply.round == self.round:
+                accepted[client_id] = reply
+                continue
+            reason = "no answer" if reply is None else f"answered with a {type(reply).__name__}"
+            if isinstance(reply, ClientFailure):
+                reason = reply.error
+            self._leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
+        return accepted
+
+    def _read(self, reply: Predictions, shape: tuple[int, ...]) -> torch.Tensor:
+        values = self.decode(reply.values)
+        if values.shape != shape:
+            raise ValueError(
+                f"its predictions have the shape {tuple(values.shape)}, expected {shape}: the rows asked for, and the "
+                "classes of the server's model. All clients must tell the same classes apart, in the same order."
+            )
+        if not bool(values.isfinite().all()):
+            row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise ValueError(
+                f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
+                "learning rate, or look at its data."
+            )
+        return values
+
+    def _leave_out(self, client_id: str, reason: str) -> None:
+        logger.warning(f"Left out: {reason}")
+        self.rejected[client_id] = reason
+        self.metrics.pop(client_id, None)
+
+    def _check_enough(self) -> None:
+        if len(self.metrics) < self.min_clients:
+            reason = next(reversed(self.rejected.values()), "")
+            raise RoundFailedError(
+                f"Round {self.round}: {len(self.metrics)} clients are left for distillation, and "
+                f"min_clients={self.min_clients}. The last failure: {reason}"
+            )
+
+
+def reports(
+    cohort: Cohort,
+    predictions: Mapping[str, torch.Tensor] | None = None,
+    evaluations: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[ClientReport]:
+    """
+    What the clients told of their local training, in the cohort's order.
+
+    Args:
+        cohort ([`Cohort`]): The clients.
+        predictions (`Mapping[str, torch.Tensor]`, *optional*): Their logits, to be summed up too.
+        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which `eval_f1` is taken.
+    """
+    found = []
+    for client_id, row in cohort.metrics.items():
+        counts = {name: int(value) for name, value in row.items() if name.startswith(CLASS_COUNT)}
+        found.append(
+            ClientReport(
+                client_id,
+                num_examples=int(row["num_examples"]),
+                min_epoch_loss=row.get("min_epoch_loss", row.get("loss", math.nan)),
+                f1=None if evaluations is None else evaluations[client_id].get("eval_f1"),
+                class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
+                **({} if predictions is None else summarize_logits(predictions[client_id])),
+            )
+        )
+    return found

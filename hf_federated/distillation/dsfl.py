@@ -1,0 +1,67 @@
+"""DS-FL: entropy reduction aggregation.
+
+Itahara et al., Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
+Training with Non-IID Private Data (IEEE Transactions on Mobile Computing 22, 2023), equations 7 and 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .base import Distillation, Predictions, weighted_mean
+from .cohort import Cohort
+from .losses import soft_cross_entropy
+from .server import DistillationServer
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class DSFL(Distillation):
+    """
+    The mean of the clients' probabilities, sharpened, is what server and clients learn:
+    `q = softmax(mean_k softmax(z_k) / T)` with a small `T`, and the loss is cross-entropy with `q`.
+
+    Sharpening lowers the entropy of the ensemble, which is high where clients have different labels. An argmax in its
+    place would throw away what it keeps.
+
+    Args:
+        sharpening_temperature (`float`, *optional*, defaults to `0.1`):
+            `T`. It divides probabilities, as in the paper, and not logits.
+        kwargs (*optional*): As in [`Distillation`].
+
+    Example:
+
+    ```python
+    >>> from hf_federated import DSFL
+
+    >>> DSFL(sharpening_temperature=0.5)
+    DSFL(sharpening_temperature=0.5)
+    ```
+    """
+
+    name: ClassVar[str] = "dsfl"
+    broadcasts: ClassVar[str] = "probabilities"
+
+    sharpening_temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sharpening_temperature > 0:
+            raise ValueError(f"`sharpening_temperature` is {self.sharpening_temperature}; it must be positive.")
+
+    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+        probabilities = {client_id: logits.softmax(-1) for client_id, logits in predictions.items()}
+        mean = weighted_mean(probabilities, dict.fromkeys(probabilities, 1.0))
+        return (mean / self.sharpening_temperature).softmax(-1)
+
+    def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return soft_cross_entropy(logits, targets)
+
+    def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor:
+        return ensemble
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        return soft_cross_entropy(logits, targets)

@@ -1,0 +1,265 @@
+"""FedID: clients learn how the server did on labelled rows after it learnt from them.
+
+Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models (EMNLP 2023),
+algorithm 1 and equations 9 to 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from ..generators import derived_seed
+from ..messages import Feedback
+from .base import Distillation, Predictions, sizes, weighted_mean
+from .cohort import Cohort, PublicRows
+from .feedback import (
+    chain_rule_feedback,
+    evaluation_mode,
+    loss_gradients,
+    per_example_feedback,
+    sample_pseudo_labels,
+    virtual_step,
+)
+from .losses import soft_cross_entropy
+from .server import DistillationServer
+from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
+
+
+FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class FedID(Distillation):
+    """
+    Server and clients go over the public rows together, one mini-batch after the other: the clients send their
+    predictions, the server takes a step on their mean `q = Σ_k w_k y_k` (probabilities, `w_k` by rows), looks at its
+    loss on a batch of its own labelled rows, and answers with `q` and with feedback. Each client takes one step on
+    `CE(q, f_k(x)) + ` the feedback's gradient (equation 15).
+
+    The paper broadcasts the validation loss, a number without a gradient to any client; its equation 12 means the
+    chain rule through `q`, which is the default here:
+
+    | `feedback` | beside `q` | what a client adds |
+    |---|---|---|
+    | `"chain_rule"` | `∂L_val/∂q`, as many numbers as `q` | the gradient of the server's loss after a plain step |
+    | `"per_example"` | one number a row | an unbiased estimate of it |
+    | `"mpl_sampled"` | one number | an estimate of it, where the server's step is on labels drawn from `q` |
+    | `"mpl"` | one number | what the paper's published code does: biased |
+    | `"none"` | nothing | nothing: the ablation, and the paper's text taken literally |
+
+    Args:
+        feedback (`str`, *optional*, defaults to `"chain_rule"`):
+            As in the table.
+        feedback_step_size (`float`, *optional*, defaults to `0.01`):
+            `η` of the step of plain gradient descent whose effect `"chain_rule"` and `"per_example"` tell of. It
+            scales the feedback: adaptive optimizers' rates (2e-5) would make it vanish beside the distillation.
+        clients_distill (`bool`, *optional*, defaults to `True`):
+            Whether clients learn `q` at all; `False` is the paper's ablation "without g_distill".
+        public_epochs (`int`, *optional*, defaults to `1`):
+            Passes over the public rows in a round. It takes the place of `server_epochs` and `client_epochs`.
+        kwargs (*optional*): As in [`Distillation`].
+
+    Raises:
+        ValueError: If the feedback is unknown or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedID
+
+    >>> FedID(feedback="per_example")
+    FedID(feedback='per_example')
+    ```
+    """
+
+    name: ClassVar[str] = "fedid"
+    broadcasts: ClassVar[str] = "probabilities"
+
+    feedback: str = "chain_rule"
+    feedback_step_size: float = 0.01
+    clients_distill: bool = True
+    public_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feedback not in FEEDBACKS:
+            raise ValueError(f"`feedback` is {self.feedback!r}; allowed are {', '.join(map(repr, FEEDBACKS))}.")
+        if not self.feedback_step_size > 0:
+            raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
+        if self.public_epochs < 1:
+            raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
+        if not self.clients_distill and self.feedback == "none":
+            raise ValueError("feedback='none' and clients_distill=False leave the clients nothing to learn.")
+
+    @property
+    def needs_labelled(self) -> bool:
+        return self.feedback != "none"
+
+    # ---- Server side
+
+    def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
+        num_steps = server.num_rounds * self.public_epochs * server.batches_per_epoch
+        server.student.prepare(num_steps)
+        losses: list[torch.Tensor] = []
+        for epoch in range(self.public_epochs):
+            for number, rows in enumerate(server.mini_batches(cohort.round, epoch)):
+                purpose = (cohort.round, epoch, number)
+                losses.append(self._mini_batch(cohort, server, rows, purpose, num_steps))
+        return {"server_distillation_loss": float(torch.stack(losses).mean())}
+
+    def _mini_batch(
+        self,
+        cohort: Cohort,
+        server: DistillationServer,
+        rows: PublicRows,
+        purpose: tuple[int, ...],
+        num_steps: int,
+    ) -> torch.Tensor:
+        """Exchange one mini-batch; the server's loss on it."""
+        predictions = cohort.predict(rows, (len(rows), server.student.num_classes), keeps_graph=True)
+        weights = sizes(cohort)
+        total = sum(weights.values())
+        targets = self.encode_targets(
+            weighted_mean({client_id: logits.softmax(-1) for client_id, logits in predictions.items()}, weights)
+        )
+        # What clients receive, so that both sides speak of the same numbers.
+        ensemble = self.decode_targets(targets, server.student.num_classes)
+        seed = derived_seed(server.seed, "pseudo-labels", *purpose)
+        step = _ServerStep(self, server, rows, ensemble, purpose, seed)
+        feedback, loss = step.take(predictions, weights)
+        cohort.feed_back(
+            rows,
+            targets,
+            dict.fromkeys(cohort.client_ids, feedback),
+            {
+                client_id: {"weight": weights[client_id] / total, "improvement": step.improvement, "labels": seed}
+                for client_id in cohort.client_ids
+            },
+            num_steps,
+        )
+        return loss
+
+    # ---- Client side
+
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
+        num_classes = logits.shape[-1]
+        ensemble = self.decode_targets(message.targets, num_classes).to(logits.device)
+        weight, improvement = message.settings["weight"], message.settings["improvement"]
+        labels = _draw(ensemble, message.settings["labels"])
+        if self.feedback == "mpl":
+            # The published code's clients learn hard labels.
+            distillation = F.cross_entropy(logits, ensemble.argmax(-1))
+        else:
+            distillation = soft_cross_entropy(logits, ensemble)
+        loss = distillation if self.clients_distill else torch.zeros_like(distillation)
+        if self.feedback == "chain_rule":
+            gradient = self._codec.dense.decode(message.feedback, num_classes).to(logits.device)
+            loss = loss + chain_rule_surrogate(logits.softmax(-1), gradient, weight)
+        elif self.feedback == "per_example":
+            rewards = message.feedback["rewards"].to(logits.device)
+            loss = loss + per_example_surrogate(logits.softmax(-1), ensemble, labels, rewards, weight)
+        elif self.feedback == "mpl_sampled":
+            loss = loss + mpl_sampled_surrogate(logits.softmax(-1), ensemble, labels, improvement, weight)
+        elif self.feedback == "mpl":
+            loss = loss + mpl_surrogate(logits, logits.argmax(-1), improvement, weight)
+        return loss
+
+
+def _draw(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
+    """A label for each row, the same wherever it is drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    return sample_pseudo_labels(probabilities.cpu(), generator).to(probabilities.device)
+
+
+class _ServerStep:
+    """
+    The server's step on one mini-batch, and what it tells the clients of it.
+
+    Args:
+        algorithm ([`FedID`]): The settings.
+        server ([`DistillationServer`]): The server's model and rows.
+        rows ([`PublicRows`]): The mini-batch.
+        ensemble (`torch.Tensor`): `q`, of shape `(rows, classes)`.
+        purpose (`tuple[int, ...]`): Round, epoch and number of the mini-batch.
+        seed (`int`): Of labels drawn from `q`.
+    """
+
+    def __init__(
+        self,
+        algorithm: FedID,
+        server: DistillationServer,
+        rows: PublicRows,
+        ensemble: torch.Tensor,
+        purpose: tuple[int, ...],
+        seed: int,
+    ) -> None:
+        self._algorithm = algorithm
+        self._server = server
+        self._inputs = server.student.inputs(server.numbers_of(rows))
+        self._labelled = None
+        if algorithm.needs_labelled:
+            self._labelled = server.labelled_batch(server.batch_size, *purpose)
+        self._ensemble = ensemble.to(server.student.device)
+        self._purpose = purpose
+        self._labels = _draw(self._ensemble, seed)
+        # L_old - L_new, for those methods that send it.
+        self.improvement = 0.0
+
+    def take(
+        self, predictions: Predictions, weights: Mapping[str, float]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The feedback to all clients, and the server's loss."""
+        method = self._algorithm.feedback
+        feedback: dict[str, torch.Tensor] = {}
+        if method in ("chain_rule", "per_example"):
+            gradient = self._gradient()
+            if method == "chain_rule":
+                feedback = self._algorithm._codec.dense.encode(gradient)
+            else:
+                feedback = {"rewards": per_example_feedback(gradient, self._labels).cpu()}
+        sends_improvement = method in ("mpl", "mpl_sampled")
+        before = self._validation_loss() if sends_improvement else 0.0
+        loss = self._server.train_step(
+            self._inputs, lambda logits: self._loss(logits, predictions, weights), self._purpose
+        )
+        if sends_improvement:
+            self.improvement = before - self._validation_loss()
+        return feedback, loss
+
+    def _loss(self, logits: torch.Tensor, predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
+        if self._algorithm.feedback == "mpl_sampled":
+            return F.cross_entropy(logits, self._labels)
+        if self._algorithm.feedback == "mpl":
+            total = sum(weights[client_id] for client_id in predictions)
+            losses = [
+                F.cross_entropy(logits, theirs.argmax(-1).to(logits.device)) * (weights[client_id] / total)
+                for client_id, theirs in predictions.items()
+            ]
+            return torch.stack(losses).sum()
+        return soft_cross_entropy(logits, self._ensemble)
+
+    def _labelled_loss(self) -> torch.Tensor:
+        assert self._labelled is not None
+        inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
+        return F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
+
+    def _validation_loss(self) -> float:
+        with evaluation_mode(self._server.student.model), torch.no_grad():
+            return float(self._labelled_loss())
+
+    def _gradient(self) -> torch.Tensor:
+        """`∂L_val/∂q`, of shape `(rows, classes)`, for a step of plain gradient descent."""
+        student, size = self._server.student, self._algorithm.feedback_step_size
+        parameters = {name: item for name, item in student.model.named_parameters() if item.requires_grad}
+        with evaluation_mode(student.model):
+            gradients = loss_gradients(soft_cross_entropy(student.forward(self._inputs), self._ensemble), parameters)
+            with virtual_step(parameters, gradients, size):
+                validation = loss_gradients(self._labelled_loss(), parameters)
+        return chain_rule_feedback(
+            student.model, self._inputs, validation, size, compute_logits=lambda model, inputs: student.forward(inputs)
+        )

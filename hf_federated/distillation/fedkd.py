@@ -1,0 +1,73 @@
+"""FedKD of Gong et al.: one shot.
+
+Gong et al., Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation (AAAI 2022).
+Not FedKD of Wu et al. (2022), which is [`MutualKD`].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import Distillation, Predictions, sizes, weighted_mean
+from .client_weights import class_count_weights
+from .cohort import Cohort, reports
+from .server import DistillationServer
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class FedKD(Distillation):
+    """
+    Clients train once and send their predictions once; the server learns the weighted mean of their logits by KL
+    divergence. Nothing goes back to them.
+
+    Args:
+        weighting (`str`, *optional*, defaults to `"class_counts"`):
+            `"class_counts"`: of each class, a client weighs what it has of its rows, as in the paper; clients report
+            how many rows of each class they have. `"size"`: all rows.
+        kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.
+
+    Raises:
+        ValueError: If the weighting is unknown, or the run has more than one round.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedKD
+
+    >>> FedKD(weighting="size")
+    FedKD(weighting='size')
+    ```
+    """
+
+    name: ClassVar[str] = "fedkd"
+
+    weighting: str = "class_counts"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weighting not in ("class_counts", "size"):
+            raise ValueError(f"`weighting` is {self.weighting!r}; allowed are 'class_counts' and 'size'.")
+
+    @property
+    def needs_class_counts(self) -> bool:
+        return self.weighting == "class_counts"
+
+    def setup(self, num_rounds: int) -> None:
+        if num_rounds != 1:
+            raise ValueError(
+                f"FedKD is one shot, and num_rounds is {num_rounds}: set num_rounds=1, and `local_epochs` to all the "
+                "epochs that clients shall train."
+            )
+
+    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+        if self.weighting == "size":
+            return weighted_mean(predictions, sizes(cohort))
+        weights = class_count_weights(reports(cohort))  # (clients, classes), of which each class adds up to one
+        stacked = torch.stack([logits.to(torch.float64) for logits in predictions.values()])
+        return (stacked * weights.to(stacked)[:, None]).sum(0).to(torch.float32)
+
+    def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> None:
+        return None

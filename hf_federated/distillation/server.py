@@ -1,0 +1,126 @@
+"""`DistillationServer`: the server's model over the public rows, and the labelled rows that the server may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ..clients.student import Student
+from ..generators import derived_seed, own_draws
+from ..messages import public_order
+from .cohort import PublicRows
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class DistillationServer:
+    """
+    What the server of a distillation has: a model that learns, public rows, and perhaps labelled ones.
+
+    Args:
+        student ([`~hf_federated.clients.Student`]): The server's model over the public rows.
+        seed (`int`): Of the run.
+        num_rounds (`int`): Rounds of the run.
+        labelled (`datasets.Dataset`, *optional*): The server's own labelled rows, encoded for its model.
+
+    Example: [`Distillation`].
+    """
+
+    def __init__(self, student: Student, seed: int, num_rounds: int, labelled: Dataset | None = None) -> None:
+        self.student = student
+        self.seed = seed
+        self.num_rounds = num_rounds
+        self.labelled = labelled
+        self.num_rows = student.num_rows
+        self.batch_size = student.batch_size
+
+    @property
+    def all_rows(self) -> PublicRows:
+        """All public rows, as they are."""
+        return PublicRows(0, self.num_rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of predictions of all public rows: rows and classes."""
+        return self.num_rows, self.student.num_classes
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Mini-batches of a pass over the public rows."""
+        return -(-self.num_rows // self.batch_size)
+
+    def mini_batches(self, round: int, epoch: int) -> list[PublicRows]:
+        """The public rows in mini-batches, in an order of their own in every epoch."""
+        order = derived_seed(self.seed, "public rows", round, epoch)
+        starts = range(0, self.num_rows, self.batch_size)
+        return [PublicRows(start, min(start + self.batch_size, self.num_rows), order) for start in starts]
+
+    def numbers_of(self, rows: PublicRows) -> torch.Tensor:
+        """
+        The row numbers of a part of the public rows.
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows,)`.
+        """
+        return public_order(self.num_rows, rows.order)[rows.start : rows.stop]
+
+    def predict(self) -> torch.Tensor:
+        """
+        The server's own logits of all public rows.
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows, classes)`, float32.
+        """
+        return self.student.predict(torch.arange(self.num_rows))
+
+    def fit(self, targets: torch.Tensor, loss: Loss, num_epochs: int, round: int) -> float:
+        """
+        Train the server's model on targets of all public rows.
+
+        Args:
+            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
+            num_epochs (`int`): Passes over the rows.
+            round (`int`): Round number, from 0.
+
+        Returns:
+            `float`: The mean loss of the last epoch.
+        """
+        self.student.prepare(self.num_rounds * num_epochs * self.batches_per_epoch)
+        seed = derived_seed(self.seed, "server distillation", round)
+        return self.student.fit(torch.arange(self.num_rows), targets, loss, num_epochs, seed)
+
+    def train_step(
+        self, inputs: dict[str, Any], loss: Callable[[torch.Tensor], torch.Tensor], purpose: tuple[int, ...]
+    ) -> torch.Tensor:
+        """
+        One step of the server's model on a batch, with dropout. The optimizer must have been prepared.
+
+        Args:
+            inputs (`dict[str, Any]`): The batch, as the model takes it.
+            loss (`Callable`): `loss(logits)`, a scalar.
+            purpose (`tuple[int, ...]`): What the step is for; dropout follows from it.
+
+        Returns:
+            `torch.Tensor`: The loss, detached.
+        """
+        self.student.model.train()
+        with own_draws(derived_seed(self.seed, "server step", *purpose)):
+            logits = self.student.forward(inputs)
+        return self.student.step(loss(logits))
+
+    def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
+        """
+        Labelled rows drawn without replacement, as the server's model takes them, with `labels`.
+
+        Args:
+            size (`int`): How many, at most all.
+            purpose (`str` or `int`): What they are drawn for; the same draws the same rows.
+        """
+        assert self.labelled is not None, "checked when the trainer was built"
+        rows = public_order(len(self.labelled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
+        return self.student.collate([self.labelled[int(row)] for row in rows])

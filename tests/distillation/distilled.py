@@ -1,0 +1,125 @@
+"""A small distillation: three clients of different architectures, public rows, labelled rows of the server."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from tiny import arguments, rows, tiny_model
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.messages import Message
+
+
+SIZES = {"a": 8, "b": 12, "c": 4}
+NUM_PUBLIC, BATCH_SIZE, NUM_CLASSES = 10, 4, 2
+NUM_BATCHES = -(-NUM_PUBLIC // BATCH_SIZE)
+
+# Every method with the settings that make it do something of its own.
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("adafd", {"weighting": "enwc"}),
+    ("adafd", {"weighting": "rnwc", "center": True}),
+    ("cronus", {}),
+    ("dsfl", {}),
+    ("feded", {}),
+    ("fedid", {"feedback": "chain_rule"}),
+    ("fedid", {"feedback": "per_example"}),
+    ("fedid", {"feedback": "mpl_sampled"}),
+    ("fedid", {"feedback": "mpl"}),
+    ("fedid", {"feedback": "none"}),
+    ("fedkd", {"weighting": "class_counts"}),
+    ("fedkd", {"weighting": "size"}),
+    ("fedmd", {}),
+    ("mhat", {}),
+]
+
+
+def client_model(client_id: str) -> Any:
+    """One layer for some, three for the others."""
+    return tiny_model(seed=ord(client_id), num_hidden_layers=1 + 2 * (ord(client_id) % 2))
+
+
+class Recorder(FederatedCallback):
+    """The messages that really went to and fro, and optionally their way through bytes."""
+
+    def __init__(self, serialize: bool = False) -> None:
+        self.serialize = serialize
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+        self.trainer: Any = None
+
+    def on_round_begin(self, args, state, control, **kwargs):
+        engine = self.trainer.engine
+        engine.serialize = self.serialize
+        if engine.worker.handle.__func__ is type(engine.worker).handle:
+            handle = engine.worker.handle
+
+            def recorded(message: Message) -> Message:
+                self.sent.append(message)
+                reply = handle(message)
+                self.received.append(reply)
+                return reply
+
+            recorded.__func__ = recorded  # type: ignore[attr-defined]
+            engine.worker.handle = recorded
+
+
+def distilled(
+    output_dir: str | os.PathLike[str],
+    method: str,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    federation: dict[str, Any] | None = None,
+    args: dict[str, Any] | None = None,
+    differ: bool = True,
+    record: Recorder | None = None,
+    **others: Any,
+) -> FederatedTrainer:
+    """
+    A trainer that has not been trained.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Where it writes.
+        method (`str`): Of `DISTILLATIONS`.
+        kwargs (`dict`, *optional*): The method's settings.
+        federation (`dict`, *optional*): Further fields of `FederatedConfig`.
+        args (`dict`, *optional*): Further training arguments.
+        differ (`bool`, *optional*, defaults to `True`): Whether clients have architectures of their own.
+        record (`Recorder`, *optional*): Notes the messages.
+        others (`Any`): Further arguments of the trainer.
+    """
+    given: dict[str, Any] = {
+        "train_dataset": {client_id: rows(size, seed=ord(client_id)) for client_id, size in SIZES.items()},
+        "public_dataset": rows(NUM_PUBLIC, seed=5).remove_columns("labels"),
+        "server_dataset": rows(6, seed=6),
+        "eval_dataset": rows(8, seed=7),
+    }
+    if differ and method != "feded":
+        given["client_model_init"] = client_model
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(output_dir, **(args or {})),
+        federation=FederatedConfig(
+            distillation=method,
+            distillation_kwargs=kwargs,
+            **{"num_rounds": 1 if method == "fedkd" else 2, "local_epochs": 2, **(federation or {})},
+        ),
+        callbacks=[] if record is None else [record],
+        **{**given, **others},
+    )
+    if record is not None:
+        record.trainer = trainer
+    return trainer
+
+
+def client_weights(trainer: FederatedTrainer) -> dict[str, dict[str, torch.Tensor]]:
+    """Each client's own model as it is."""
+    models = trainer.engine.worker.models
+    return {client_id: models.open(client_id).exchange.read() for client_id in trainer.clients}
+
+
+def same_clients(trainer: FederatedTrainer, other: FederatedTrainer) -> bool:
+    """Whether the clients of two trainers have, bit for bit, the same models."""
+    a, b = client_weights(trainer), client_weights(other)
+    return all(torch.equal(a[client_id][name], b[client_id][name]) for client_id in a for name in a[client_id])

@@ -1,0 +1,239 @@
+"""What each distillation method exchanges and learns, and what all of them have in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distilled import (
+    METHODS,
+    NUM_BATCHES,
+    NUM_CLASSES,
+    NUM_PUBLIC,
+    SIZES,
+    Recorder,
+    client_weights,
+    distilled,
+    same_clients,
+)
+from tiny import same_weights, tiny_model
+
+from hf_federated import DISTILLATIONS
+from hf_federated.distillation import robust_mean, soft_cross_entropy
+from hf_federated.messages import ClientUpdate, Distill, Feedback, Fit, Metrics, Predict, Predictions, public_order
+
+
+def of(messages, kind):
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def test_every_method_of_the_table_is_tried_here():
+    assert {name for name, _ in METHODS} == set(DISTILLATIONS)
+
+
+@pytest.mark.parametrize(("method", "kwargs"), METHODS)
+def test_server_and_clients_learn_and_nothing_but_messages_is_shared(tmp_path, method, kwargs):
+    objects = distilled(tmp_path / "a", method, kwargs)
+    objects.train()
+    through_bytes = distilled(tmp_path / "b", method, kwargs, record=Recorder(serialize=True))
+    through_bytes.train()
+    assert same_weights(objects.model, through_bytes.model)
+    assert same_clients(objects, through_bytes)
+    assert objects.ledger.to_dict() == through_bytes.ledger.to_dict()
+    assert not same_weights(objects.model, tiny_model())
+    assert torch.isfinite(torch.tensor(objects.evaluate()["eval_loss"]))
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs", "store"),
+    [("fedid", {}, "memory"), ("fedid", {}, "disk"), ("adafd", {}, "disk"), ("feded", {}, "memory")],
+)
+def test_models_that_are_put_away_come_back_as_they_were(tmp_path, method, kwargs, store):
+    resident = distilled(tmp_path / "a", method, kwargs)
+    resident.train()
+    federation = {"max_resident_clients": 1, "client_store": store}
+    put_away = distilled(tmp_path / "b", method, kwargs, federation=federation)
+    put_away.train()
+    assert same_weights(resident.model, put_away.model)
+    assert same_clients(resident, put_away)
+    assert len(put_away.engine.worker.models._resident) == 1
+
+
+def test_parameters_do_not_travel_where_predictions_do(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "mhat", record=record).train()
+    assert all(not message.state and not message.returns_state for message in of(record.sent, Fit))
+    assert all(not reply.state for reply in of(record.received, ClientUpdate))
+
+
+def test_clients_go_on_from_their_own_models(tmp_path):
+    trainer = distilled(tmp_path, "dsfl", federation={"num_rounds": 1})
+    trainer.train()
+    after_one = client_weights(trainer)
+    assert len(after_one["a"]) > len(after_one["b"])
+    twice = distilled(tmp_path, "dsfl", record=(record := Recorder()), federation={"lr_schedule": "round"})
+    twice.train()
+    first, second = (
+        {reply.client_id: reply.metrics["loss"] for reply in of(record.received, ClientUpdate) if reply.round == round}
+        for round in (0, 1)
+    )
+    assert sum(second.values()) < sum(first.values())
+
+
+def test_feded_sends_the_servers_parameters_and_gets_none_back(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "feded", record=record)
+    trainer.train()
+    second_round = [message for message in of(record.sent, Fit) if message.round == 1]
+    assert all(message.state and not message.returns_state for message in second_round)
+    assert all(not reply.state for reply in of(record.received, ClientUpdate))
+    assert not of(record.sent, (Distill, Feedback))
+
+
+def test_fedkd_is_one_upload_a_client_and_no_downlink(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "fedkd", record=record).train()
+    assert [type(message) for message in record.sent].count(Predict) == len(SIZES)
+    assert len(of(record.received, Predictions)) == len(SIZES)
+    assert not of(record.sent, (Distill, Feedback))
+
+
+def test_fedkd_of_more_rounds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_rounds=1"):
+        distilled(tmp_path, "fedkd", federation={"num_rounds": 2}).train()
+
+
+def test_fedkd_weighs_each_class_by_what_clients_have_of_it(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "fedkd", record=record)
+    trainer.train()
+    for update in of(record.received, ClientUpdate):
+        labels = trainer.clients[update.client_id]["labels"]
+        for label in range(NUM_CLASSES):
+            assert update.metrics[f"class_count_{label}"] == labels.count(label)
+    assert not any("class_count" in name for entry in trainer.state.log_history for name in entry)
+
+
+def sent_predictions(record, round=0):
+    return {
+        reply.client_id: reply.values["values"] for reply in of(record.received, Predictions) if reply.round == round
+    }
+
+
+def broadcast(record, round=0):
+    """What went to the clients, which is the same for all."""
+    targets = [message.targets["values"] for message in of(record.sent, Distill) if message.round == round]
+    assert len(targets) == len(SIZES) and all(torch.equal(targets[0], other) for other in targets)
+    return targets[0]
+
+
+def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "dsfl", record=record).train()
+    mean = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()]).mean(0)
+    sharpened = broadcast(record)
+    torch.testing.assert_close(sharpened, (mean / 0.1).softmax(-1))
+
+    def entropy(distribution):
+        return -(distribution * distribution.log()).sum(-1)
+
+    assert (entropy(sharpened) < entropy(mean)).all()
+
+
+def test_dsfl_learns_soft_targets(tmp_path):
+    algorithm = distilled(tmp_path, "dsfl").distillation
+    logits, targets = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.4]])
+    for loss in (algorithm.server_loss(logits, targets), algorithm.client_loss(logits, targets, {})):
+        torch.testing.assert_close(loss, soft_cross_entropy(logits, targets))
+
+
+def test_mhat_broadcasts_the_logits_of_the_servers_model(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "mhat", record=record, federation={"num_rounds": 1})
+    trainer.train()
+    trainer.model.eval()
+    with torch.no_grad():
+        inputs = torch.tensor(trainer._runtime._participants.public_dataset["input_ids"])
+        torch.testing.assert_close(broadcast(record), trainer.model(input_ids=inputs).logits)
+
+
+def test_fedmd_broadcasts_the_mean_of_the_scores(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "fedmd", record=record).train()
+    torch.testing.assert_close(broadcast(record), torch.stack(list(sent_predictions(record).values())).mean(0))
+
+
+def test_cronus_broadcasts_a_robust_mean_of_probabilities(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "cronus", {"robust_method": "median"}, record=record).train()
+    probabilities = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()])
+    median = robust_mean(probabilities, "median")
+    torch.testing.assert_close(broadcast(record), median / median.sum(-1, keepdim=True))
+
+
+def test_adafd_weighs_by_the_smallest_epoch_loss(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "adafd", {"beta": 3.0}, record=record, federation={"num_rounds": 1})
+    trainer.train()
+    losses = {update.client_id: update.metrics["min_epoch_loss"] for update in of(record.received, ClientUpdate)}
+    exponentials = {client_id: torch.tensor(-3.0 * loss).exp().item() for client_id, loss in losses.items()}
+    total = sum(exponentials.values())
+    logged = next(entry for entry in trainer.state.log_history if "federated/weight/a" in entry)
+    for client_id, value in exponentials.items():
+        assert logged[f"federated/weight/{client_id}"] == pytest.approx(value / total, rel=1e-5)
+
+
+def test_adafd_asks_a_language_model_and_falls_back_where_it_talks(tmp_path):
+    prompts: list[str] = []
+
+    def generate(prompt: str) -> str:
+        prompts.append(prompt)
+        return "2, 1, 1" if len(prompts) == 1 else "I would trust the first."
+
+    trainer = distilled(tmp_path, "adafd", {"weighting": "llm", "generate": generate})
+    trainer.train()
+    first, second = (entry for entry in trainer.state.log_history if "federated/weight/a" in entry)
+    assert [first[f"federated/weight/{client_id}"] for client_id in SIZES] == [0.5, 0.25, 0.25]
+    assert (first["federated/llm_fell_back"], second["federated/llm_fell_back"]) == (0.0, 1.0)
+    assert not any(client_id in prompts[0].split() for client_id in ("b", "c"))
+
+
+@pytest.mark.parametrize(("method", "steps"), [("dsfl", 2 * NUM_BATCHES), ("fedid", 2 * NUM_BATCHES)])
+def test_optimizers_of_distillation_last_for_the_run(tmp_path, method, steps):
+    trainer = distilled(tmp_path, method)
+    trainer.train()
+    models = trainer.engine.worker.models
+    students = [trainer._runtime._distillation_callback._server.student]
+    students += [models.open(client_id).student for client_id in SIZES]
+    for student in students:
+        counters = {int(state["step"]) for state in student.state_dict()["optimizer"]["state"].values()}
+        assert counters == {steps}
+        assert student.state_dict()["scheduler"]["last_epoch"] == steps
+
+
+def test_an_interactive_round_asks_for_every_mini_batch_once(tmp_path):
+    record = Recorder()
+    distilled(tmp_path, "fedid", record=record, federation={"num_rounds": 1}).train()
+    asked = [message for message in of(record.sent, Predict) if message.client_id == "a"]
+    answered = [message for message in of(record.sent, Feedback) if message.client_id == "a"]
+    assert [(m.order, m.start, m.stop, m.seed) for m in asked] == [
+        (m.order, m.start, m.stop, m.seed) for m in answered
+    ]
+    seen = torch.cat([public_order(NUM_PUBLIC, m.order)[m.start : m.stop] for m in asked])
+    assert sorted(seen.tolist()) == list(range(NUM_PUBLIC))
+    assert len(of(record.received, Metrics)) == len(SIZES) * NUM_BATCHES
+
+
+@pytest.mark.parametrize("prediction", [{"prediction_dtype": "float16"}, {"prediction_dtype": "int8"}, {"top_k": 1}])
+@pytest.mark.parametrize("method", ["adafd", "cronus", "dsfl", "fedid"])
+def test_predictions_that_travel_smaller_are_learnt_from_as_well(tmp_path, method, prediction):
+    whole, smaller = Recorder(), Recorder(serialize=True)
+    distilled(tmp_path / "a", method, record=whole, federation={"num_rounds": 1}).train()
+    trainer = distilled(tmp_path / "b", method, prediction, record=smaller, federation={"num_rounds": 1})
+    trainer.train()
+    for record in (whole, smaller):
+        assert len(of(record.received, Predictions)) == len(of(whole.received, Predictions))
+    if prediction != {"top_k": 1}:
+        a, b = (next(iter(of(record.received, Predictions))) for record in (whole, smaller))
+        decoded = trainer.distillation.decode(b.values, NUM_CLASSES)
+        torch.testing.assert_close(decoded, a.values["values"], atol=2e-2, rtol=0)
+        assert b.values["values"].element_size() < a.values["values"].element_size()
