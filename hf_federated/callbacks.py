@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .adapters import Exchange
 from .aggregation import Accumulator, Aggregation
 from .distillation import Ask, Cohort, Distillation, DistillationServer
-from .messages import ClientUpdate
+from .messages import PUBLIC_LOGITS, ClientUpdate
 
 
 @dataclass
@@ -35,7 +35,7 @@ class ServerState:
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
         accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
-            the updates of all processes when `on_aggregate` fires.
+            the updates of all processes when `on_aggregate` fires, and are dropped after it.
         client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
             `num_examples`, `num_tokens` and `num_steps`; known from `on_aggregate` on.
         min_clients (`int`): Clients that a round needs.
@@ -202,7 +202,6 @@ class AggregationCallback(FederatedCallback):
         assert server is not None and self._accumulator is not None
         server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
         # A round's sums are as large as the model; they must not lie about until the next round.
-        server.accumulators.remove(self._accumulator)
         self._accumulator = None
 
 
@@ -230,6 +229,7 @@ class DistillationCallback(FederatedCallback):
         self.logs: dict[str, float] = {}
         self._server: DistillationServer | None = None
         self._exchange: Exchange | None = None
+        self._mean_logits: torch.Tensor | None = None
 
     def start(self, server: DistillationServer, exchange: Exchange) -> None:
         """
@@ -242,6 +242,30 @@ class DistillationCallback(FederatedCallback):
         self.logs = {}
         self._server, self._exchange = server, exchange
         self.algorithm.setup(server.num_rounds)
+
+    def on_round_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        server: ServerState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert server is not None and self._server is not None
+        if self.algorithm.returns_parameters:
+            server.expected_extra[PUBLIC_LOGITS] = torch.empty(self._server.shape)
+
+    def on_aggregate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        server: ServerState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert server is not None
+        if self.algorithm.returns_parameters:
+            self._mean_logits = server.accumulators[0].extra.mean_of(PUBLIC_LOGITS)
 
     def on_distill(
         self,
@@ -262,6 +286,7 @@ class DistillationCallback(FederatedCallback):
             seed=self._server.seed,
             min_clients=server.min_clients,
             rejected=server.rejected,
+            mean_logits=self._mean_logits,
         )
         self.logs = self.algorithm.distill(cohort, self._server)
         server.weights = self._exchange.read()

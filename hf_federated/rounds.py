@@ -191,6 +191,7 @@ class RoundLoop:
         for accumulator in server.accumulators:
             self.engine.reduce(plan, accumulator, self._expected, server.expected_extra)
         self._fire("on_aggregate")
+        server.accumulators = []
         aggregated = server.weights
         self._write(aggregated)
         self._settled = aggregated

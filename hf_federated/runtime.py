@@ -223,8 +223,9 @@ class FederationRuntime:
         if checkpoint is not None:
             check_resumed(saved["identity"], self.identity, checkpoint)
         self._initial = saved.get("initial") or exchange.read()
+        student = self._server_student(args)
         worker = ClientWorker(
-            models=self._client_models(args, exchange, store),
+            models=self._client_models(args, exchange, store, student),
             train_datasets=self._train_datasets,
             eval_datasets=self._eval_datasets,
             algorithm=self.aggregation,
@@ -239,7 +240,7 @@ class FederationRuntime:
             engine = RankEngine(worker, self.processes, config.parallelism, costs)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
-        self._start_distillation(args, exchange)
+        self._start_distillation(student, exchange)
         self.examples_seen = 0
         # What every client's trainer would find out for itself.
         self.decay_parameter_names, self._flos_per_token = None, None
@@ -277,9 +278,11 @@ class FederationRuntime:
         distils_parameters = self.distillation is not None and self.distillation.sends_parameters
         return self.aggregation.exchanges_parameters or distils_parameters
 
-    def _client_models(self, args: TrainingArguments, exchange: Exchange, store: ClientStore) -> ClientModels:
+    def _client_models(
+        self, args: TrainingArguments, exchange: Exchange, store: ClientStore, student: Student | None
+    ) -> ClientModels:
         if self.aggregation.exchanges_parameters:
-            return SharedModel(self._trainer, exchange, args, store)
+            return SharedModel(self._trainer, exchange, args, store, student)
         algorithm, config = self.distillation, self.config
         build = ClientModelBuilder(
             self._trainer,
@@ -293,17 +296,22 @@ class FederationRuntime:
         )
         return OwnModels(build, store, config.max_resident_clients)
 
-    def _start_distillation(self, args: TrainingArguments, exchange: Exchange) -> None:
-        callback, participants = self._distillation_callback, self._participants
-        if callback is None:
-            return
+    def _server_student(self, args: TrainingArguments) -> Student | None:
+        """The server's model over the public rows."""
+        if self.distillation is None:
+            return None
         trainer = self._trainer.outside_rounds(args)
-        tokenizer = trainer.processing_class
-        public = participants.encode(participants.public_dataset, tokenizer, with_labels=False)
+        rows = self._participants.public_dataset
+        public = self._participants.encode(rows, trainer.processing_class, with_labels=False)
+        return Student(trainer, public, self.distillation.server_learning_rate)
+
+    def _start_distillation(self, student: Student | None, exchange: Exchange) -> None:
+        callback, participants = self._distillation_callback, self._participants
+        if callback is None or student is None:
+            return
         labelled = participants.server_dataset
         if labelled is not None:
-            labelled = trainer._remove_unused_columns(participants.encode(labelled, tokenizer), "server")
-        student = Student(trainer, public, callback.algorithm.server_learning_rate)
+            labelled = student.select_columns(participants.encode(labelled, self._trainer.processing_class))
         seed = self.config.federation_seed or 0
         callback.start(DistillationServer(student, seed, self.num_rounds, labelled), exchange)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
 
 from hf_federated.cli.recipe import ModelSection, Recipe, RecipeError, build, recipe_errors
 from hf_federated.cli.rows import RawRows, load_rows
+from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
+from hf_federated.generators import derived_seed
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, Task, TextClassification
 
 
@@ -123,6 +127,35 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
     config = build("model.lora", LoraConfig, {"task_type": kind, **model.lora})
     with recipe_errors("model.lora"):
         return get_peft_model(loaded, config)
+
+
+def load_client_specs(
+    recipe: Recipe, task: Task, args: TrainingArguments, client_ids: Sequence[str]
+) -> dict[str, ClientSpec]:
+    """
+    The recipe's models for clients, dealt out to them in turn.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        task ([`Task`]): The task; its labels become the models' `id2label`.
+        args (`TrainingArguments`): The server's; a client's are these but for what its model's section says.
+        client_ids (`Sequence[str]`): The clients, in order.
+    """
+    sections = recipe.client_models
+    tokenizers = [load_tokenizer(ModelSection(item.name_or_path, item.revision)) for item in sections]
+    specs = {}
+    for place, client_id in enumerate(client_ids):
+        section, tokenizer = sections[place % len(sections)], tokenizers[place % len(sections)]
+        model = ModelSection(section.name_or_path, section.revision, kwargs=section.kwargs)
+        with recipe_errors(f"client_models[{place % len(sections)}].training"):
+            own = dataclasses.replace(args, **section.training) if section.training else None
+        specs[client_id] = ClientSpec(
+            # Whenever it is needed in memory, the same.
+            model=functools.partial(load_model, model, task, tokenizer, derived_seed(args.seed, "head", client_id)),
+            processing_class=tokenizer,
+            args=own,
+        )
+    return specs
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_federated.aggregation import build_aggregation
 from hf_federated.cli.errors import CommandError, command_errors
@@ -25,6 +25,7 @@ from hf_federated.cli.recipe_file import DEFAULT_TASK, read_values
 from hf_federated.cli.schema import RecipeError, RecipeField, check_section, dataclass_fields, unknown_field
 from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
+from hf_federated.distillation import build_distillation
 from hf_federated.tasks import TASKS, Task
 
 
@@ -91,6 +92,39 @@ class DataSection:
                 raise RecipeError(f"data.{name} is {value}; it must be at least 1.")
 
 
+@dataclass
+class PublicSection:
+    """Rows that are set aside for distillation: public ones, which lose their labels, and the server's own."""
+
+    share: float = field(metadata={"help": "Share of the training rows that server and clients all have."})
+    server_share: float = field(
+        default=0.0, metadata={"help": "Share of the training rows that are the server's own, with their labels."}
+    )
+    stratify_by_column: str | None = field(
+        default=None, metadata={"help": "Take the same shares of each value of this column, such as a domain."}
+    )
+    max_rows: int | None = field(default=None, metadata={"help": "Keep so many of the public rows (seeded)."})
+    max_server_rows: int | None = field(default=None, metadata={"help": "Keep so many of the server's (seeded)."})
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_server_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RecipeError(f"public.{name} is {value}; it must be at least 1.")
+
+
+@dataclass
+class ClientModelSection:
+    """A model that clients have instead of the server's, and how they train it."""
+
+    name_or_path: str = field(metadata={"help": "Hub id or folder of the pretrained model and its tokenizer."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."})
+    kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Further arguments of from_pretrained."})
+    training: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Fields of the training arguments that are these clients' own."}
+    )
+
+
 @dataclass(frozen=True)
 class Choice:
     """
@@ -120,6 +154,8 @@ class Recipe:
         training (`dict`, *optional*): Fields of `transformers.TrainingArguments`.
         federation (`dict`, *optional*): Fields of [`FederatedConfig`].
         card (`dict`, *optional*): Arguments of `Trainer.create_model_card`.
+        public ([`PublicSection`], *optional*): Rows that are set aside for distillation.
+        client_models (`list[ClientModelSection]`, *optional*): Models that are dealt out to the clients in turn.
         compare (`list[str]`, *optional*): Baselines to train in the same run: `"centralized"`, `"local"`.
         local_clients (`int`, *optional*): How many clients (seeded) train alone for `"local"`; all by default.
         plots (`bool`, *optional*, defaults to `False`): Write PNG plots of the learning curve and the partition.
@@ -134,6 +170,11 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    public: PublicSection | None = None
+    client_models: list[ClientModelSection] = field(
+        default_factory=list,
+        metadata={"help": "Models dealt out to the clients in turn: {name_or_path, revision, kwargs, training} each."},
+    )
     compare: list[Literal["centralized", "local"]] = field(
         default_factory=list, metadata={"help": "Baselines to train in the same run."}
     )
@@ -155,15 +196,17 @@ class Recipe:
             )
         if self.model.decoder_name_or_path is not None and self.task.name != "seq2seq":
             raise RecipeError(f"model.decoder_name_or_path is for the task seq2seq; this one is {self.task.name}.")
+        if self.public is not None and self.partition is None:
+            raise RecipeError("public sets rows aside before they are cut into clients; name a partition.")
 
 
-BESIDE = ("compare", "local_clients", "plots", "scale", "benchmark")
+BESIDE = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
 
 
 def _federation_fields() -> dict[str, RecipeField]:
     """The fields of `FederatedConfig` with the types that YAML can write instead of those a command line can."""
     fields = dataclass_fields(FederatedConfig)
-    written = {"aggregation_kwargs": dict[str, Any] | None}
+    written = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
     for name, item in fields.items():
         annotation = int | float if item.annotation is ShareOrCount else written.get(name, item.annotation)
         fields[name] = dataclasses.replace(item, annotation=annotation)
@@ -215,6 +258,7 @@ def sections(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
         "training": dataclass_fields(TASKS[task].arguments_class),
         "federation": _federation_fields(),
         "card": _card_fields(),
+        "public": dataclass_fields(PublicSection),
         "": {name: top[name] for name in BESIDE},
     }
 
@@ -269,8 +313,13 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     for key in values:
         if key not in known and key not in beside and key not in chosen:
             raise unknown_field(str(key), str(key), [*known, *chosen, *beside])
-    checked = {name: check_section(name, values.get(name), fields) for name, fields in known.items()}
+    # A section that sets rows aside is there or not.
+    absent = {"public"} if values.get("public") is None else set()
+    checked = {
+        name: check_section(name, values.get(name), fields) for name, fields in known.items() if name not in absent
+    }
     others = check_section("", {key: value for key, value in values.items() if key in beside}, beside)
+    models = [_client_model(place, item) for place, item in enumerate(others.get("client_models") or [])]
     return Recipe(
         model=ModelSection(**checked["model"]),
         data=DataSection(**checked["data"]),
@@ -279,8 +328,17 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         training=checked["training"],
         federation=checked["federation"],
         card=checked["card"],
-        **{**others, "compare": others.get("compare") or []},
+        public=None if absent else PublicSection(**checked["public"]),
+        **{**others, "compare": others.get("compare") or [], "client_models": models},
     )
+
+
+def _client_model(place: int, values: Any) -> ClientModelSection:
+    """One of the models for clients, with every name and type checked."""
+    section = f"client_models[{place}]"
+    checked = check_section(section, values, dataclass_fields(ClientModelSection))
+    check_section(f"{section}.training", checked.get("training"), dataclass_fields(TrainingArguments))
+    return ClientModelSection(**{**checked, "training": checked.get("training") or {}})
 
 
 def check_recipe(values: Mapping[str, Any]) -> None:
@@ -297,6 +355,7 @@ def check_recipe(values: Mapping[str, Any]) -> None:
     federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
     with recipe_errors("federation"):
         build_aggregation(federation.aggregation, federation.aggregation_kwargs)
+        build_distillation(federation.distillation, federation.distillation_kwargs)
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:

@@ -11,8 +11,16 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
 from hf_federated.cli.files import check_one_format, check_one_schema, is_absent, load_file
-from hf_federated.cli.recipe import DEFAULT_TEST_CLIENTS, DataSection, Recipe, RecipeError, build, recipe_errors
-from hf_federated.data import FederatedDataset, FederatedDatasetDict
+from hf_federated.cli.recipe import (
+    DEFAULT_TEST_CLIENTS,
+    DataSection,
+    PublicSection,
+    Recipe,
+    RecipeError,
+    build,
+    recipe_errors,
+)
+from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
 from hf_federated.data.partition_file import PARTITION_FILE
 from hf_federated.tasks import Task
 
@@ -29,6 +37,8 @@ class RawRows:
         task ([`Task`]): The task, with the names of its labels.
         num_empty (`int`): Rows that were left out because a text was empty.
         num_without_client (`int`): Rows of the test split that were left out because none of the clients has them.
+        public (`datasets.Dataset`, *optional*): Rows without labels that server and clients have.
+        server (`datasets.Dataset`, *optional*): The server's own rows, with labels.
     """
 
     train: FederatedDataset
@@ -37,6 +47,8 @@ class RawRows:
     task: Task
     num_empty: int = 0
     num_without_client: int = 0
+    public: Dataset | None = None
+    server: Dataset | None = None
 
 
 def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
@@ -57,6 +69,37 @@ def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
     splits, num_empty = _load_splits(recipe)
     task, splits = build_task(recipe, splits)
     splits = _sample(splits, data)
+    if recipe.public is not None:
+        splits, public, server = _set_aside(splits, recipe, recipe.public)
+        private = dataclasses.replace(recipe, public=None)
+        return dataclasses.replace(_cut(private, splits, task, num_empty, by_client), public=public, server=server)
+    return _cut(recipe, splits, task, num_empty, by_client)
+
+
+def _set_aside(
+    splits: DatasetDict, recipe: Recipe, section: PublicSection
+) -> tuple[DatasetDict, Dataset, Dataset | None]:
+    """The splits with what stays private of the training rows, the public rows, and the server's."""
+    data = recipe.data
+    label_column = recipe.task.arguments.get("label_column", "label")
+    with recipe_errors("public"):
+        parts = split_for_distillation(
+            splits[data.train_split],
+            section.share,
+            section.server_share,
+            label_column,
+            section.stratify_by_column,
+            data.seed,
+        )
+    public = _draw(parts.public, section.max_rows, data.seed)
+    server = None if parts.server is None else _draw(parts.server, section.max_server_rows, data.seed)
+    return DatasetDict({**splits, data.train_split: parts.private}), public, server
+
+
+def _cut(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_client: bool) -> RawRows:
+    """The rows given to clients, and those to test on."""
+    data = recipe.data
+    assert recipe.partition is not None
     partitioner = build("partition", recipe.partition.cls, recipe.partition.arguments)
     test_split = data.test_split
     with recipe_errors("partition"):
@@ -182,10 +225,16 @@ def _sample(splits: DatasetDict, data: DataSection) -> DatasetDict:
     """At most so many rows of each split as the recipe says, drawn with its seed, in the order they had."""
     sampled = DatasetDict(splits)
     for split, most in ((data.train_split, data.max_train_rows), (data.test_split, data.max_test_rows)):
-        if split is not None and most is not None and most < len(splits[split]):
-            drawn = np.random.default_rng(data.seed).choice(len(splits[split]), most, replace=False)
-            sampled[split] = splits[split].select(np.sort(drawn))
+        if split is not None:
+            sampled[split] = _draw(splits[split], most, data.seed)
     return sampled
+
+
+def _draw(rows: Dataset, most: int | None, seed: int) -> Dataset:
+    """At most so many rows, in the order they had."""
+    if most is None or most >= len(rows):
+        return rows
+    return rows.select(np.sort(np.random.default_rng(seed).choice(len(rows), most, replace=False)))
 
 
 def _load_federated(recipe: Recipe) -> RawRows:

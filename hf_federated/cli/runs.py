@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from hf_federated.cli.baselines import BaselineResult, Baselines
-from hf_federated.cli.inputs import Inputs, load_inputs, load_model, load_tokenizer
+from hf_federated.cli.inputs import Inputs, load_client_specs, load_inputs, load_model, load_tokenizer
 from hf_federated.cli.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
 from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import require_matplotlib
@@ -51,6 +51,9 @@ class Run:
         """Who trains on how many rows, and on what is tested."""
         raw, data = self.inputs.raw, self.recipe.data
         lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} rows."]
+        if raw.public is not None:
+            server = "" if raw.server is None else f" {len(raw.server)} labelled ones are the server's."
+            lines.append(f"Public: {len(raw.public)} rows without labels.{server}")
         if raw.num_empty:
             lines.append(f"Left out: {raw.num_empty} rows in which something is empty.")
         if raw.num_without_client:
@@ -93,12 +96,7 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     with recipe_errors("federation"):
         trainer_class: Any = inputs.task.trainer_class
         trainer = federate(trainer_class)(
-            model=model,
-            args=args,
-            train_dataset=inputs.train,
-            eval_dataset=inputs.test if inputs.test_clients is None else inputs.test_clients,
-            federation=federation,
-            **shared,
+            model=model, args=args, federation=federation, **_rows_of(recipe, inputs, tokenizer, args, shared)
         )
     assert trainer.federation is not None  # it was given one
     # Copies the model, which the trainer above has not trained yet.
@@ -106,6 +104,34 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         model, args, trainer.federation, inputs.train, inputs.test, inputs.task.trainer_class, **shared
     )
     return Run(recipe, trainer.federation, inputs, trainer, baselines)
+
+
+def _rows_of(
+    recipe: Recipe, inputs: Inputs, tokenizer: Any, args: TrainingArguments, shared: dict[str, Any]
+) -> dict[str, Any]:
+    """What the trainer gets beside its model and arguments: rows, and clients that differ."""
+    raw, task = inputs.raw, inputs.task
+    if recipe.client_models:
+        # Each client encodes raw rows with its own tokenizer.
+        return {
+            "processing_class": tokenizer,
+            "task": task,
+            "train_dataset": raw.train,
+            "eval_dataset": raw.test if inputs.test_clients is None else raw.test_clients,
+            "public_dataset": raw.public,
+            "server_dataset": raw.server,
+            "clients": load_client_specs(recipe, task, args, list(raw.train)),
+        }
+    with recipe_errors("public"):
+        public = None if raw.public is None else task.prepare(raw.public, tokenizer, with_labels=False)
+        server = None if raw.server is None else task.prepare(raw.server, tokenizer)
+    return {
+        "train_dataset": inputs.train,
+        "eval_dataset": inputs.test if inputs.test_clients is None else inputs.test_clients,
+        "public_dataset": public,
+        "server_dataset": server,
+        **shared,
+    }
 
 
 def run_federated(run: Run) -> dict[str, Any]:

@@ -32,12 +32,16 @@ class ClientModel:
         trainer (`transformers.Trainer`): Of which the client's local trainers are copies.
         exchange ([`Exchange`]): Reads and writes its model.
         args (`TrainingArguments`): The client's, for the whole run.
+        student ([`Student`], *optional*): The model over the public rows, where there are any.
     """
 
-    def __init__(self, trainer: Trainer, exchange: Exchange, args: TrainingArguments) -> None:
+    def __init__(
+        self, trainer: Trainer, exchange: Exchange, args: TrainingArguments, student: Student | None = None
+    ) -> None:
         self.trainer = trainer
         self.exchange = exchange
         self.args = args
+        self.student = student
 
     def restored_on_failure(self) -> AbstractContextManager[None]:
         """Whatever the body raises leaves the model as it was, where it is not overwritten by the next message."""
@@ -93,11 +97,19 @@ class SharedModel(ClientModels):
         exchange ([`Exchange`]): Of its model.
         args (`TrainingArguments`): The user's. Those of the trainer are of rounds while these run.
         store ([`ClientStore`]): What clients keep.
+        student ([`Student`], *optional*): The model over the public rows, where there are any.
     """
 
-    def __init__(self, trainer: Trainer, exchange: Exchange, args: TrainingArguments, store: ClientStore) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        exchange: Exchange,
+        args: TrainingArguments,
+        store: ClientStore,
+        student: Student | None = None,
+    ) -> None:
         super().__init__(store)
-        self._model = ClientModel(trainer, exchange, args)
+        self._model = ClientModel(trainer, exchange, args, student)
 
     def open(self, client_id: str) -> ClientModel:
         return self._model
@@ -122,8 +134,7 @@ class OwnModel(ClientModel):
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, student: Student | None, kept: dict[str, Any]) -> None:
-        super().__init__(trainer, exchange, trainer.args)
-        self.student = student
+        super().__init__(trainer, exchange, trainer.args, student)
         self.kept = kept
         # The forward pass of a mini-batch that waits for the server's answer, under what asked for it.
         self.pending: tuple[Any, torch.Tensor] | None = None

@@ -47,10 +47,14 @@ class Student:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
         labels = [name for name in LABEL_COLUMNS if name in public.column_names]
-        self._trainer._set_signature_columns_if_needed()
-        self._public = self._trainer._remove_unused_columns(public.remove_columns(labels), "public")
+        self._public = self.select_columns(public.remove_columns(labels))
         self.num_rows = len(public)
         self._state: dict[str, Any] | None = None
+
+    def select_columns(self, rows: Dataset) -> Dataset:
+        """Rows with those columns only that the model takes."""
+        self._trainer._set_signature_columns_if_needed()
+        return self._trainer._remove_unused_columns(rows, "public")
 
     @property
     def model(self) -> nn.Module:

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..config import FederatedConfig
 from ..generators import preserved_generators, seed_torch
 from ..messages import (
+    PUBLIC_LOGITS,
     ClientFailure,
     ClientUpdate,
     Distill,
@@ -133,6 +134,9 @@ class ClientWorker:
             trainer = self._train(message, model, hook, kept.get("optimizer"))
         model.exchange.check_unchanged(model.trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
+        if self._distillation is not None and self._distillation.returns_parameters:
+            assert model.student is not None
+            extra = {**extra, PUBLIC_LOGITS: model.student.predict(range(model.student.num_rows))}
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()

@@ -19,6 +19,7 @@ from .codec import PredictionCodec
 from .cohort import Ask, Cohort, PublicRows, reports
 from .cronus import Cronus
 from .dsfl import DSFL
+from .feddf import FedDF
 from .feded import FedED
 from .fedid import FedID
 from .fedkd import FedKD
@@ -56,6 +57,7 @@ DISTILLATIONS: dict[str, type[Distillation]] = {
     "adafd": AdaFD,
     "cronus": Cronus,
     "dsfl": DSFL,
+    "feddf": FedDF,
     "feded": FedED,
     "fedid": FedID,
     "fedkd": FedKD,
@@ -109,6 +111,7 @@ __all__ = [
     "Distillation",
     "DistillationLoss",
     "DistillationServer",
+    "FedDF",
     "FedED",
     "FedID",
     "FedKD",

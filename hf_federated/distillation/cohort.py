@@ -69,6 +69,8 @@ class Cohort:
         seed (`int`): Of the run; clients' seeds follow from it.
         min_clients (`int`): Below which the round fails.
         rejected (`dict[str, str]`): Where clients that are left out are named, with the reason.
+        mean_logits (`torch.Tensor`, *optional*): Where parameters are averaged, the mean of the clients' logits of all
+            public rows, of shape `(rows, classes)`.
 
     Example: [`Distillation`].
     """
@@ -80,6 +82,7 @@ class Cohort:
     seed: int
     min_clients: int = 1
     rejected: dict[str, str] = field(default_factory=dict)
+    mean_logits: torch.Tensor | None = None
 
     @property
     def client_ids(self) -> list[str]:

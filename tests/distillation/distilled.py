@@ -9,6 +9,7 @@ import torch
 from tiny import arguments, rows, tiny_model
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.clients import OwnModels
 from hf_federated.messages import Message
 
 
@@ -22,6 +23,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("adafd", {"weighting": "rnwc", "center": True}),
     ("cronus", {}),
     ("dsfl", {}),
+    ("feddf", {}),
     ("feded", {}),
     ("fedid", {"feedback": "chain_rule"}),
     ("fedid", {"feedback": "per_example"}),
@@ -95,7 +97,7 @@ def distilled(
         "server_dataset": rows(6, seed=6),
         "eval_dataset": rows(8, seed=7),
     }
-    if differ and method != "feded":
+    if differ and method not in ("feddf", "feded"):
         given["client_model_init"] = client_model
     trainer = FederatedTrainer(
         model=tiny_model(),
@@ -114,8 +116,10 @@ def distilled(
 
 
 def client_weights(trainer: FederatedTrainer) -> dict[str, dict[str, torch.Tensor]]:
-    """Each client's own model as it is."""
+    """Each client's own model as it is; none where clients share one."""
     models = trainer.engine.worker.models
+    if not isinstance(models, OwnModels):
+        return {}
     return {client_id: models.open(client_id).exchange.read() for client_id in trainer.clients}
 
 

@@ -237,3 +237,17 @@ def test_predictions_that_travel_smaller_are_learnt_from_as_well(tmp_path, metho
         decoded = trainer.distillation.decode(b.values, NUM_CLASSES)
         torch.testing.assert_close(decoded, a.values["values"], atol=2e-2, rtol=0)
         assert b.values["values"].element_size() < a.values["values"].element_size()
+
+
+def test_feddf_learns_the_mean_of_the_clients_logits_after_averaging(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "feddf", record=record, federation={"num_rounds": 1})
+    learnt = []
+    trainer._runtime._distillation_callback.algorithm.server_loss = lambda logits, targets: (
+        learnt.append(targets) or logits.sum() * 0
+    )
+    trainer.train()
+    logits = [update.extra["public_logits"] for update in of(record.received, ClientUpdate)]
+    mean = torch.stack(logits).mean(0)
+    assert all(any(torch.allclose(row, other) for other in mean) for row in torch.cat(learnt))
+    assert not of(record.sent, (Predict, Distill, Feedback))

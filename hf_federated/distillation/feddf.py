@@ -1,0 +1,46 @@
+"""FedDF: the average of the clients' models learns the average of their predictions.
+
+Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning (NeurIPS 2020), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Distillation
+from .cohort import Cohort
+from .server import DistillationServer
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class FedDF(Distillation):
+    """
+    Parameters are averaged as `aggregation` says; then the server's model learns the mean of the clients' logits of
+    the public rows by KL divergence, `T² KL(softmax(z̄ / T) ‖ softmax(z / T))`.
+
+    Clients send their logits with their parameters, so that the server holds no model but its own. (A server that is
+    given the parameters could predict for itself; it would need each client's model in turn, and as long.) All models
+    have one architecture; the paper's prototypes of several are not here.
+
+    Args:
+        kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedDF
+
+    >>> FedDF(server_epochs=3)
+    FedDF(server_epochs=3)
+    ```
+    """
+
+    name: ClassVar[str] = "feddf"
+    sends_parameters: ClassVar[bool] = True
+    returns_parameters: ClassVar[bool] = True
+
+    def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
+        assert cohort.mean_logits is not None
+        loss = server.fit(cohort.mean_logits, self.server_loss, self.server_epochs, cohort.round)
+        return {"server_distillation_loss": loss}
