@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from .adapters import Exchange, freeze_layers
-from .clients import ClientSpec, Student
+from .clients import ClientSpec, Student, client_arguments
 from .data import FederatedDataset
 from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
@@ -202,9 +202,9 @@ class ClientModelBuilder:
             "train_dataset": None,
             "eval_dataset": None,
             "callbacks": None,
+            # It does not evaluate by itself: the worker asks it to.
+            "args": client_arguments(self._arguments["args"] if spec.args is None else spec.args, 1, None),
         }
-        if spec.args is not None:
-            own["args"] = spec.args
         if task is not None and tokenizer is not self._trainer.processing_class:
             own["data_collator"] = task.data_collator(tokenizer, model)
         given = {name: value for name, value in self._arguments.items() if name != "model_init"}

@@ -252,6 +252,8 @@ def sections(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
         `dict[str, dict[str, RecipeField]]`: Section name to field name to field, in the order of `--help`.
     """
     top = dataclass_fields(Recipe)
+    # A list of mappings in YAML, each of which is checked by itself.
+    top["client_models"] = dataclasses.replace(top["client_models"], annotation=list[dict])
     return {
         "model": dataclass_fields(ModelSection),
         "data": dataclass_fields(DataSection),

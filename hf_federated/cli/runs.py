@@ -111,6 +111,9 @@ def _rows_of(
 ) -> dict[str, Any]:
     """What the trainer gets beside its model and arguments: rows, and clients that differ."""
     raw, task = inputs.raw, inputs.task
+    if recipe.federation.get("distillation") is None:
+        # Rows that were set aside train nobody, so that runs with and without distillation have the same private ones.
+        raw = dataclasses.replace(raw, public=None, server=None)
     if recipe.client_models:
         # Each client encodes raw rows with its own tokenizer.
         return {

@@ -1,6 +1,6 @@
 """Where clients train: the isolated trainer, the worker that answers messages, what clients keep, who is sampled."""
 
-from .local_training import UnsupportedTrainerError, batches_per_round, fresh_collator
+from .local_training import UnsupportedTrainerError, batches_per_round, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
 from .sampling import ClientSampler, client_seed
 from .spec import ClientSpec
@@ -22,6 +22,7 @@ __all__ = [
     "Student",
     "UnsupportedTrainerError",
     "batches_per_round",
+    "client_arguments",
     "client_seed",
     "fresh_collator",
 ]

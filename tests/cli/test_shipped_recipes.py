@@ -42,6 +42,12 @@ def tiny(values, model_dir, texts_dir):
         settings.append("partition.num_clients=6")
     if values["partition"]["name"] == "feature-cluster":
         settings += [f"partition.embedder={model_dir}", "partition.num_clusters=3"]
+    if values["data"].get("test_split"):
+        settings.append("data.test_split=test")
+    if values["task"].get("text_column") == "sentence":
+        settings.append("task.text_column=text")
+    if values.get("client_models"):
+        settings.append(f"client_models=[{{name_or_path: {model_dir}}}]")
     if "min_size" in values["partition"]:
         settings.append("partition.min_size=2")
     return settings
