@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from .aggregation import Aggregation, FedAvg, LocalOnly
-from .client_models import Participants
+from .client_models import Participants, count_overlap
 from .clients import ClientSampler
 from .config import FederatedConfig
 from .data import FederatedDataset
@@ -233,10 +233,11 @@ def check_participants(
     aggregation: Aggregation,
     distillation: Distillation | None,
     participants: Participants,
-    client_ids: Sequence[str],
+    clients: FederatedDataset,
 ) -> None:
     """
-    Check public rows, labelled rows and clients that differ against the algorithm.
+    Check public rows, labelled rows and clients that differ against the algorithm. Private rows that are public too
+    are legal, and a warning counts them.
 
     Raises:
         ValueError: It names what is missing or has no use, and what to change.
@@ -261,13 +262,18 @@ def check_participants(
             f"{name or aggregation.name!r} exchanges parameters, which must fit all of them. Take a method that "
             "exchanges predictions: distillation='fedid', 'adafd', 'dsfl', 'mhat'."
         )
-    if unknown := sorted(set(participants.clients) - set(client_ids)):
-        raise ValueError(f"`clients` names {unknown[:5]}, which have no rows; the clients are {list(client_ids)[:5]}.")
+    if unknown := sorted(set(participants.clients) - set(clients)):
+        raise ValueError(f"`clients` names {unknown[:5]}, which have no rows; the clients are {list(clients)[:5]}.")
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:
         raise ValueError(
             f"Client {with_tokenizers[0]!r} has a tokenizer of its own, so rows must stay raw until it encodes them: "
             "give the trainer a `task`, such as TextClassification."
+        )
+    if num_shared := count_overlap(clients, participants):
+        logger.warning(
+            f"{num_shared} of the clients' rows are public rows too: what clients say of them is said of what they "
+            "were trained on. `split_for_distillation` cuts without overlap."
         )
 
 

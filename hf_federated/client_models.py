@@ -19,6 +19,10 @@ from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
 
 
+# What encoded rows are told apart by, where no task says what is read.
+INPUT_IDS = "input_ids"
+
+
 @dataclass
 class Participants:
     """
@@ -251,3 +255,33 @@ def check_labels(client_id: str, model: Any, servers: Any) -> None:
         f"{list(there.values())}. Predictions are aligned by place: give all models the same labels in the same order "
         "(`id2label` and `label2id` of their configs)."
     )
+
+
+def count_overlap(clients: FederatedDataset, participants: Participants) -> int:
+    """
+    How many private rows are public too: equal in what both hold of the columns that a model reads.
+
+    Args:
+        clients ([`FederatedDataset`]): Private rows. Streams are not read.
+        participants ([`Participants`]): Whose public rows, and whose task says what is read.
+    """
+    public, task = participants.public_dataset, participants.task
+    if public is None:
+        return 0
+    read = (INPUT_IDS,) if task is None else task.columns
+    columns = [name for name in read if name in public.column_names]
+    known = {row for batch in _batches(public, columns) for row in batch}
+    if not columns or not known:
+        return 0
+    found = 0
+    for client_id in clients:
+        rows = clients[client_id]
+        if isinstance(rows, Dataset) and set(columns) <= set(rows.column_names):
+            found += sum(row in known for batch in _batches(rows, columns) for row in batch)
+    return found
+
+
+def _batches(rows: Dataset, columns: list[str]) -> Iterator[list[str]]:
+    """The values of some columns as text that can be compared, a thousand rows at a time."""
+    for batch in rows.select_columns(columns).with_format("arrow").iter(1000):
+        yield [repr(list(row.values())) for row in batch.to_pylist()]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from datasets import Dataset
 from transformers import TrainingArguments
 
 from .adapters import Exchange
@@ -83,6 +84,11 @@ class RoleMixin(_Base):
     def distillation(self) -> Distillation | None:
         """The distillation algorithm, if there is one."""
         return self._federation.distillation
+
+    @property
+    def public_dataset(self) -> Dataset | None:
+        """The rows that server and clients have, where there is a distillation."""
+        return self._federation.public_dataset
 
     @property
     def engine(self) -> Engine:

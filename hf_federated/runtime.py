@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
@@ -120,7 +121,7 @@ class FederationRuntime:
         self._distillation_callback = self._install_distillation(users_callbacks)
         self.aggregation = self._install_aggregation(users_callbacks)
         check_arguments(trainer, self.config, self.aggregation)
-        check_participants(self.config, self.aggregation, self.distillation, participants, list(clients))
+        check_participants(self.config, self.aggregation, self.distillation, participants, clients)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
@@ -132,6 +133,11 @@ class FederationRuntime:
     def distillation(self) -> Distillation | None:
         """The distillation algorithm, if there is one."""
         return None if self._distillation_callback is None else self._distillation_callback.algorithm
+
+    @property
+    def public_dataset(self) -> Dataset | None:
+        """The public rows as the user gave them."""
+        return self._participants.public_dataset
 
     def _install_distillation(self, users_callbacks: Sequence[TrainerCallback]) -> DistillationCallback | None:
         for callback in users_callbacks:

@@ -28,6 +28,18 @@ class FederatedTrainer(FederatedMixin, Trainer):
             Steps between a client's training and the aggregate, in the order in which they leave the client.
         client_callbacks (`Sequence[TrainerCallback]`, *optional*):
             Callbacks that run inside clients, with a client's own steps.
+        task ([`~hf_federated.tasks.Task`], *optional*):
+            What encodes rows, which are then all raw: each client's with its own tokenizer, the server's with
+            `processing_class`. It brings a collator and metrics where none are given.
+        public_dataset (`datasets.Dataset`, *optional*):
+            For distillation: rows that server and clients have. Labels in them are not read.
+        server_dataset (`datasets.Dataset`, *optional*):
+            For distillation that asks for it: the server's own rows, with labels.
+        clients (`Mapping[str, ClientSpec]`, *optional*):
+            Clients with a model, tokenizer or training arguments of their own, by id; `model` is then the server's.
+            For methods that exchange predictions.
+        client_model_init (`Callable[[str], PreTrainedModel]`, *optional*):
+            Makes the model of a client from its id, of those that `clients` says nothing of.
 
     Raises:
         ValueError: If an argument or a combination is not supported. The message names the alternative.

@@ -136,7 +136,7 @@ def card_metadata(record: RunRecord) -> ModelCardData:
         license=said["license"],
         library_name=model.library_name,
         base_model=model.base_model,
-        tags=[*TAGS, record.federation["aggregation"].lower(), *adapter_tags, *said["tags"]],
+        tags=[*TAGS, _algorithm(record).lower(), *adapter_tags, *said["tags"]],
         datasets=said["dataset_tags"] or list(dict.fromkeys(names)) or None,
         pipeline_tag=_task(record),
         metrics=[result.metric_type for result in _eval_results(record)] or None,
@@ -185,7 +185,7 @@ def _summary(record: RunRecord) -> str:
     subject = f"This is a {model.adapter} adapter for" if model.adapter else "This model is"
     clients, rounds = _plural(federation["num_clients"], "client"), _plural(federation["num_rounds_run"], "round")
     return (
-        f"{subject} {start}{commit}, trained federatedly with `hf_federated` ({federation['aggregation']}) over"
+        f"{subject} {start}{commit}, trained federatedly with `hf_federated` ({_algorithm(record)}) over"
         f" {clients} in {rounds}."
         f" It has {count(model.num_parameters)} parameters."
     )
@@ -264,9 +264,11 @@ def _federation(record: RunRecord) -> str:
     steps = [_call(step["name"], step["settings"]) for step in federation["postprocessors"]]
     share = federation["clients_per_round"]
     local = federation["local_steps"]
+    distillation = federation.get("distillation")
     rounds = f"{federation['num_rounds_run']} of {federation['num_rounds']}"
     rows: list[list[Any]] = [
         ["Algorithm", _call(federation["aggregation"], federation["aggregation_kwargs"])],
+        ["Distillation", distillation and _call(distillation, federation["distillation_kwargs"])],
         ["Steps between training and aggregate", ", ".join(steps) or None],
         ["Clients", count(federation["num_clients"])],
         ["Clients sampled in a round", _share(share)],
@@ -291,8 +293,15 @@ def _share(clients_per_round: int | float) -> str:
     return "all" if clients_per_round == 1 else f"{100 * clients_per_round:.4g} % of them"
 
 
+def _algorithm(record: RunRecord) -> str:
+    """The method's name: of a distillation its own, since what it does with parameters belongs to it."""
+    return record.federation.get("distillation") or record.federation["aggregation"]
+
+
 def _exchanged(record: RunRecord) -> str:
     exchanged = record.exchanged
+    if record.federation.get("distillation"):
+        return _revealed(record)
     kind = {
         "adapter": "the adapter's parameters",
         "trainable": "the trainable parameters",
@@ -308,8 +317,30 @@ def _exchanged(record: RunRecord) -> str:
     )
 
 
+def _revealed(record: RunRecord) -> str:
+    """What left a client whose predictions travel."""
+    exchanged, federation = record.exchanged, record.federation
+    assert record.public_data is not None
+    rows = _plural(record.public_data.num_rows or 0, "public row")
+    kept = "Parameters of the clients' models stayed with the clients."
+    if exchanged["parameters_returned"]:
+        kept = f"It also sent the parameters that it had trained, {_plural(exchanged['num_values'], 'value')}."
+    elif exchanged["parameters_sent"]:
+        kept += f" They received those of the server's model, {_plural(exchanged['num_values'], 'value')}."
+    evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
+    return (
+        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."
+        f" {kept} With these it sent {UPDATE_FIELDS}, and what the method asks for of its training{evaluations}."
+        f" In {_plural(federation['num_rounds_run'], 'round')} all clients together sent {size(exchanged['bytes_up'])}"
+        f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. Predictions"
+        " can still tell something about the rows that a model was trained on."
+    )
+
+
 def _data(record: RunRecord) -> str:
     parts = [table(["Training data", ""], _data_rows(record.train_data))]
+    if record.public_data is not None:
+        parts.append(table(["Public data", ""], _data_rows(record.public_data)))
     if record.eval_data is not None:
         parts.append(table(["Evaluation data", ""], _data_rows(record.eval_data)))
     return "\n\n".join(parts)

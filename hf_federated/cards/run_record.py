@@ -20,6 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from datasets import Dataset
+
 from ..adapters import Exchange
 from ..config import FederatedConfig
 from ..data import FederatedDataset
@@ -65,6 +67,8 @@ class FederatedRun(Protocol):
     clients: FederatedDataset
     ledger: Ledger
     aggregation: Any
+    distillation: Any
+    public_dataset: Dataset | None
     client_metrics: Mapping[str, Mapping[str, float]]
     eval_clients: FederatedDataset | None
     postprocessors: Sequence[Any]
@@ -93,6 +97,7 @@ class RunRecord:
         client_results (`dict[str, dict[str, float]]`): Metric to mean, worst, best and spread over clients.
         client_metrics (`dict[str, dict[str, float]]`): Client id to metrics, up to 20 clients.
         versions (`dict[str, str]`): Package to version.
+        public_data (`DataFacts`, *optional*): The rows whose predictions travelled.
 
     Example:
 
@@ -118,6 +123,7 @@ class RunRecord:
     client_results: dict[str, dict[str, Any]]
     client_metrics: dict[str, dict[str, Any]]
     versions: dict[str, str]
+    public_data: DataFacts | None = None
 
     @classmethod
     def from_trainer(
@@ -162,6 +168,7 @@ class RunRecord:
             client_results=_client_results(final),
             client_metrics=_client_metrics(trainer.client_metrics, trainer.state.log_history, final),
             versions=_versions(),
+            public_data=None if trainer.public_dataset is None else DataFacts.of(trainer.public_dataset, None),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -175,7 +182,8 @@ class RunRecord:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         values["model"] = ModelFacts(**values["model"])
         values["train_data"] = DataFacts(**values["train_data"])
-        values["eval_data"] = None if values["eval_data"] is None else DataFacts(**values["eval_data"])
+        for name in ("eval_data", "public_data"):
+            values[name] = None if values.get(name) is None else DataFacts(**values[name])
         return cls(**values)
 
 
@@ -192,13 +200,15 @@ def _eval_data(trainer: FederatedRun, name: str | None) -> DataFacts | None:
 
 
 def _federation(trainer: FederatedRun) -> dict[str, Any]:
-    logged = trainer.state.log_history
+    logged, distillation = trainer.state.log_history, trainer.distillation
     seed = trainer.federation.federation_seed
     failed = [entry["federated/num_failed"] for entry in logged if "federated/num_failed" in entry]
     return {
         **{key: _plain(value) for key, value in trainer.federation.to_dict().items()},
         "aggregation": type(trainer.aggregation).__name__,
         "aggregation_kwargs": _plain(trainer.aggregation.non_default_settings()),
+        "distillation": None if distillation is None else type(distillation).__name__,
+        "distillation_kwargs": {} if distillation is None else _plain(distillation.non_default_settings()),
         "federation_seed": trainer.run_args.seed if seed is None else seed,
         "postprocessors": [
             {"name": type(step).__name__, "settings": _plain({k: v for k, v in vars(step).items() if k[0] != "_"})}
@@ -213,9 +223,13 @@ def _federation(trainer: FederatedRun) -> dict[str, Any]:
 
 
 def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
-    exchange = trainer.exchange
+    exchange, distillation = trainer.exchange, trainer.distillation
+    returned = trainer.aggregation.exchanges_parameters
+    sent = returned or (distillation is not None and distillation.sends_parameters)
     return {
         "kind": exchange.kind,
+        "parameters_sent": sent,
+        "parameters_returned": returned,
         "num_tensors": len(exchange.names),
         "num_values": exchange.num_values,
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in exchange.parameters.values()}),
