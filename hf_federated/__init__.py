@@ -1,7 +1,7 @@
 """Federated learning for everyone who already uses `transformers`."""
 
 from .adapters import freeze_layers
-from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, LocalOnly, Scaffold
+from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, LocalOnly, MutualKD, Scaffold
 from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
 from .clients import ClientSpec
 from .config import FederatedConfig
@@ -75,6 +75,7 @@ __all__ = [
     "LocalHook",
     "LocalOnly",
     "MultiDomainPartitioner",
+    "MutualKD",
     "NaturalPartitioner",
     "NestedPartitioner",
     "PerClassDirichletPartitioner",

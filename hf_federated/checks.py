@@ -256,7 +256,12 @@ def check_participants(
         )
     if distillation is not None and distillation.needs_labelled and not participants.server_dataset:
         raise ValueError(f"{distillation!r} needs `server_dataset`: labelled rows of the server's own.")
-    if participants.differ and (aggregation.exchanges_parameters or (distillation and distillation.sends_parameters)):
+    if aggregation.trains_private_models and not participants.differ:
+        raise ValueError(
+            f"aggregation={aggregation.name!r} needs `client_model_init` or `clients`: each client's private model."
+        )
+    shares = aggregation.exchanges_parameters and not aggregation.trains_private_models
+    if participants.differ and (shares or (distillation and distillation.sends_parameters)):
         raise ValueError(
             "`clients` and `client_model_init` give clients models of their own, and "
             f"{name or aggregation.name!r} exchanges parameters, which must fit all of them. Take a method that "

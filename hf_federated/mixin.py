@@ -268,6 +268,20 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             local.hook.on_gradients(local.parameters)
         return loss
 
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """`Trainer.compute_loss`. Inside a client that trains: the algorithm's, of the parent's and its outputs."""
+        hook = None if self.local_training is None or not model.training else self.local_training.hook
+        if hook is None or not hook.changes_loss:
+            # A user's own may know none of these arguments.
+            asked = {"return_outputs": True} if return_outputs else {}
+            return super().compute_loss(model, inputs, **asked, **kwargs)
+        inputs = hook.inputs(inputs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = hook.loss(loss, outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # At the end of a round. A client ends in one process, and a time limit passes in one of them first.
         if self._is_federating and self._federation.is_spread:

@@ -105,8 +105,6 @@ class FederationRuntime:
         self.postprocessors = list(postprocessors)
         name = self.config.exchange_dtype
         self._exchange_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-        if self._exchange_dtype is not None:
-            self.postprocessors.append(SendChanges(self._exchange_dtype))
         self.client_callbacks = list(client_callbacks)
         self.processes = processes()
         self.processes.meet(trainer.args.ddp_timeout)
@@ -120,6 +118,12 @@ class FederationRuntime:
         self._loop: RoundLoop | None = None
         self._distillation_callback = self._install_distillation(users_callbacks)
         self.aggregation = self._install_aggregation(users_callbacks)
+        self._append_algorithms_postprocessors()
+        if self.aggregation.trains_private_models and self.is_spread and not self.spreads_clients:
+            raise ValueError(
+                f"aggregation={self.aggregation.name!r} trains a private model of each client, which the processes of "
+                "parallelism='data' cannot train together: set parallelism='clients'."
+            )
         check_arguments(trainer, self.config, self.aggregation)
         check_participants(self.config, self.aggregation, self.distillation, participants, clients)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
@@ -138,6 +142,17 @@ class FederationRuntime:
     def public_dataset(self) -> Dataset | None:
         """The public rows as the user gave them."""
         return self._participants.public_dataset
+
+    def _append_algorithms_postprocessors(self) -> None:
+        steps = self.aggregation.postprocessors()
+        if self._exchange_dtype is not None:
+            if steps:
+                raise ValueError(
+                    f"exchange_dtype={self.config.exchange_dtype!r} does not work with {self.aggregation.name!r}, "
+                    "which packs what travels itself: leave it out."
+                )
+            steps = [SendChanges(self._exchange_dtype)]
+        self.postprocessors.extend(steps)
 
     def _install_distillation(self, users_callbacks: Sequence[TrainerCallback]) -> DistillationCallback | None:
         for callback in users_callbacks:
@@ -237,6 +252,7 @@ class FederationRuntime:
             algorithm=self.aggregation,
             config=config,
             distillation=self.distillation,
+            private_models=self._model_builder(args) if self.aggregation.trains_private_models else None,
             postprocessors=self.postprocessors,
             callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
         )
@@ -289,8 +305,11 @@ class FederationRuntime:
     ) -> ClientModels:
         if self.aggregation.exchanges_parameters:
             return SharedModel(self._trainer, exchange, args, store, student)
+        return OwnModels(self._model_builder(args), store, self.config.max_resident_clients)
+
+    def _model_builder(self, args: TrainingArguments) -> ClientModelBuilder:
         algorithm, config = self.distillation, self.config
-        build = ClientModelBuilder(
+        return ClientModelBuilder(
             self._trainer,
             {**self._arguments, "args": args},
             self._participants,
@@ -300,7 +319,6 @@ class FederationRuntime:
             freeze=config.freeze,
             learning_rate=None if algorithm is None else algorithm.client_learning_rate,
         )
-        return OwnModels(build, store, config.max_resident_clients)
 
     def _server_student(self, args: TrainingArguments) -> Student | None:
         """The server's model over the public rows."""

@@ -7,6 +7,7 @@ from .fedavg import FedAvg
 from .fedopt import FedOpt
 from .fedprox import FedProx
 from .local_only import LocalOnly
+from .mutual_kd import LowRankUpdates, MutualKD
 from .scaffold import Scaffold
 from .weighted_mean import WeightedMean
 
@@ -17,6 +18,7 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "fedopt": FedOpt,
     "scaffold": Scaffold,
     "local_only": LocalOnly,
+    "mutual_kd": MutualKD,
 }
 
 
@@ -57,6 +59,8 @@ __all__ = [
     "FedProx",
     "LocalHook",
     "LocalOnly",
+    "LowRankUpdates",
+    "MutualKD",
     "Scaffold",
     "WeightedMean",
     "build_aggregation",

@@ -20,9 +20,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..messages import ClientUpdate, Fit
+from ..postprocessing import Postprocessor
 from .weighted_mean import State, WeightedMean
 
 
@@ -47,6 +49,34 @@ class LocalHook:
     ...                 parameter.grad = None
     ```
     """
+
+    # Whether `inputs` and `loss` do anything.
+    changes_loss: ClassVar[bool] = False
+
+    def start(self, trainer: Any, exchange: Any, model: Any) -> None:
+        """
+        Called before local training, of an algorithm that [trains private models][`Aggregation`].
+
+        Args:
+            trainer (`transformers.Trainer`): Around the client's private model, as it is before the first round.
+            exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes that model.
+            model (`PreTrainedModel`): The shared one.
+        """
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the shared model is called with in a training step, from a batch."""
+        return dict(inputs)
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """
+        The loss of a training step.
+
+        Args:
+            loss (`torch.Tensor`): The trainer's.
+            outputs (`Any`): The shared model's, by name.
+            inputs (`Mapping[str, Any]`): From [`~LocalHook.inputs`].
+        """
+        return loss
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """
@@ -101,6 +131,8 @@ class Aggregation:
     name: ClassVar[str] = ""
     # Whether parameters go to the clients and come back. Without, each client has a model of its own.
     exchanges_parameters: ClassVar[bool] = True
+    # Whether a client has a model beside the shared one, which its hook is given by `start` and trains.
+    trains_private_models: ClassVar[bool] = False
 
     def __init__(self, weighting: str = "examples") -> None:
         if weighting not in WEIGHTINGS:
@@ -132,6 +164,10 @@ class Aggregation:
             num_rounds (`int`): Rounds of the run.
             num_clients (`int`): Clients of the federation, sampled or not.
         """
+
+    def postprocessors(self) -> list[Postprocessor]:
+        """Steps between a client's training and the aggregate that belong to the algorithm; the last to leave."""
+        return []
 
     def fit_settings(self) -> dict[str, Any]:
         """JSON scalars for the `settings` of this round's `Fit`."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import statistics
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from ..adapters import Exchange
 from ..config import FederatedConfig
 from ..generators import preserved_generators, seed_torch
 from ..messages import (
@@ -61,6 +62,8 @@ class ClientWorker:
         eval_datasets (`Mapping[str, Dataset]`, *optional*): The clients' evaluation rows.
         algorithm (`Any`): Its `local_hook` is the client side of local training.
         config ([`FederatedConfig`]): With `num_rounds` filled in.
+        private_models (`Callable`, *optional*): Makes the model that a client has beside the shared one, as it is
+            before the first round, from the client's id: a trainer around it, and its exchange.
         distillation (`Any`, *optional*): What it says of predictions and losses is the client side of distillation.
         postprocessors (`Sequence[Postprocessor]`, *optional*): Their client sides run here.
         callbacks (`Sequence[TrainerCallback]`, *optional*): Run inside clients.
@@ -74,6 +77,7 @@ class ClientWorker:
         algorithm: Any,
         config: FederatedConfig,
         distillation: Any = None,
+        private_models: Callable[[str], tuple[Trainer, Exchange, Any]] | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
@@ -83,6 +87,7 @@ class ClientWorker:
         self._eval_datasets = eval_datasets
         self._algorithm = algorithm
         self._distillation = distillation
+        self._private_models = private_models
         self._config = config
         self._num_rounds = config.num_rounds or 1
         self._carry_optimizer = config.client_optimizer_state == "carry"
@@ -130,6 +135,9 @@ class ClientWorker:
         if message.state:
             model.exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
+        if self._private_models is not None:
+            private, exchange, _ = self._private_models(message.client_id)
+            hook.start(private, exchange, model.trainer.model)
         with model.restored_on_failure():
             trainer = self._train(message, model, hook, kept.get("optimizer"))
         model.exchange.check_unchanged(model.trainer.model)

@@ -1,0 +1,244 @@
+"""MutualKD: each client trains a private large model and a shared small one, which teach each other.
+
+Wu et al., Communication-Efficient Federated Learning via Knowledge Distillation (Nature Communications 13, 2022).
+Their name for it, FedKD, is also that of [`FedKD`] by Gong et al.
+
+The paper compresses what goes down as well; here the small model goes down whole, so that a client that was not asked
+for some rounds has it too. The paper also matches attention maps, which fused attention does not return.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..distillation.losses import kl_divergence
+from ..distillation.low_rank import compress, decompress, energy_schedule
+from ..generators import own_draws
+from ..messages import ClientUpdate, Fit
+from ..postprocessing import Postprocessor
+from ..validation import InvalidUpdateError
+from .base import Accumulator, Aggregation, LocalHook
+from .weighted_mean import State
+
+
+class LowRankUpdates(Postprocessor):
+    """
+    What a client changed travels as singular vectors: `Δ_i ≈ U diag(s) V`, of each matrix with the smallest rank that
+    keeps the energy asked for.
+
+    The energy is in the settings of the message that the client answers, under `low_rank_energy`. [`MutualKD`]
+    installs it.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.aggregation import LowRankUpdates
+    >>> from hf_federated.messages import ClientUpdate, Fit
+
+    >>> sent = Fit(0, "a", 0, {"w": torch.zeros(6, 8)}, settings={"low_rank_energy": 0.95})
+    >>> update = ClientUpdate(0, "a", {"w": torch.ones(6, 8)}, num_examples=1, num_tokens=0, num_steps=1)
+    >>> {name: tuple(value.shape) for name, value in LowRankUpdates().client_side(update, sent).state.items()}
+    {'w/u': (6, 1), 'w/s': (1,), 'w/v': (1, 8)}
+    ```
+    """
+
+    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+        changes = {
+            name: value - message.state[name].to(value) if value.is_floating_point() else value
+            for name, value in update.state.items()
+        }
+        return dataclasses.replace(update, state=compress(changes, message.settings["low_rank_energy"]))
+
+    def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
+        try:
+            changes = decompress(update.state, reference=state)
+        except ValueError as error:
+            raise InvalidUpdateError(f"Client {update.client_id!r}, round {update.round}: {error}") from error
+        values = {
+            name: state[name] + value.to(state[name]) if value.is_floating_point() else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(update, state=values)
+
+
+class MutualKD(Aggregation):
+    """
+    The federated trainer's model is the small one, the mentee, which is averaged. Each client also has a private one,
+    the mentor, from `clients` or `client_model_init`, which never travels. In a local step both learn the labels and
+    each other, `L_s` and `L_t` being their losses on the labels:
+
+    `L = L_s + L_t + (KL(t ‖ s) + KL(s ‖ t) + Σ_l MSE(W h_s^l, h_t^l)) / (L_s + L_t)`
+
+    where a KL's first argument and the divisor have no gradient: the less sure both are, the less they teach. Layer
+    `l` of the mentee stands beside that of the mentor at the same depth; `W`, which is private too, is there where
+    hidden sizes differ. Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
+
+    Both read the same tokens, so mentors need the mentee's tokenizer. The mentor keeps its optimizer from round to
+    round, at the constant learning rate of its training arguments.
+
+    Args:
+        weighting (`str`, *optional*, defaults to `"examples"`):
+            As in [`Aggregation`].
+        energy_start (`float`, *optional*, defaults to `0.95`):
+            Share of a matrix's squared singular values that travels at the beginning of the run.
+        energy_end (`float`, *optional*, defaults to `0.98`):
+            And at its end; between them it grows evenly.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Of both KL divergences.
+        match_hidden (`bool`, *optional*, defaults to `True`):
+            Whether hidden states are matched.
+
+    Raises:
+        ValueError: If an energy or the temperature is out of range.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import MutualKD
+
+    >>> MutualKD(energy_end=0.99)
+    MutualKD(energy_end=0.99)
+    ```
+    """
+
+    name: ClassVar[str] = "mutual_kd"
+    needs_gradients: ClassVar[bool] = True
+    trains_private_models: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        weighting: str = "examples",
+        energy_start: float = 0.95,
+        energy_end: float = 0.98,
+        temperature: float = 1.0,
+        match_hidden: bool = True,
+    ) -> None:
+        super().__init__(weighting)
+        energy_schedule(0, 1, energy_start, energy_end)
+        if not temperature > 0:
+            raise ValueError(f"`temperature` is {temperature}; it must be positive.")
+        self.energy_start = energy_start
+        self.energy_end = energy_end
+        self.temperature = temperature
+        self.match_hidden = match_hidden
+        self._num_rounds = 1
+        self._round = 0
+
+    def setup(self, num_rounds: int, num_clients: int) -> None:
+        self._num_rounds = num_rounds
+        self._round = 0
+
+    def postprocessors(self) -> list[Postprocessor]:
+        return [LowRankUpdates()]
+
+    def fit_settings(self) -> dict[str, Any]:
+        energy = energy_schedule(self._round, self._num_rounds, self.energy_start, self.energy_end)
+        return {"low_rank_energy": energy}
+
+    def aggregate(self, accumulator: Accumulator, state: State) -> State:
+        self._round += 1
+        return super().aggregate(accumulator, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self._round}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._round = state["round"]
+
+    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
+        return Mentor(self.temperature, self.match_hidden, message.seed, kept)
+
+
+class Mentor(LocalHook):
+    """
+    The client side of [`MutualKD`]: the private model, its optimizer, and the loss of both.
+
+    Args:
+        temperature (`float`): Of both KL divergences.
+        match_hidden (`bool`): Whether hidden states are matched.
+        seed (`int`): Of what is drawn: the projection, the mentor's dropout.
+        kept (`dict`, *optional*): What this client kept: the mentor, the projection, the optimizer.
+    """
+
+    changes_loss: ClassVar[bool] = True
+
+    def __init__(self, temperature: float, match_hidden: bool, seed: int, kept: dict[str, Any] | None) -> None:
+        self._temperature = temperature
+        self._match_hidden = match_hidden
+        self._seed = seed
+        self._kept = kept
+        self._projection: nn.Linear | None = None
+
+    def start(self, trainer: Any, exchange: Any, model: Any) -> None:
+        """
+        Take the client's private model.
+
+        Args:
+            trainer (`transformers.Trainer`): Around the mentor as it is before the first round.
+            exchange ([`Exchange`]): Of the mentor.
+            model (`PreTrainedModel`): The shared one, the mentee.
+        """
+        self._trainer, self._exchange = copy.copy(trainer), exchange
+        self._trainer.optimizer = None
+        self._mentor = trainer.model
+        if self._match_hidden:
+            small, large = model.config.hidden_size, self._mentor.config.hidden_size
+            if small != large:
+                with own_draws(self._seed):
+                    self._projection = nn.Linear(small, large, bias=False).to(trainer.args.device)
+        self._trainer.create_optimizer()
+        if self._projection is not None:
+            self._trainer.optimizer.add_param_group({"params": list(self._projection.parameters())})
+        if self._kept is not None:
+            exchange.write(self._kept["mentor"])
+            if self._projection is not None:
+                self._projection.load_state_dict(self._kept["projection"])
+            self._trainer.optimizer.load_state_dict(self._kept["optimizer"])
+        self._mentor.train()
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**inputs, "output_hidden_states": True} if self._match_hidden else dict(inputs)
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        with self._trainer.compute_loss_context_manager():
+            theirs = self._mentor(**inputs)
+        small, large = outputs["logits"].float().flatten(0, -2), theirs.logits.float().flatten(0, -2)
+        taught = kl_divergence(small, large.detach(), self._temperature)
+        taught = taught + kl_divergence(large, small.detach(), self._temperature)
+        if self._match_hidden:
+            taught = taught + self._hidden_loss(outputs["hidden_states"], theirs.hidden_states)
+        return loss + theirs.loss + taught / (loss + theirs.loss).detach()
+
+    def _hidden_loss(self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Of every layer of the mentee and of the embeddings, which come first."""
+        losses = []
+        for layer, hidden in enumerate(small):
+            depth = round(layer * (len(large) - 1) / (len(small) - 1))
+            projected = hidden if self._projection is None else self._projection(hidden.float())
+            losses.append(F.mse_loss(projected.float(), large[depth].float()))
+        return torch.stack(losses).sum()
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        optimizer, args = self._trainer.optimizer, self._trainer.args
+        if args.max_grad_norm:
+            nn.utils.clip_grad_norm_(
+                [item for group in optimizer.param_groups for item in group["params"]], args.max_grad_norm
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def finish(self) -> tuple[State, dict[str, Any] | None]:
+        kept = {"mentor": self._exchange.read(), "optimizer": self._trainer.optimizer.state_dict()}
+        if self._projection is not None:
+            kept["projection"] = {
+                name: value.detach().clone() for name, value in self._projection.state_dict().items()
+            }
+        return {}, kept

@@ -1,0 +1,166 @@
+"""MutualKD: a private mentor and a shared mentee teach each other; what the mentee changed travels in few numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import arguments, rows, same_weights, tiny_model
+from torch.nn import functional as F
+from transformers import Trainer
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
+from hf_federated.adapters import Exchange
+from hf_federated.aggregation import LowRankUpdates
+from hf_federated.aggregation.mutual_kd import Mentor
+from hf_federated.messages import ClientUpdate, Fit
+
+
+def mentor_of(client_id):
+    return tiny_model(seed=7, num_hidden_layers=4, hidden_size=32, intermediate_size=32)
+
+
+class Updates(FederatedCallback):
+    def __init__(self):
+        self.names = []
+
+    def on_client_end(self, args, state, control, update, **kwargs):
+        self.names.append(sorted(update.state))
+
+
+def trainer_of(tmp_path, num_rounds=2, model_init=mentor_of, args=None, callbacks=(), **kwargs):
+    return FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path, **(args or {})),
+        train_dataset={"a": rows(8), "b": rows(6, seed=1)},
+        eval_dataset=rows(8, seed=2),
+        client_model_init=model_init,
+        callbacks=list(callbacks),
+        federation=FederatedConfig(
+            num_rounds=num_rounds, aggregation="mutual_kd", aggregation_kwargs=kwargs, freeze="embeddings"
+        ),
+    )
+
+
+def kept(trainer, client_id):
+    return trainer.engine.worker.models.store.get(client_id)["algorithm"]
+
+
+def test_mentors_learn_and_stay_with_their_clients(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[callback := Updates()])
+    trainer.train()
+    assert not same_weights(trainer.model, tiny_model())
+    initial = mentor_of("a").state_dict()
+    mentors = {client_id: kept(trainer, client_id)["mentor"] for client_id in "ab"}
+    name = "bert.encoder.layer.3.output.dense.weight"
+    assert not torch.equal(mentors["a"][name], initial[name])
+    assert not torch.equal(mentors["a"][name], mentors["b"][name])
+    assert all(name not in names for names in callback.names)
+
+
+def test_frozen_embeddings_are_never_sent(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[callback := Updates()])
+    trainer.train()
+    assert callback.names and not any("embeddings" in name for names in callback.names for name in names)
+
+
+def test_mentors_go_on_from_their_optimizers(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    # 2 batches of client a in each of 2 rounds.
+    assert {int(state["step"]) for state in kept(trainer, "a")["optimizer"]["state"].values()} == {4}
+
+
+def test_fewer_bytes_come_up_than_go_down(tmp_path):
+    trainer = trainer_of(tmp_path, energy_start=0.5, energy_end=0.5)
+    trainer.train()
+    assert trainer.ledger.bytes_up < 0.8 * trainer.ledger.bytes_down
+
+
+def test_all_the_energy_loses_nothing():
+    state = {"w": torch.randn(8, 6), "b": torch.randn(3)}
+    sent = Fit(0, "a", 0, state, settings={"low_rank_energy": 1.0})
+    trained = {"w": state["w"] + torch.outer(torch.randn(8), torch.randn(6)), "b": state["b"] + 1}
+    update = ClientUpdate(0, "a", trained, num_examples=1, num_tokens=0, num_steps=1)
+    packed = LowRankUpdates().client_side(update, sent)
+    assert packed.state["w/u"].shape == (8, 1)
+    unpacked = LowRankUpdates().server_side(packed, state)
+    torch.testing.assert_close(unpacked.state, update.state, atol=1e-5, rtol=0)
+
+
+def test_the_energy_grows_over_the_rounds():
+    algorithm = MutualKD(energy_start=0.5, energy_end=0.9)
+    algorithm.setup(num_rounds=4, num_clients=1)
+    asked = []
+    for _ in range(4):
+        asked.append(algorithm.fit_settings()["low_rank_energy"])
+        accumulator = algorithm.accumulator()
+        accumulator.add(ClientUpdate(0, "a", {"w": torch.zeros(1)}, 1, 0, 1))
+        algorithm.aggregate(accumulator, {"w": torch.zeros(1)})
+    assert asked == pytest.approx([0.6, 0.7, 0.8, 0.9])
+
+
+@pytest.mark.parametrize("hidden_size", [16, 32])
+def test_the_loss_is_the_papers(tmp_path, hidden_size):
+    mentee = tiny_model(num_hidden_layers=2).eval()
+    mentor = tiny_model(seed=3, num_hidden_layers=4, hidden_size=hidden_size, intermediate_size=16)
+    hook = Mentor(temperature=2.0, match_hidden=True, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    mentor.eval()
+    batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
+    inputs = hook.inputs(batch)
+    outputs = mentee(**inputs)
+    loss = hook.loss(outputs.loss, outputs, inputs)
+
+    theirs = mentor(**batch, output_hidden_states=True)
+    small, large = outputs.logits / 2, theirs.logits / 2
+
+    def kl(teacher, student):
+        return (teacher.softmax(-1) * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum(-1).mean() * 4
+
+    project = (lambda hidden: hidden) if hidden_size == 16 else hook._projection
+    hidden = sum(
+        F.mse_loss(project(outputs.hidden_states[layer]), theirs.hidden_states[2 * layer]) for layer in range(3)
+    )
+    on_labels = outputs.loss + theirs.loss
+    expected = on_labels + (kl(large, small) + kl(small, large) + hidden) / on_labels.detach()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
+    mentee, mentor = tiny_model().eval(), tiny_model(seed=3).eval()
+    hook = Mentor(temperature=1.0, match_hidden=False, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    mentor.eval()
+    batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
+    outputs = mentee(**batch)
+    theirs = mentor(**batch)
+    loss = hook.loss(outputs.loss, outputs, batch)
+    got = torch.autograd.grad(loss, mentee.classifier.weight, retain_graph=True)[0]
+    small, large = outputs.logits, theirs.logits.detach()
+    divisor = (outputs.loss + theirs.loss).detach()
+    own = outputs.loss + F.kl_div(small.log_softmax(-1), large.softmax(-1), reduction="batchmean") / divisor
+    torch.testing.assert_close(got, torch.autograd.grad(own, mentee.classifier.weight)[0])
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    whole = trainer_of(tmp_path / "a", num_rounds=3, args={"save_strategy": "steps"})
+    whole.train()
+    resumed = trainer_of(tmp_path / "b", num_rounds=3, args={"save_strategy": "steps"})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert same_weights(whole.model, resumed.model)
+    a, b = (kept(trainer, "a")["mentor"] for trainer in (whole, resumed))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_mentors_are_needed(tmp_path):
+    with pytest.raises(ValueError, match="client_model_init"):
+        trainer_of(tmp_path, model_init=None)
+
+
+def test_an_update_that_does_not_fit_is_refused_by_name():
+    state = {"w": torch.zeros(8, 6)}
+    bad = ClientUpdate(
+        3, "north", {"w/u": torch.zeros(9, 1), "w/s": torch.zeros(1), "w/v": torch.zeros(1, 6)}, 1, 0, 1
+    )
+    with pytest.raises(ValueError, match="Client 'north', round 3: 'w' has shape"):
+        LowRankUpdates().server_side(bad, state)
