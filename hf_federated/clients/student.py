@@ -103,6 +103,16 @@ class Student:
             logits = self.model(**inputs).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """
+        The loss of a batch with labels, as the model computes it.
+
+        Args:
+            inputs (`dict[str, Any]`): From [`~Student.collate`], with `labels`.
+        """
+        with self._trainer.compute_loss_context_manager():
+            return self.model(**inputs).loss
+
     @torch.no_grad()
     def predict(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """

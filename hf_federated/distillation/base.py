@@ -57,6 +57,8 @@ class Distillation:
             Of the clients' distillation; that of the training arguments by default.
         prediction_dtype (`str`, *optional*, defaults to `"float32"`):
             How predictions travel: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
+        train_on_labelled (`bool`, *optional*, defaults to `False`):
+            Whether the server also learns its own labelled rows, in as many passes after those over the public ones.
         top_k (`int`, *optional*):
             How many classes of a row travel, with what the others have in common; all by default.
 
@@ -93,6 +95,7 @@ class Distillation:
     temperature: float = 1.0
     server_learning_rate: float | None = None
     client_learning_rate: float | None = None
+    train_on_labelled: bool = False
     prediction_dtype: str = "float32"
     top_k: int | None = None
 
@@ -111,7 +114,7 @@ class Distillation:
     @property
     def needs_labelled(self) -> bool:
         """Whether the server must have labelled rows."""
-        return False
+        return self.train_on_labelled
 
     @property
     def needs_epoch_losses(self) -> bool:
@@ -165,13 +168,32 @@ class Distillation:
         """
         predictions = cohort.predict(server.all_rows, server.shape)
         ensemble = self.ensemble(predictions, cohort)
-        loss = server.fit(ensemble, self.server_loss, self.server_epochs, cohort.round)
-        logs = {"server_distillation_loss": loss}
+        logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)
         if targets is not None:
             steps = server.num_rounds * self.client_epochs * server.batches_per_epoch
             losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, steps)
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
+        return logs
+
+    def train_server(self, targets: torch.Tensor, round: int, server: DistillationServer) -> dict[str, float]:
+        """
+        Let the server's model learn targets of all public rows, and its own labelled rows if it shall.
+
+        Args:
+            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            round (`int`): Round number, from 0.
+            server ([`DistillationServer`]): The server's model and rows.
+
+        Returns:
+            `dict[str, float]`: For the log.
+        """
+        passes = self.server_epochs
+        labelled_passes = passes if self.train_on_labelled else 0
+        server.prepare(passes, labelled_passes)
+        logs = {"server_distillation_loss": server.fit(targets, self.server_loss, passes, round)}
+        if labelled_passes:
+            logs["server_labelled_loss"] = server.fit_labelled(labelled_passes, round)
         return logs
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:

@@ -42,5 +42,4 @@ class FedDF(Distillation):
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         assert cohort.mean_logits is not None
-        loss = server.fit(cohort.mean_logits, self.server_loss, self.server_epochs, cohort.round)
-        return {"server_distillation_loss": loss}
+        return self.train_server(cohort.mean_logits, cohort.round, server)

@@ -93,6 +93,10 @@ class FedID(Distillation):
             raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
         if self.public_epochs < 1:
             raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
+        if self.train_on_labelled:
+            raise ValueError(
+                "FedID looks at the labelled rows and does not train on them: leave out train_on_labelled."
+            )
         if not self.clients_distill and self.feedback == "none":
             raise ValueError("feedback='none' and clients_distill=False leave the clients nothing to learn.")
 
@@ -104,7 +108,7 @@ class FedID(Distillation):
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         num_steps = server.num_rounds * self.public_epochs * server.batches_per_epoch
-        server.student.prepare(num_steps)
+        server.prepare(self.public_epochs)
         losses: list[torch.Tensor] = []
         for epoch in range(self.public_epochs):
             for number, rows in enumerate(server.mini_batches(cohort.round, epoch)):

@@ -77,9 +77,47 @@ class DistillationServer:
         """
         return self.student.predict(torch.arange(self.num_rows))
 
+    def prepare(self, public_epochs: int, labelled_epochs: int = 0) -> None:
+        """
+        Make the optimizer, with a learning-rate curve over the run, once.
+
+        Args:
+            public_epochs (`int`): Passes over the public rows in a round.
+            labelled_epochs (`int`, *optional*, defaults to `0`): Passes over the labelled rows in a round.
+        """
+        labelled_batches = 0 if self.labelled is None else -(-len(self.labelled) // self.batch_size)
+        steps = public_epochs * self.batches_per_epoch + labelled_epochs * labelled_batches
+        self.student.prepare(self.num_rounds * steps)
+
+    def fit_labelled(self, num_epochs: int, round: int) -> float:
+        """
+        Train the server's model on its own labelled rows, by the loss that the model computes.
+
+        Args:
+            num_epochs (`int`): Passes over the rows.
+            round (`int`): Round number, from 0.
+
+        Returns:
+            `float`: The mean loss of the last epoch.
+        """
+        assert self.labelled is not None, "checked when the trainer was built"
+        seed = derived_seed(self.seed, "labelled training", round)
+        self.student.model.train()
+        losses: list[torch.Tensor] = []
+        with own_draws(derived_seed(seed, "dropout")):
+            for epoch in range(num_epochs):
+                order = public_order(len(self.labelled), derived_seed(seed, "epoch", epoch))
+                losses = [
+                    self.student.step(
+                        self.student.loss(self.student.collate([self.labelled[int(row)] for row in batch]))
+                    )
+                    for batch in order.split(self.batch_size)
+                ]
+        return float(torch.stack(losses).mean())
+
     def fit(self, targets: torch.Tensor, loss: Loss, num_epochs: int, round: int) -> float:
         """
-        Train the server's model on targets of all public rows.
+        Train the server's model on targets of all public rows. [`~DistillationServer.prepare`] comes first.
 
         Args:
             targets (`torch.Tensor`): Of shape `(rows, classes)`.
@@ -90,7 +128,6 @@ class DistillationServer:
         Returns:
             `float`: The mean loss of the last epoch.
         """
-        self.student.prepare(self.num_rounds * num_epochs * self.batches_per_epoch)
         seed = derived_seed(self.seed, "server distillation", round)
         return self.student.fit(torch.arange(self.num_rows), targets, loss, num_epochs, seed)
 

@@ -251,3 +251,17 @@ def test_feddf_learns_the_mean_of_the_clients_logits_after_averaging(tmp_path):
     mean = torch.stack(logits).mean(0)
     assert all(any(torch.allclose(row, other) for other in mean) for row in torch.cat(learnt))
     assert not of(record.sent, (Predict, Distill, Feedback))
+
+
+def test_the_server_learns_its_labelled_rows_where_it_shall(tmp_path):
+    without = distilled(tmp_path / "a", "mhat")
+    without.train()
+    trainer = distilled(tmp_path / "b", "mhat", {"train_on_labelled": True, "server_epochs": 2})
+    trainer.train()
+    assert not same_weights(without.model, trainer.model)
+    losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    # 3 batches of public rows and 2 of labelled ones, twice a round.
+    student = trainer._runtime._distillation_callback._server.student
+    assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
+    assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
