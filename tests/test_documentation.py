@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import torch
+from tiny import arguments, rows, same_weights, tiny_model
 
+from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.messages import ClientUpdate
 
 
@@ -29,3 +31,21 @@ def test_the_algorithm_of_the_contributing_guide_runs():
     new = algorithm.aggregate(accumulator, {"weight": torch.tensor([3.0]), "steps": torch.tensor(0)})
     # The mean is (1·4 + 3·8) / 4 = 7; a quarter of the way from 3 to 7.
     assert new["weight"].item() == 4.0 and new["steps"].item() == 7
+
+
+def test_the_distillation_of_the_contributing_guide_runs(tmp_path):
+    # A dataclass looks up the types of its fields in its module.
+    names: dict = {"__name__": __name__}
+    exec(compile(python_blocks("CONTRIBUTING.md")[1], "CONTRIBUTING.md", "exec"), names)
+    majority = names["Majority"](server_epochs=2)
+    logits = {client_id: torch.tensor([[0.0, place]]) for client_id, place in (("a", 1.0), ("b", 2.0), ("c", -9.0))}
+    assert majority.ensemble(logits, None).tolist() == [[0.0, 1.0]]
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={"a": rows(4), "b": rows(4, seed=1)},
+        public_dataset=rows(6, seed=2).remove_columns("labels"),
+        federation=FederatedConfig(num_rounds=1, distillation=majority),
+    )
+    trainer.train()
+    assert not same_weights(trainer.model, tiny_model())
