@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from .adapters import Exchange, freeze_layers
 from .clients import ClientSpec, Student
+from .clients.local_training import client_arguments
 from .data import FederatedDataset
 from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
@@ -202,9 +203,9 @@ class ClientModelBuilder:
             "train_dataset": None,
             "eval_dataset": None,
             "callbacks": None,
+            # How long it trains is said with each message; evaluations, checkpoints and uploads are the server's.
+            "args": client_arguments(spec.args or self._arguments["args"], local_epochs=1, local_steps=None),
         }
-        if spec.args is not None:
-            own["args"] = spec.args
         if task is not None and tokenizer is not self._trainer.processing_class:
             own["data_collator"] = task.data_collator(tokenizer, model)
         given = {name: value for name, value in self._arguments.items() if name != "model_init"}
