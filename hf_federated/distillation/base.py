@@ -169,8 +169,8 @@ class Distillation:
         logs = {"server_distillation_loss": loss}
         targets = self.broadcast(ensemble, server)
         if targets is not None:
-            steps = server.num_rounds * self.client_epochs * server.batches_per_epoch
-            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, steps)
+            epochs_of_run = server.num_rounds * self.client_epochs
+            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, epochs_of_run)
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
 
