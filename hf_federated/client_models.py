@@ -54,6 +54,10 @@ class Participants:
         return dataset if self.task is None else self.task.prepare(dataset, tokenizer, with_labels)
 
 
+# What a task fills in of a trainer's arguments, beside its rows.
+FROM_TASK = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics")
+
+
 def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
     """
     Fill in what a task knows of a trainer's arguments: its evaluation rows encoded, its collator, its metrics.
