@@ -106,7 +106,8 @@ class AdaFD(Distillation):
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         self.weights = self.weigh(predictions, cohort)
-        return weighted_mean(predictions, self.weights)
+        # Whoever failed to evaluate has no weight.
+        return weighted_mean({client_id: predictions[client_id] for client_id in self.weights}, self.weights)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mean_squared_error(logits, targets, center=self.center)
