@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..config import name_functions
 from ..messages import Feedback
 from .codec import PredictionCodec
 from .cohort import Cohort
@@ -136,7 +137,8 @@ class Distillation:
         }
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
+        settings = name_functions(self.non_default_settings())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({arguments})"
 
     # ---- Server side
