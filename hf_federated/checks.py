@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datasets import Dataset
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -13,9 +14,11 @@ from transformers.utils import logging
 from .aggregation import Aggregation, FedAvg, LocalOnly
 from .client_models import Participants
 from .clients import ClientSampler
+from .clients.student import LABEL_COLUMNS
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .distillation import Distillation
+from .postprocessing import Postprocessor
 
 
 logger = logging.get_logger(__name__)
@@ -171,12 +174,19 @@ def check_clients(
 
 
 def federation_identity(
-    federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None, clients: FederatedDataset
+    federation: FederatedConfig,
+    algorithm: Aggregation,
+    distillation: Distillation | None,
+    clients: FederatedDataset,
+    participants: Participants,
 ) -> dict[str, Any]:
     """What makes a run this run and no other: whatever changes its numbers, except for its length."""
     identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
     del identity["aggregation_kwargs"], identity["distillation_kwargs"]
     identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
+    for name in ("public_dataset", "server_dataset"):
+        if (rows := getattr(participants, name)) is not None:
+            identity[f"rows of `{name}`"] = len(rows)
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
@@ -234,9 +244,10 @@ def check_participants(
     distillation: Distillation | None,
     participants: Participants,
     client_ids: Sequence[str],
+    postprocessors: Sequence[Postprocessor] = (),
 ) -> None:
     """
-    Check public rows, labelled rows and clients that differ against the algorithm.
+    Check public rows, labelled rows, clients that differ and postprocessors against the algorithm.
 
     Raises:
         ValueError: It names what is missing or has no use, and what to change.
@@ -255,6 +266,12 @@ def check_participants(
         )
     if distillation is not None and distillation.needs_labelled and not participants.server_dataset:
         raise ValueError(f"{distillation!r} needs `server_dataset`: labelled rows of the server's own.")
+    if postprocessors and not aggregation.exchanges_parameters:
+        raise ValueError(
+            f"{type(postprocessors[0]).__name__} works on parameters, and with {name or aggregation.name!r} none "
+            "leave a client: what does leave it, its predictions, would travel as they are. Leave `postprocessors` "
+            "out; `prediction_dtype` and `top_k` of the distillation make predictions smaller."
+        )
     if participants.differ and (aggregation.exchanges_parameters or (distillation and distillation.sends_parameters)):
         raise ValueError(
             "`clients` and `client_model_init` give clients models of their own, and "
@@ -268,6 +285,23 @@ def check_participants(
         raise ValueError(
             f"Client {with_tokenizers[0]!r} has a tokenizer of its own, so rows must stay raw until it encodes them: "
             "give the trainer a `task`, such as TextClassification."
+        )
+
+
+def check_labelled(rows: Dataset) -> None:
+    """
+    Refuse rows of the server without labels.
+
+    Args:
+        rows (`datasets.Dataset`): Encoded for the server's model.
+
+    Raises:
+        ValueError: If so.
+    """
+    if set(LABEL_COLUMNS).isdisjoint(rows.column_names):
+        raise ValueError(
+            f"`server_dataset` has the columns {rows.column_names} and no label column ({', '.join(LABEL_COLUMNS)}): "
+            "the server's validation loss is over labelled rows. Rename yours."
         )
 
 

@@ -76,7 +76,9 @@ class AdaFD(Distillation):
         if (self.weighting == LLM) != (self.generate is not None):
             raise ValueError("`generate` and weighting='llm' go together: the function answers the prompt.")
         if self.generate is not None and not callable(self.generate):
-            raise ValueError(f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer.")
+            raise ValueError(
+                f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer."
+            )
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
 
     @property
