@@ -93,15 +93,7 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
     unsharded = "launch with plain data parallelism; LoRA, also over a quantized base, makes a model fit"
     refused = {
         f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
-        f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
-            args.lr_scheduler_type in METRIC_SCHEDULES,
-            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
-        ),
-        "auto_find_batch_size=True": (
-            bool(args.auto_find_batch_size),
-            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
-        ),
-        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+        **_unfit_for_clients(args),
         "sync_ref_model=True": (
             bool(getattr(args, "sync_ref_model", False)),
             "leave the reference model as it is; one client's would reach the next",
@@ -122,6 +114,21 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
     for what, (is_refused, alternative) in refused.items():
         if is_refused:
             raise ValueError(f"{what} does not work in a federation: {alternative}.")
+
+
+def _unfit_for_clients(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments with which no client can train: whether they are set, and what to do instead."""
+    return {
+        f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
+            args.lr_scheduler_type in METRIC_SCHEDULES,
+            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
+        ),
+        "auto_find_batch_size=True": (
+            bool(args.auto_find_batch_size),
+            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
+        ),
+        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+    }
 
 
 def check_clients(
@@ -280,6 +287,10 @@ def check_participants(
         )
     if unknown := sorted(set(participants.clients) - set(client_ids)):
         raise ValueError(f"`clients` names {unknown[:5]}, which have no rows; the clients are {list(client_ids)[:5]}.")
+    for client_id, spec in participants.clients.items():
+        for what, (is_refused, alternative) in ({} if spec.args is None else _unfit_for_clients(spec.args)).items():
+            if is_refused:
+                raise ValueError(f"{what} of client {client_id!r} does not work in a federation: {alternative}.")
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:
         raise ValueError(

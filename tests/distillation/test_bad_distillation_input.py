@@ -95,6 +95,21 @@ def test_models_of_their_own_do_not_average(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True of client 'b' does not work in a federation"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            "'reduce_lr_on_plateau' of client 'b'",
+        ),
+    ],
+)
+def test_arguments_with_which_no_client_can_train_are_refused_of_one_too(tmp_path, argument, words):
+    with pytest.raises(ValueError, match=words):
+        distilled(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
+
+
 @pytest.mark.parametrize("aggregation", ["fedopt", "scaffold"])
 def test_an_average_beside_a_distillation_is_refused(tmp_path, aggregation):
     with pytest.raises(ValueError, match=f"aggregation='{aggregation}' has nothing to average.*'mhat'"):
