@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datasets import Dataset
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -13,9 +14,11 @@ from transformers.utils import logging
 from .aggregation import Aggregation, FedAvg, LocalOnly
 from .client_models import Participants, count_overlap
 from .clients import ClientSampler
+from .clients.student import LABEL_COLUMNS
 from .config import FederatedConfig
 from .data import FederatedDataset
 from .distillation import Distillation
+from .postprocessing import Postprocessor
 
 
 logger = logging.get_logger(__name__)
@@ -90,15 +93,7 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
     unsharded = "launch with plain data parallelism; LoRA, also over a quantized base, makes a model fit"
     refused = {
         f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
-        f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
-            args.lr_scheduler_type in METRIC_SCHEDULES,
-            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
-        ),
-        "auto_find_batch_size=True": (
-            bool(args.auto_find_batch_size),
-            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
-        ),
-        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+        **_unfit_for_clients(args),
         "sync_ref_model=True": (
             bool(getattr(args, "sync_ref_model", False)),
             "leave the reference model as it is; one client's would reach the next",
@@ -119,6 +114,21 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
     for what, (is_refused, alternative) in refused.items():
         if is_refused:
             raise ValueError(f"{what} does not work in a federation: {alternative}.")
+
+
+def _unfit_for_clients(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments with which no client can train: whether they are set, and what to do instead."""
+    return {
+        f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
+            args.lr_scheduler_type in METRIC_SCHEDULES,
+            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
+        ),
+        "auto_find_batch_size=True": (
+            bool(args.auto_find_batch_size),
+            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
+        ),
+        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+    }
 
 
 def check_clients(
@@ -171,12 +181,19 @@ def check_clients(
 
 
 def federation_identity(
-    federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None, clients: FederatedDataset
+    federation: FederatedConfig,
+    algorithm: Aggregation,
+    distillation: Distillation | None,
+    clients: FederatedDataset,
+    participants: Participants,
 ) -> dict[str, Any]:
     """What makes a run this run and no other: whatever changes its numbers, except for its length."""
     identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
     del identity["aggregation_kwargs"], identity["distillation_kwargs"]
     identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
+    for name in ("public_dataset", "server_dataset"):
+        if (rows := getattr(participants, name)) is not None:
+            identity[f"rows of `{name}`"] = len(rows)
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
@@ -234,10 +251,11 @@ def check_participants(
     distillation: Distillation | None,
     participants: Participants,
     clients: FederatedDataset,
+    postprocessors: Sequence[Postprocessor] = (),
 ) -> None:
     """
-    Check public rows, labelled rows and clients that differ against the algorithm. Private rows that are public too
-    are legal, and a warning counts them.
+    Check public rows, labelled rows, clients that differ and postprocessors against the algorithm. Private rows that
+    are public too are legal, and a warning counts them.
 
     Raises:
         ValueError: It names what is missing or has no use, and what to change.
@@ -260,6 +278,12 @@ def check_participants(
         raise ValueError(
             f"aggregation={aggregation.name!r} needs `client_model_init` or `clients`: each client's private model."
         )
+    if postprocessors and not aggregation.exchanges_parameters:
+        raise ValueError(
+            f"{type(postprocessors[0]).__name__} works on parameters, and with {name or aggregation.name!r} none "
+            "leave a client: what does leave it, its predictions, would travel as they are. Leave `postprocessors` "
+            "out; `prediction_dtype` and `top_k` of the distillation make predictions smaller."
+        )
     shares = aggregation.exchanges_parameters and not aggregation.trains_private_models
     if participants.differ and (shares or (distillation and distillation.sends_parameters)):
         raise ValueError(
@@ -269,6 +293,10 @@ def check_participants(
         )
     if unknown := sorted(set(participants.clients) - set(clients)):
         raise ValueError(f"`clients` names {unknown[:5]}, which have no rows; the clients are {list(clients)[:5]}.")
+    for client_id, spec in participants.clients.items():
+        for what, (is_refused, alternative) in ({} if spec.args is None else _unfit_for_clients(spec.args)).items():
+            if is_refused:
+                raise ValueError(f"{what} of client {client_id!r} does not work in a federation: {alternative}.")
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:
         raise ValueError(
@@ -279,6 +307,23 @@ def check_participants(
         logger.warning(
             f"{num_shared} of the clients' rows are public rows too: what clients say of them is said of what they "
             "were trained on. `split_for_distillation` cuts without overlap."
+        )
+
+
+def check_labelled(rows: Dataset) -> None:
+    """
+    Refuse rows of the server without labels.
+
+    Args:
+        rows (`datasets.Dataset`): Encoded for the server's model.
+
+    Raises:
+        ValueError: If so.
+    """
+    if set(LABEL_COLUMNS).isdisjoint(rows.column_names):
+        raise ValueError(
+            f"`server_dataset` has the columns {rows.column_names} and no label column ({', '.join(LABEL_COLUMNS)}): "
+            "the server's validation loss is over labelled rows. Rename yours."
         )
 
 

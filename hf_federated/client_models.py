@@ -57,6 +57,10 @@ class Participants:
         return dataset if self.task is None else self.task.prepare(dataset, tokenizer, with_labels)
 
 
+# What a task fills in of a trainer's arguments, beside its rows.
+FROM_TASK = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics")
+
+
 def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
     """
     Fill in what a task knows of a trainer's arguments: its evaluation rows encoded, its collator, its metrics.
@@ -206,8 +210,8 @@ class ClientModelBuilder:
             "train_dataset": None,
             "eval_dataset": None,
             "callbacks": None,
-            # It does not evaluate by itself: the worker asks it to.
-            "args": client_arguments(self._arguments["args"] if spec.args is None else spec.args, 1, None),
+            # How long it trains is said with each message; evaluations, checkpoints and uploads are the server's.
+            "args": client_arguments(spec.args or self._arguments["args"], local_epochs=1, local_steps=None),
         }
         if task is not None and tokenizer is not self._trainer.processing_class:
             own["data_collator"] = task.data_collator(tokenizer, model)

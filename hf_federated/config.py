@@ -52,6 +52,16 @@ def _parse_dict(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
+def name_functions(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the names of functions in their place, which JSON can hold and which are the same in every run."""
+    return {
+        name: f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        if callable(value)
+        else value
+        for name, value in settings.items()
+    }
+
+
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"`{name}` is {value!r}; allowed are {', '.join(map(repr, allowed))}.")
@@ -218,7 +228,8 @@ class FederatedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """
-        The fields as JSON values. An algorithm given as an instance is written as its name and its settings.
+        The fields as JSON values. An algorithm given as an instance is written as its name and its settings, a
+        function among these as its name.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         if not isinstance(self.aggregation, str):
@@ -227,6 +238,7 @@ class FederatedConfig:
         if self.distillation is not None and not isinstance(self.distillation, str):
             values["distillation"] = self.distillation.name
             values["distillation_kwargs"] = self.distillation.non_default_settings()
+        values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         return values
 
     @classmethod

@@ -247,7 +247,8 @@ class Distill(PublicRowsMessage):
         targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
             writes it.
         num_epochs (`int`): Passes over the rows.
-        num_training_steps (`int`): Optimizer steps of all such messages of the run, for the learning-rate curve.
+        num_training_epochs (`int`): Passes over as many rows in all such messages of the run, for the learning-rate
+            curve: how many steps that is depends on the client's batch size.
         settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
     """
 
@@ -255,7 +256,7 @@ class Distill(PublicRowsMessage):
 
     targets: dict[str, torch.Tensor]
     num_epochs: int
-    num_training_steps: int
+    num_training_epochs: int
     settings: dict[str, Any] = field(default_factory=dict)
 
 

@@ -33,7 +33,7 @@ from transformers.trainer_utils import TrainOutput
 
 from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
 from .checks import as_federated_dataset
-from .client_models import EncodedClients, Participants, encode_for_server
+from .client_models import FROM_TASK, EncodedClients, Participants, encode_for_server
 from .clients import ClientSpec, fresh_collator
 from .config import FederatedConfig
 from .data import FederatedDataset
@@ -125,7 +125,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             postprocessors=postprocessors,
             client_callbacks=[*self._parents_own_callbacks(users_callbacks), *client_callbacks],
             participants=participants,
-            arguments={**arguments, "data_collator": given.get("data_collator")},
+            arguments={**arguments, **{name: given[name] for name in FROM_TASK if name in given}},
         )
         self.add_callback(_RoundEndCallback(self._runtime))
         self._user_args = self.args

@@ -26,6 +26,7 @@ from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import (
     check_arguments,
     check_clients,
+    check_labelled,
     check_not_averaged,
     check_participants,
     check_resumed,
@@ -125,7 +126,7 @@ class FederationRuntime:
                 "parallelism='data' cannot train together: set parallelism='clients'."
             )
         check_arguments(trainer, self.config, self.aggregation)
-        check_participants(self.config, self.aggregation, self.distillation, participants, clients)
+        check_participants(self.config, self.aggregation, self.distillation, participants, clients, postprocessors)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
@@ -182,6 +183,9 @@ class FederationRuntime:
             clients = {"clients": self.clients}
             if self.eval_clients is not None:
                 clients["evaluation clients"] = self.eval_clients
+            for argument in ("public_dataset", "server_dataset"):
+                if (rows := getattr(self._participants, argument)) is not None:
+                    clients[f"`{argument}`"] = FederatedDataset.from_dict({argument: rows})
             name = None if checkpoint is None else Path(checkpoint).name
             description = describe(
                 args,
@@ -218,7 +222,7 @@ class FederationRuntime:
     @property
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it goes on from."""
-        return federation_identity(self.config, self.aggregation, self.distillation, self.clients)
+        return federation_identity(self.config, self.aggregation, self.distillation, self.clients, self._participants)
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the configuration says."""
@@ -336,6 +340,7 @@ class FederationRuntime:
         labelled = participants.server_dataset
         if labelled is not None:
             labelled = student.select_columns(participants.encode(labelled, self._trainer.processing_class))
+            check_labelled(labelled)
         seed = self.config.federation_seed or 0
         callback.start(DistillationServer(student, seed, self.num_rounds, labelled), exchange)
 

@@ -24,7 +24,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import hf_federated.mixin
 import hf_federated.saving
-from hf_federated import Aggregation, FederatedConfig, FederatedTrainer, FedOpt, Scaffold
+from hf_federated import Aggregation, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
+from hf_federated.clients import Student
 
 
 NUM_ROUNDS = 3
@@ -47,6 +48,12 @@ def adapted(config: Any) -> PeftModel:
         return get_peft_model(tiny_model(), config)
 
 
+def client_model(client_id: str) -> nn.Module:
+    """A model of the client's own, of one or two layers."""
+    number = int(client_id.split()[1])
+    return tiny_model(seed=number, num_hidden_layers=1 + number % 2, problem_type="single_label_classification")
+
+
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
     clients = {f"client {i}": rows(6 + 2 * i, seed=i) for i in range(4)}
@@ -67,6 +74,13 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         model = adapted(LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"]))
     elif name == "p_tuning":
         model = adapted(PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=3, encoder_hidden_size=8))
+    elif name in ("fedid", "adafd"):
+        # In each round one client is asked for the first time.
+        federation |= {"distillation": name, "client_optimizer_state": "reset"}
+        others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
+        if name == "fedid":
+            federation |= {"client_store": "disk", "max_resident_clients": 1, "client_optimizer_state": "carry"}
+            others["server_dataset"] = rows(6, seed=21)
     elif name == "best":
         # So large a rate that some round is worse than one before it.
         args |= {"eval_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1}
@@ -150,8 +164,11 @@ def arm(moment: str | None) -> list[TrainerCallback]:
         # 2 clients of 2 to 3 steps a round, or one of 3: the 6th is in the second round or its end.
         return [KilledInClient(6)]
     elif moment == "aggregation":
-        for algorithm in (Aggregation, FedOpt, Scaffold):
+        for algorithm in (Aggregation, FedOpt, LocalOnly, Scaffold):
             kill_around(algorithm, "aggregate", nth_call(2), before=False)
+    elif moment == "exchange":
+        # Server and two clients take three steps each in a round: in the second one.
+        kill_around(Student, "step", nth_call(13), before=False)
     elif moment == "evaluation":
         kill_around(FederatedTrainer, "evaluate", nth_call(2), before=True)
     elif moment == "after model file":

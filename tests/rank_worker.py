@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -48,6 +49,7 @@ from hf_federated import (
     federate,
 )
 from hf_federated.messages import ClientUpdate
+from hf_federated.packing import pack
 
 
 NUM_ROUNDS = 3
@@ -92,6 +94,12 @@ def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
             if value.is_floating_point():
                 value.data += 0.01 * torch.rand_like(value)
     return model
+
+
+def client_model(client_id: str) -> nn.Module:
+    """A model of the client's own, of one to three layers."""
+    number = int(client_id.split()[1])
+    return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
 
 
 class Noise(Postprocessor):
@@ -164,6 +172,16 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         clients = {"only": rows(22)}
         others = {}
         args["eval_strategy"] = "no"
+    elif name in ("fedid", "adafd", "fedid data"):
+        federation |= {"distillation": name.split()[0], "client_optimizer_state": "carry"}
+        others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
+        if name == "fedid data":
+            federation["parallelism"] = "data"
+        if name == "adafd":
+            federation |= {"evaluate_clients": True, "local_epochs": 2}
+            others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
+        else:
+            others["server_dataset"] = rows(6, seed=21)
     elif name in ("data many", "drop last"):
         federation = {"parallelism": "data"}
         if name == "drop last":
@@ -286,6 +304,20 @@ def again(trainer: Trainer, what: Callable[[], Any]) -> None:
         what()
 
 
+def digests(trainer: Trainer) -> dict[str, Any]:
+    """Of what the server of a distillation keeps, and of the clients' own models that are here, with optimizers."""
+    if type(trainer) is Trainer or trainer.distillation is None:
+        return {}
+    models = trainer.engine.worker.models
+    of_clients = {
+        client_id: {"model": models.open(client_id).exchange.read(), **models.open(client_id).student.state_dict()}
+        for client_id in trainer.clients
+        if client_id in models
+    }
+    kept = {"server": trainer._runtime._distillation_callback.state_dict(), **of_clients}
+    return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in kept.items()}
+
+
 def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
     trainer.save_model("final")
     state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
@@ -300,6 +332,7 @@ def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
         "files": sorted(os.listdir(RUN_DIR)),
         "ledger": None if is_plain else trainer.ledger.to_dict(),
         "client_metrics": {} if is_plain else trainer.client_metrics,
+        "digests": digests(trainer),
         "bytes_reduced": 0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
     }
     with open(f"rank-{rank}.json", "w", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ RUN_DIR = "run"
 STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
-SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "lora", "p_tuning", "best"]
+SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "lora", "p_tuning", "best", "fedid", "adafd"]
 MOMENTS = [
     "first round",
     "client",
@@ -44,8 +44,11 @@ QUICK = [
     ("lora", "aggregation"),
     ("p_tuning", "client"),
     ("best", "rotation"),
+    ("fedid", "exchange"),
+    ("adafd", "after rename"),
 ]
-THOROUGH = [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
+THOROUGH = [("adafd", "exchange")]
+THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
 # About as many file events as a run has; those beyond its end are not reached, and the run is simply resumed.
 FILE_EVENTS = range(1, 130)
 

@@ -74,17 +74,20 @@ class Exchange:
                 "load the adapter with `is_trainable=True`."
             )
         self._trained = list(self.trainable)
-        travelling, staying = self._buffers(model)
-        self._tensors: dict[str, torch.Tensor] = {**self.parameters, **travelling}
-        self._names = list(self._tensors)
-        self._live = [tensor.detach() for tensor in self._tensors.values()]
-        self._staying_live = staying
-        self._staying_values = [buffer.clone() for buffer in staying]
+        self._model = model
+        self._buffers, staying = self._find_buffers(model)
+        self._staying = {name: model.get_buffer(name).clone() for name in staying}
 
     @property
     def names(self) -> list[str]:
         """Names of what travels, in the order of the model."""
-        return list(self._names)
+        return [*self.parameters, *self._buffers]
+
+    @property
+    def _live(self) -> list[torch.Tensor]:
+        """What travels, where it is now: a model that is moved to another device has other storage and buffers."""
+        buffers = [self._model.get_buffer(name) for name in self._buffers]
+        return [*(parameter.detach() for parameter in self.parameters.values()), *buffers]
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -133,18 +136,18 @@ class Exchange:
                 f"{outside[0]!r}. Freeze them, list their module in `modules_to_save`, or use exchange='trainable'."
             )
 
-    def _buffers(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Buffers that travel, by name, and those that stay and are put back."""
+    def _find_buffers(self, model: nn.Module) -> tuple[list[str], list[str]]:
+        """Names of buffers that travel, and of those that stay and are put back."""
         persistent = model.state_dict(keep_vars=True).keys()
         owners = {name.rpartition(".")[0] for name in self.parameters}
-        travelling: dict[str, torch.Tensor] = {}
-        staying: list[torch.Tensor] = []
-        for name, buffer in model.named_buffers():
+        travelling: list[str] = []
+        staying: list[str] = []
+        for name, _ in model.named_buffers():
             travels = self.kind == "all" or (self.kind == "trainable" and name.rpartition(".")[0] in owners)
             if travels and name in persistent:
-                travelling[name] = buffer
+                travelling.append(name)
             else:
-                staying.append(buffer)
+                staying.append(name)
         return travelling, staying
 
     def read(self) -> dict[str, torch.Tensor]:
@@ -154,7 +157,7 @@ class Exchange:
         Returns:
             `dict[str, torch.Tensor]`: Values by name, on the model's device, without gradients.
         """
-        return {name: tensor.clone() for name, tensor in zip(self._names, self._live, strict=True)}
+        return {name: tensor.clone() for name, tensor in zip(self.names, self._live, strict=True)}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -169,9 +172,10 @@ class Exchange:
             KeyError: If a name is missing. The message says which.
         """
         try:
-            values = [state[name] for name in self._names]
+            values = [state[name] for name in self.names]
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
         torch._foreach_copy_(self._live, values)
-        if self._staying_live:
-            torch._foreach_copy_(self._staying_live, self._staying_values)
+        if self._staying:
+            staying = [self._model.get_buffer(name) for name in self._staying]
+            torch._foreach_copy_(staying, list(self._staying.values()))

@@ -55,7 +55,7 @@ def predict(message: Predict, model: OwnModel, student: Student, algorithm: Any)
 def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any) -> Metrics:
     """Train the model on predictions of the rows."""
     rows = rows_of(message, student)
-    student.prepare(message.num_training_steps)
+    student.prepare(message.num_training_epochs * -(-len(rows) // student.batch_size))
     targets = algorithm.decode_targets(message.targets, student.num_classes)
     with model.restored_on_failure():
         loss = student.fit(

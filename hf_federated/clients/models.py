@@ -141,6 +141,8 @@ class OwnModel(ClientModel):
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
+        # Its answer never came, and a forward pass is no use once the parameters have moved.
+        self.pending = None
         before = self.exchange.read()
         try:
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Student:
         if learning_rate is not None:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
-        labels = [name for name in LABEL_COLUMNS if name in public.column_names]
+        labels = sorted({*LABEL_COLUMNS, *trainer.label_names} & set(public.column_names))
         self._public = self.select_columns(public.remove_columns(labels))
         self.num_rows = len(public)
         self._state: dict[str, Any] | None = None
@@ -161,15 +162,26 @@ class Student:
 
         Returns:
             `torch.Tensor`: The loss, detached.
+
+        Raises:
+            FloatingPointError: If the loss or its gradient is not finite. Model and optimizer are as they were.
         """
         trainer = self._trainer
-        loss.backward()
-        if trainer.args.max_grad_norm:
+        try:
+            loss.backward()
             parameters = [item for group in trainer.optimizer.param_groups for item in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
-        self.model.zero_grad()
+            norm = nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or math.inf)
+            # An optimizer that has seen a NaN once has it in its moments forever.
+            if not bool(norm.isfinite()):
+                raise FloatingPointError(
+                    f"A distillation step has the loss {float(loss)} and a gradient of norm {float(norm)}. Lower its "
+                    "learning rate (`server_learning_rate`, `client_learning_rate`) or clip gradients "
+                    "(`max_grad_norm`)."
+                )
+            trainer.optimizer.step()
+            trainer.lr_scheduler.step()
+        finally:
+            self.model.zero_grad()
         return loss.detach()
 
     def fit(

@@ -206,7 +206,7 @@ class ClientWorker:
         return args
 
     def _evaluate(self, message: Evaluate, model: ClientModel) -> Metrics:
-        if self._eval_datasets is None:
+        if self._eval_datasets is None or message.client_id not in self._eval_datasets:
             raise ValueError(f"Client {message.client_id!r} has no evaluation data.")
         dataset = self._eval_datasets[message.client_id]
         if message.state:

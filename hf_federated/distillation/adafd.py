@@ -75,6 +75,10 @@ class AdaFD(Distillation):
             raise ValueError(f"`weighting` is {self.weighting!r}; allowed are {allowed}.")
         if (self.weighting == LLM) != (self.generate is not None):
             raise ValueError("`generate` and weighting='llm' go together: the function answers the prompt.")
+        if self.generate is not None and not callable(self.generate):
+            raise ValueError(
+                f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer."
+            )
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
 
     @property
@@ -106,7 +110,8 @@ class AdaFD(Distillation):
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         self.weights = self.weigh(predictions, cohort)
-        return weighted_mean(predictions, self.weights)
+        # Whoever failed to evaluate has no weight.
+        return weighted_mean({client_id: predictions[client_id] for client_id in self.weights}, self.weights)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mean_squared_error(logits, targets, center=self.center)

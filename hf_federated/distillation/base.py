@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..config import name_functions
 from ..messages import Feedback
 from .codec import PredictionCodec
 from .cohort import Cohort
@@ -139,7 +140,8 @@ class Distillation:
         }
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
+        settings = name_functions(self.non_default_settings())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({arguments})"
 
     # ---- Server side
@@ -171,8 +173,8 @@ class Distillation:
         logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)
         if targets is not None:
-            steps = server.num_rounds * self.client_epochs * server.batches_per_epoch
-            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, steps)
+            epochs_of_run = server.num_rounds * self.client_epochs
+            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, epochs_of_run)
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
 

@@ -136,7 +136,7 @@ class Cohort:
         rows: PublicRows,
         targets: Mapping[str, torch.Tensor],
         num_epochs: int,
-        num_training_steps: int,
+        num_training_epochs: int,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """
@@ -146,7 +146,7 @@ class Cohort:
             rows ([`PublicRows`]): Which.
             targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
             num_epochs (`int`): Passes over the rows.
-            num_training_steps (`int`): Optimizer steps of a client over the run.
+            num_training_epochs (`int`): Passes of a client over these rows over the run.
             settings (`Mapping[str, Any]`, *optional*): The algorithm's numbers, JSON scalars only.
 
         Returns:
@@ -163,7 +163,7 @@ class Cohort:
                 self.seed_of(client_id, "distillation"),
                 dict(targets),
                 num_epochs,
-                num_training_steps,
+                num_training_epochs,
                 dict(settings or {}),
             )
 

@@ -225,7 +225,7 @@ class _ServerStep:
             if method == "chain_rule":
                 feedback = self._algorithm._codec.dense.encode(gradient)
             else:
-                feedback = {"rewards": per_example_feedback(gradient, self._labels).cpu()}
+                feedback = {"rewards": per_example_feedback(gradient, self._labels).float().cpu()}
         sends_improvement = method in ("mpl", "mpl_sampled")
         before = self._validation_loss() if sends_improvement else 0.0
         loss = self._server.train_step(

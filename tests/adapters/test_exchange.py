@@ -329,3 +329,18 @@ def test_buffers_that_stay_are_put_back_with_every_write():
         assert all(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
         exchange.write(state)
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_model_that_is_moved_is_read_and_written_where_it_is():
+    model = Buffered()
+    exchange = Exchange(model)
+    storage = model.trained.weight.data_ptr()
+    model.to(torch.device("cpu", 0))
+    assert model.trained.weight.data_ptr() != storage
+    state = {name: torch.full_like(value, 3) for name, value in exchange.read().items()}
+    model(torch.randn(8, 2))
+    exchange.write(state)
+    assert model.trained.weight.eq(3).all() and model.trained.running_mean.eq(3).all()
+    assert model.cache.eq(0).all()
+    model.trained.weight.data.fill_(5)
+    assert exchange.read()["trained.weight"].eq(5).all()

@@ -92,6 +92,7 @@ def distilled(
         others (`Any`): Further arguments of the trainer.
     """
     given: dict[str, Any] = {
+        "model": tiny_model(),
         "train_dataset": {client_id: rows(size, seed=ord(client_id)) for client_id, size in SIZES.items()},
         "public_dataset": rows(NUM_PUBLIC, seed=5).remove_columns("labels"),
         "server_dataset": rows(6, seed=6),
@@ -100,7 +101,6 @@ def distilled(
     if differ and method not in ("feddf", "feded"):
         given["client_model_init"] = client_model
     trainer = FederatedTrainer(
-        model=tiny_model(),
         args=arguments(output_dir, **(args or {})),
         federation=FederatedConfig(
             distillation=method,

@@ -12,7 +12,19 @@ from hf_federated.checkpoint import list_checkpoints, read_server_state
 from hf_federated.engines.ranks import assign
 
 
-SCENARIOS = ["fedavg", "fedopt", "fedprox", "scaffold", "carry", "buffers", "lora", "noise", "masked"]
+SCENARIOS = [
+    "fedavg",
+    "fedopt",
+    "fedprox",
+    "scaffold",
+    "carry",
+    "buffers",
+    "lora",
+    "noise",
+    "masked",
+    "fedid",
+    "adafd",
+]
 
 # ---- The same results over any number of processes
 
@@ -31,6 +43,34 @@ def test_clients_over_processes_train_the_same_model(finished, scenario: str, wo
         assert without_timings(a["log"]) == without_timings(b["log"])
         for notes_a, notes_b in zip(a["client_metrics"].items(), b["client_metrics"].items(), strict=True):
             assert notes_a[0] == notes_b[0] and without_timings([notes_a[1]]) == without_timings([notes_b[1]])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("scenario", ["fedid", "adafd"])
+def test_clients_own_models_over_processes_are_the_same(finished, scenario: str, world_size: int) -> None:
+    alone, together = finished(scenario, 1), finished(scenario, world_size)
+    expected = notes(alone)["digests"]
+    by_rank = [notes(together, rank)["digests"] for rank in range(world_size)]
+    # The server's optimizer is the same in all of them, and each client's model is in one.
+    assert [found["server"] for found in by_rank] == [expected["server"]] * world_size
+    assert sorted(name for found in by_rank for name in found) == sorted([*expected, *["server"] * (world_size - 1)])
+    assert all(expected.items() >= found.items() for found in by_rank)
+    assert kept_files(alone) == kept_files(together)
+
+
+def kept_files(directory: Path) -> dict[str, bytes]:
+    """What server and clients keep, in the last checkpoint."""
+    kept = directory / "run" / "checkpoint-3" / "federated"
+    return {path.name: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+
+
+def test_data_parallel_clients_have_the_same_models_in_all_processes(finished) -> None:
+    directory = finished("fedid data", 2)
+    assert same_bits(weights(directory, 0), weights(directory, 1))
+    assert notes(directory, 0)["digests"] == notes(directory, 1)["digests"]
+    assert notes(directory, 0)["ledger"] == notes(directory, 1)["ledger"]
+    # Each step of local training saw the batches of both.
+    assert notes(directory)["digests"] != notes(finished("fedid", 1))["digests"]
 
 
 def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:
@@ -80,7 +120,7 @@ def test_a_client_stays_where_its_state_is(finished) -> None:
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked"])
+@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked", "fedid"])
 def test_a_checkpoint_resumes_on_another_number_of_processes(
     launch, finished, tmp_path: Path, scenario: str, before: int, after: int
 ) -> None:

@@ -1,0 +1,404 @@
+"""What a distillation refuses, whom it leaves out, and what it bears."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from distilled import NUM_PUBLIC, SIZES, Recorder, client_model, client_weights, distilled, same_clients
+from language import tokenizer
+from peft import LoraConfig, get_peft_model
+from tiny import arguments, rows, same_weights, tiny_model
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from hf_federated import (
+    ClientSpec,
+    FederatedCallback,
+    FederatedConfig,
+    FederatedDataset,
+    FederatedTrainer,
+    Postprocessor,
+)
+from hf_federated.adapters import Exchange
+from hf_federated.messages import Predictions
+from hf_federated.validation import RoundFailedError
+
+
+# ---- Refused
+
+
+def named(*labels, **config):
+    maps = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    return tiny_model(num_labels=len(labels), **maps, **config)
+
+
+def test_labels_in_another_order_are_refused_with_both_orders(tmp_path):
+    trainer = distilled(
+        tmp_path,
+        "dsfl",
+        model=named("bad", "good"),
+        client_model_init=lambda client_id: named("good", "bad") if client_id == "b" else named("bad", "good"),
+    )
+    with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
+        trainer.train()
+
+
+def test_other_numbers_of_classes_are_refused(tmp_path):
+    trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(num_labels=3))
+    with pytest.raises(ValueError, match="client 'a' has the labels .*LABEL_2"):
+        trainer.train()
+
+
+def test_labels_without_names_are_taken_in_their_places(tmp_path):
+    distilled(tmp_path, "dsfl", model=named("bad", "good"), federation={"num_rounds": 1}).train()
+
+
+@pytest.mark.parametrize(
+    ("method", "others", "words"),
+    [
+        ("dsfl", {"public_dataset": None}, "'dsfl' needs `public_dataset`.*none was given"),
+        ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*it has no rows"),
+        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labelled rows"),
+        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labelled rows"),
+        (None, {}, "`public_dataset` and `server_dataset` are for distillation"),
+        ("dsfl", {"clients": {"z": ClientSpec()}}, r"`clients` names \['z'\], which have no rows.*\['a', 'b', 'c'\]"),
+        (
+            "dsfl",
+            {"clients": {"b": ClientSpec(processing_class=tokenizer())}},
+            "Client 'b' has a tokenizer of its own.*give the trainer a `task`",
+        ),
+        ("feded", {"client_model_init": client_model}, "'feded' exchanges parameters, which must fit all of them"),
+        (
+            "dsfl",
+            {"postprocessors": [Postprocessor()]},
+            "Postprocessor works on parameters, and with 'dsfl' none leave",
+        ),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused_when_the_trainer_is_built(tmp_path, method, others, words):
+    with pytest.raises(ValueError, match=words):
+        distilled(tmp_path, method, **others)
+
+
+def test_models_of_their_own_do_not_average(tmp_path):
+    with pytest.raises(ValueError, match="'fedavg' exchanges parameters, which must fit all of them.*'fedid'"):
+        FederatedTrainer(
+            model=tiny_model(),
+            args=arguments(tmp_path),
+            train_dataset={"a": rows(4), "b": rows(4)},
+            client_model_init=client_model,
+            federation=FederatedConfig(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True of client 'b' does not work in a federation"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            "'reduce_lr_on_plateau' of client 'b'",
+        ),
+    ],
+)
+def test_arguments_with_which_no_client_can_train_are_refused_of_one_too(tmp_path, argument, words):
+    with pytest.raises(ValueError, match=words):
+        distilled(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
+
+
+@pytest.mark.parametrize("aggregation", ["fedopt", "scaffold"])
+def test_an_average_beside_a_distillation_is_refused(tmp_path, aggregation):
+    with pytest.raises(ValueError, match=f"aggregation='{aggregation}' has nothing to average.*'mhat'"):
+        distilled(tmp_path, "mhat", federation={"aggregation": aggregation})
+
+
+def test_rows_of_the_server_without_labels_are_refused(tmp_path):
+    trainer = distilled(tmp_path, "fedid", server_dataset=rows(6).rename_column("labels", "sentiment"))
+    with pytest.raises(ValueError, match="`server_dataset` has the columns .* and no label column"):
+        trainer.train()
+
+
+def test_a_name_of_a_model_needs_a_task_to_load_it(tmp_path):
+    trainer = distilled(tmp_path, "dsfl", differ=False, clients={"b": ClientSpec(model="roberta-base")})
+    with pytest.raises(ValueError, match="client 'b' is 'roberta-base', a name, .* give the trainer a `task`"):
+        trainer.train()
+
+
+def test_another_public_data_set_does_not_resume(tmp_path):
+    first = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1})
+    first.train()
+    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, public_dataset=rows(9))
+    with pytest.raises(ValueError, match="rows of `public_dataset`: here 9, there 10"):
+        other.train(resume_from_checkpoint=True)
+
+
+# ---- Clients that fail
+
+
+class Poison(FederatedCallback):
+    """Damages a client's model behind its back, just before it predicts."""
+
+    def __init__(self, *client_ids: str) -> None:
+        self.client_ids = client_ids
+        self.rejected: list[dict[str, str]] = []
+        self.trainer: FederatedTrainer | None = None
+
+    def on_aggregate(self, args, state, control, **kwargs):
+        for client_id in self.client_ids:
+            model = self.trainer.engine.worker.models.open(client_id).trainer.model
+            model.classifier.bias.data.fill_(math.nan)
+
+    def on_round_end(self, args, state, control, server=None, **kwargs):
+        self.rejected.append(server.rejected)
+
+
+def poisoned(tmp_path, method, *client_ids, **others):
+    poison = Poison(*client_ids)
+    trainer = distilled(tmp_path, method, record=poison, **others)
+    return trainer, poison
+
+
+@pytest.mark.parametrize("method", ["dsfl", "fedid", "adafd"])
+def test_a_client_that_predicts_nan_is_left_out_by_name(tmp_path, method):
+    trainer, poison = poisoned(tmp_path, method, "b", federation={"num_rounds": 1})
+    trainer.train()
+    assert list(poison.rejected[0]) == ["b"]
+    assert "Client 'b', round 0" in poison.rejected[0]["b"] and "NaN" in poison.rejected[0]["b"]
+    weights = client_weights(trainer)
+    assert all(value.isfinite().all() for client_id in "ac" for value in weights[client_id].values())
+    assert all(value.isfinite().all() for value in trainer.exchange.read().values())
+    assert trainer.state.log_history[0]["federated/num_failed"] == 1
+
+
+def test_the_others_learn_as_if_it_had_not_been_asked(tmp_path):
+    """The client is left out of the ensemble and of its weights."""
+    trainer, _ = poisoned(tmp_path / "a", "dsfl", "b", federation={"num_rounds": 1})
+    trainer.train()
+    without = distilled(
+        tmp_path / "b",
+        "dsfl",
+        federation={"num_rounds": 1},
+        train_dataset={client_id: rows(SIZES[client_id], seed=ord(client_id)) for client_id in "ac"},
+    )
+    without.train()
+    assert same_weights(trainer.model, without.model)
+    ours, theirs = client_weights(trainer), client_weights(without)
+    assert all(torch.equal(ours[key][name], theirs[key][name]) for key in "ac" for name in ours[key])
+
+
+@pytest.mark.parametrize("method", ["dsfl", "fedid"])
+def test_too_few_clients_fail_the_round(tmp_path, method):
+    trainer, _ = poisoned(tmp_path, method, "a", "b", federation={"min_clients": 2})
+    with pytest.raises(RoundFailedError, match="Round 0: 1 clients are left for distillation, and min_clients=2.*'b'"):
+        trainer.train()
+    # The server's model is that of the last finished aggregation.
+    assert same_weights(trainer.model, tiny_model())
+
+
+class Diverge(TrainerCallback):
+    """The training of a model with three layers ends in infinities."""
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if model.config.num_hidden_layers == 3:
+            model.classifier.weight.data.fill_(math.inf)
+
+
+def test_a_client_whose_training_diverges_gets_its_model_back(tmp_path):
+    models = {"a": 1, "b": 3, "c": 1}
+    record = Recorder()
+    trainer = distilled(
+        tmp_path,
+        "dsfl",
+        record=record,
+        client_model_init=lambda client_id: tiny_model(num_hidden_layers=models[client_id]),
+        client_callbacks=[Diverge()],
+    )
+    trainer.train()
+    assert not any(isinstance(reply, Predictions) and reply.client_id == "b" for reply in record.received)
+    before = Exchange(tiny_model(num_hidden_layers=3)).read()
+    after = client_weights(trainer)["b"]
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs"), [("fedmd", {"client_learning_rate": 1e30}), ("fedid", {"client_learning_rate": 1e30})]
+)
+def test_a_client_whose_distillation_diverges_keeps_finite_numbers(tmp_path, method, kwargs):
+    args = {"optim": "sgd", "max_grad_norm": 0.0}
+    trainer = distilled(tmp_path, method, kwargs, args=args, client_model_init=client_model)
+    with pytest.raises(RoundFailedError):
+        trainer.train()
+    for client_id, weights in client_weights(trainer).items():
+        student = trainer.engine.worker.models.open(client_id).student
+        assert all(parameter.grad is None for parameter in student.model.parameters())
+        if method == "fedmd":
+            assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_a_step_with_an_infinite_gradient_changes_neither_model_nor_optimizer(tmp_path):
+    trainer = distilled(tmp_path, "dsfl", federation={"num_rounds": 1})
+    trainer.train()
+    model = trainer.engine.worker.models.open("a")
+    before, state = model.exchange.read(), copy.deepcopy(model.student.state_dict())
+    logits = model.student.forward(model.student.inputs([0, 1]))
+    with pytest.raises(FloatingPointError, match="client_learning_rate"):
+        model.student.step(logits.sum() * math.nan)
+    after = model.exchange.read()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for number, values in state["optimizer"]["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, model.student.state_dict()["optimizer"]["state"][number][name])
+    assert state["scheduler"] == model.student.state_dict()["scheduler"]
+
+
+def test_a_server_that_diverges_says_so(tmp_path):
+    trainer = distilled(tmp_path, "mhat", {"server_learning_rate": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0})
+    with pytest.raises(FloatingPointError, match="`server_learning_rate`"):
+        trainer.train()
+
+
+def test_a_client_that_cannot_evaluate_has_no_say_in_the_ensemble(tmp_path):
+    def accuracy(prediction):
+        return {"f1": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    record = Poison()
+    trainer = distilled(
+        tmp_path,
+        "adafd",
+        {"weighting": "llm", "generate": lambda prompt: "1, 1", "clients_evaluate": True},
+        eval_dataset=FederatedDataset.from_dict({"a": rows(4), "c": rows(4)}),
+        compute_metrics=accuracy,
+        federation={"num_rounds": 1},
+        record=record,
+    )
+    trainer.train()
+    assert list(record.rejected[0]) == ["b"] and "has no evaluation data" in record.rejected[0]["b"]
+    assert trainer.distillation.weights == {"a": 0.5, "c": 0.5}
+
+
+# ---- Borne
+
+
+@pytest.mark.parametrize("method", ["fedid", "adafd", "feded"])
+def test_one_client_is_a_federation_too(tmp_path, method):
+    trainer = distilled(tmp_path, method, train_dataset={"a": rows(8)})
+    trainer.train()
+    assert not same_weights(trainer.model, tiny_model())
+
+
+def test_client_ids_of_any_characters(tmp_path):
+    ids = ["../up", "ümlaut — 東京", "a b/c\\d", "weight/a", "0"]
+    federation = {"client_store": "disk", "max_resident_clients": 2, "num_rounds": 1}
+    trainer = distilled(
+        tmp_path,
+        "adafd",
+        train_dataset={client_id: rows(4, seed=number) for number, client_id in enumerate(ids)},
+        client_model_init=lambda client_id: tiny_model(seed=len(client_id)),
+        federation=federation,
+        args={"save_strategy": "epoch"},
+    )
+    trainer.train()
+    assert {path.parent for path in tmp_path.rglob("*") if "東京" in path.name or "up" == path.name} == set()
+    assert sorted(trainer.distillation.weights) == sorted(ids)
+    entry = trainer.state.log_history[0]
+    assert sum(entry[f"federated/weight/{client_id}"] for client_id in ids) == pytest.approx(1)
+
+
+def test_adapters_share_their_frozen_base(tmp_path):
+    base = tiny_model()
+
+    def adapted():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return get_peft_model(
+                copy.deepcopy(base), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+            )
+
+    trainer = distilled(tmp_path, "fedid", differ=False, model=adapted(), server_dataset=rows(6, seed=6))
+    trainer.train()
+    models = [trainer.engine.worker.models.open(client_id).trainer.model for client_id in SIZES]
+    parameters = [dict(model.named_parameters()) for model in (trainer.model, *models)]
+    for name, parameter in parameters[0].items():
+        same = {id(of_one[name]) for of_one in parameters}
+        assert len(same) == (4 if parameter.requires_grad else 1), name
+    values = client_weights(trainer)
+    assert not torch.equal(*(next(value for name, value in values[key].items() if "lora_B" in name) for key in "ab"))
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "adapter_model.safetensors").stat().st_size < 20_000
+
+
+def test_clients_evaluate_their_own_models(tmp_path):
+    eval_rows = {client_id: rows(6, seed=40 + number) for number, client_id in enumerate(SIZES)}
+    trainer = distilled(
+        tmp_path,
+        "dsfl",
+        eval_dataset=FederatedDataset.from_dict(eval_rows),
+        federation={"num_rounds": 1, "evaluate_clients": True},
+        args={"eval_strategy": "epoch"},
+    )
+    trainer.train()
+    for client_id, dataset in eval_rows.items():
+        model = trainer.engine.worker.models.open(client_id).trainer.model.eval()
+        with torch.no_grad():
+            found = model(input_ids=torch.tensor(dataset["input_ids"]), labels=torch.tensor(dataset["labels"]))
+        assert trainer.client_metrics[client_id]["eval_loss"] == pytest.approx(float(found.loss), rel=1e-4)
+
+
+def test_the_servers_model_is_an_ordinary_one_afterwards(tmp_path):
+    trainer = distilled(tmp_path, "fedid", args={"save_strategy": "epoch", "eval_strategy": "epoch"})
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert same_weights(loaded, trainer.model)
+    predictions = trainer.predict(rows(8, seed=7))
+    with torch.no_grad():
+        expected = loaded.eval()(input_ids=torch.tensor(rows(8, seed=7)["input_ids"])).logits
+    torch.testing.assert_close(torch.tensor(predictions.predictions), expected)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(predictions.metrics["test_loss"])
+
+
+def test_a_language_models_function_is_written_by_its_name(tmp_path):
+    def generate(prompt: str) -> str:
+        return "1, 1, 1"
+
+    def build():
+        return distilled(
+            tmp_path, "adafd", {"weighting": "llm", "generate": generate}, args={"save_strategy": "epoch"}
+        )
+
+    trainer = build()
+    trainer.train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "federated_config.json").read_text())
+    assert saved["distillation_kwargs"]["generate"].endswith("<locals>.generate")
+    assert "0x" not in repr(trainer.distillation)
+    build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    with pytest.raises(ValueError, match="give the function itself"):
+        distilled(tmp_path, "adafd", saved["distillation_kwargs"])
+
+
+def test_training_again_starts_clients_afresh(tmp_path):
+    trainer = distilled(tmp_path / "a", "dsfl", federation={"num_rounds": 1, "client_store": "disk"})
+    trainer.train()
+    first = client_weights(trainer)
+    trained = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    # The server goes on from its model, as a trainer does; clients trained from theirs as it was made.
+    fresh = distilled(tmp_path / "b", "dsfl", federation={"num_rounds": 1})
+    fresh.model.load_state_dict(trained)
+    fresh.train()
+    assert same_clients(trainer, fresh) and same_weights(trainer.model, fresh.model)
+    assert all(
+        torch.equal(first[key][name], value)
+        for key, of in client_weights(trainer).items()
+        for name, value in of.items()
+    )
+    assert trainer.ledger.to_dict() == fresh.ledger.to_dict()
+
+
+def test_public_rows_fewer_than_a_batch(tmp_path):
+    assert NUM_PUBLIC > 1
+    distilled(tmp_path, "fedid", public_dataset=Dataset.from_dict(rows(1)[:1]), federation={"num_rounds": 1}).train()

@@ -1,0 +1,131 @@
+"""How many numbers each method sends, against the formulas of Ma et al. (FedID, EMNLP 2023), table 5.
+
+With `N` public rows, `C` classes, `K` clients and `T` rounds a method whose clients send predictions and receive the
+ensemble costs `N·C·(K+1)·T` numbers if what all clients receive is counted once; the ledger counts it for each client.
+What a message needs beside its tensors, its header, is read off its bytes: a safetensors file begins with its length.
+"""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from distilled import METHODS, NUM_CLASSES, NUM_PUBLIC, SIZES, Recorder, distilled
+from tiny import rows, tiny_model
+
+from hf_federated.distillation import PredictionCodec
+from hf_federated.messages import ClientUpdate, Message
+
+
+NUM_CLIENTS, NUM_ROUNDS = len(SIZES), 2
+NUMBERS = NUM_PUBLIC * NUM_CLASSES
+FLOAT_BYTES = 4
+NUM_PARAMETERS = sum(parameter.numel() for parameter in tiny_model().parameters())
+
+# Numbers that reach each client in a round.
+DOWN = {
+    "adafd": NUMBERS,
+    "cronus": NUMBERS,
+    "dsfl": NUMBERS,
+    "feddf": NUM_PARAMETERS,
+    "feded": NUM_PARAMETERS,
+    "fedkd": 0,
+    "fedmd": NUMBERS,
+    "mhat": NUMBERS,
+    "chain_rule": 2 * NUMBERS,
+    "per_example": NUMBERS + NUM_PUBLIC,
+    "mpl_sampled": NUMBERS,
+    "mpl": NUMBERS,
+    "none": NUMBERS,
+}
+
+
+def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **others):
+    """A run with one step of local training a round, and its messages."""
+    record = Recorder()
+    federation = {"num_rounds": num_rounds, "local_epochs": 1, "local_steps": 1}
+    trainer = distilled(tmp_path, method, kwargs, federation=federation, record=record, eval_dataset=None, **others)
+    trainer.train()
+    return trainer, record
+
+
+def header_bytes(message: Message) -> int:
+    return 8 + int.from_bytes(message.to_bytes()[:8], "little")
+
+
+def tensor_bytes(trainer, messages, round, client_id, direction) -> int:
+    """What the ledger counted in a direction, without headers."""
+    counted = trainer.ledger.account(round, client_id)[("down", "up").index(direction)]
+    return counted - sum(
+        header_bytes(message) for message in messages if (message.round, message.client_id) == (round, client_id)
+    )
+
+
+@pytest.mark.parametrize(("method", "kwargs"), METHODS)
+def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
+    num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
+    trainer, record = trained(tmp_path, method, kwargs, num_rounds)
+    down = FLOAT_BYTES * DOWN[kwargs.get("feedback", method)]
+    # FedDF's clients send their parameters back with their predictions.
+    up = FLOAT_BYTES * (NUMBERS + (NUM_PARAMETERS if method == "feddf" else 0))
+    for round in range(num_rounds):
+        for client_id in SIZES:
+            assert tensor_bytes(trainer, record.sent, round, client_id, "down") == down
+            assert tensor_bytes(trainer, record.received, round, client_id, "up") == up
+    assert len(trainer.ledger.rounds()) == num_rounds
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs", "num_broadcasts"),
+    [("mhat", {}, 1), ("dsfl", {}, 1), ("fedid", {"feedback": "none"}, 1), ("fedid", {}, 2)],
+)
+def test_a_broadcast_that_counts_once_gives_the_papers_table(tmp_path, method, kwargs, num_broadcasts):
+    trainer, record = trained(tmp_path, method, kwargs)
+    total = sum(
+        tensor_bytes(trainer, record.received, round, client_id, "up")
+        for round in range(NUM_ROUNDS)
+        for client_id in SIZES
+    ) + sum(tensor_bytes(trainer, record.sent, round, "a", "down") for round in range(NUM_ROUNDS))
+    assert total / FLOAT_BYTES == NUMBERS * (NUM_CLIENTS + num_broadcasts) * NUM_ROUNDS
+
+
+def four_classes(num_rows, seed):
+    tokens = rows(num_rows, seed)["input_ids"]
+    return Dataset.from_dict({"input_ids": tokens, "labels": [row[0] % 4 for row in tokens]})
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"prediction_dtype": "float16"},
+        {"prediction_dtype": "int8"},
+        {"top_k": 2},
+        {"top_k": 1, "prediction_dtype": "int8"},
+    ],
+)
+@pytest.mark.parametrize("method", ["dsfl", "fedid"])
+def test_predictions_that_travel_smaller_cost_what_their_codec_says(tmp_path, method, prediction):
+    trainer, record = trained(
+        tmp_path,
+        method,
+        prediction,
+        num_rounds=1,
+        model=tiny_model(num_labels=4),
+        client_model_init=lambda client_id: tiny_model(ord(client_id), num_labels=4),
+        train_dataset={client_id: four_classes(size, ord(client_id)) for client_id, size in SIZES.items()},
+        server_dataset=four_classes(6, seed=6),
+    )
+    codec = PredictionCodec(prediction.get("prediction_dtype", "float32"), prediction.get("top_k"))
+    predictions = NUM_PUBLIC * codec.num_bytes_per_row(4)
+    # Gradients are not logits, of which a few could stand for all.
+    feedback = NUM_PUBLIC * codec.dense.num_bytes_per_row(4) if method == "fedid" else 0
+    for client_id in SIZES:
+        assert tensor_bytes(trainer, record.received, 0, client_id, "up") == predictions
+        assert tensor_bytes(trainer, record.sent, 0, client_id, "down") == predictions + feedback
+    assert predictions < NUM_PUBLIC * 4 * FLOAT_BYTES
+
+
+def test_local_training_costs_no_numbers(tmp_path):
+    _, record = trained(tmp_path, "mhat")
+    for message in record.sent + record.received:
+        if message.kind in ("fit", ClientUpdate.kind):
+            assert header_bytes(message) == message.num_bytes

@@ -1,0 +1,259 @@
+"""FedID end to end: what clients and server learn of one mini-batch, against gradients written down here.
+
+Models are in float64, local training has a learning rate of 0, and steps are of plain gradient descent, so that a
+client's change over a round is its learning rate times one gradient. Predictions, their mean and the feedback travel
+as float32: each is rounded by at most 2⁻²⁴ of itself, 6e-8, a few times in a row. So gradients agree within 1e-6 of
+their largest number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from datasets import Dataset
+from distilled import Recorder, client_weights, distilled
+from tiny import rows, tiny_model
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from hf_federated.distillation import sample_pseudo_labels
+from hf_federated.messages import Feedback, Fit, Predict, Predictions, public_order
+
+
+NUM_CLASSES, NUM_ROWS = 3, 4
+WEIGHTS = {"a": 8 / 24, "b": 12 / 24, "c": 4 / 24}
+SHAPES = {"a": {"num_hidden_layers": 1}, "b": {"num_hidden_layers": 3}, "c": {"hidden_size": 8}}
+SERVER_RATE, CLIENT_RATE, STEP_SIZE = 0.05, 0.2, 0.3
+
+
+def sharp_model(seed=0, **config):
+    """Without dropout, and with predictions that are not all alike; fused attention has no second derivative."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    return tiny_model(seed, NUM_CLASSES, initializer_range=0.3, **still, **config).double()
+
+
+def three_classes(num_rows, seed):
+    data = rows(num_rows, seed)
+    labels = [tokens[0] % NUM_CLASSES for tokens in data["input_ids"]]
+    return Dataset.from_dict({"input_ids": data["input_ids"], "labels": labels})
+
+
+PUBLIC, LABELLED = three_classes(NUM_ROWS, seed=5), three_classes(NUM_ROWS, seed=6)
+
+
+def client_model(client_id):
+    return sharp_model(ord(client_id), **SHAPES[client_id])
+
+
+@dataclass
+class Run:
+    """A round that is over: the messages and how far the models moved."""
+
+    record: Recorder
+    server: dict[str, torch.Tensor]
+    clients: dict[str, dict[str, torch.Tensor]]
+
+    @property
+    def answer(self) -> dict[str, Feedback]:
+        return {message.client_id: message for message in self.record.sent if isinstance(message, Feedback)}
+
+    @property
+    def public(self) -> torch.Tensor:
+        """The mini-batch in the order in which it was exchanged."""
+        message = self.answer["a"]
+        return torch.tensor(PUBLIC["input_ids"])[public_order(NUM_ROWS, message.order)[message.start : message.stop]]
+
+
+def one_round(tmp_path, **kwargs) -> Run:
+    record = Recorder()
+    others = {} if kwargs.get("feedback") == "none" else {"server_dataset": LABELLED}
+    trainer = distilled(
+        tmp_path,
+        "fedid",
+        {
+            "server_learning_rate": SERVER_RATE,
+            "client_learning_rate": CLIENT_RATE,
+            "feedback_step_size": STEP_SIZE,
+            **kwargs,
+        },
+        federation={"num_rounds": 1, "local_epochs": 1},
+        args={"learning_rate": 0.0, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
+        record=record,
+        **{
+            "model": sharp_model(),
+            "client_model_init": client_model,
+            "train_dataset": {
+                client_id: three_classes(round(24 * weight), seed=ord(client_id))
+                for client_id, weight in WEIGHTS.items()
+            },
+            "public_dataset": PUBLIC,
+            "server_dataset": None,
+            "eval_dataset": None,
+            **others,
+        },
+    )
+    trainer.train()
+    server = changes(sharp_model(), trainer.exchange.read())
+    clients = {
+        client_id: changes(client_model(client_id), after) for client_id, after in client_weights(trainer).items()
+    }
+    return Run(record, server, clients)
+
+
+def changes(before, after):
+    return {name: after[name] - value.detach() for name, value in before.named_parameters()}
+
+
+def assert_steps(moved, gradients, rate):
+    """Whether a model moved by minus its rate times these gradients."""
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert largest > 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(-moved[name] / rate, gradient, atol=1e-6 * largest, rtol=0)
+
+
+def gradients_of(loss, model):
+    found = torch.autograd.grad(
+        loss, list(model.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(dict(model.named_parameters()), found, strict=True))
+
+
+class Reference:
+    """The round as the paper writes it, in one graph from the clients' parameters to the validation loss."""
+
+    def __init__(self, public: torch.Tensor) -> None:
+        self.models = {client_id: client_model(client_id).eval() for client_id in WEIGHTS}
+        self.logits = {client_id: model(input_ids=public).logits for client_id, model in self.models.items()}
+        self.ensemble = sum(WEIGHTS[client_id] * z.softmax(-1) for client_id, z in self.logits.items())
+        self.server = sharp_model().eval()
+        self.server_logits = self.server(input_ids=public).logits
+        self.parameters = dict(self.server.named_parameters())
+
+    def cross_entropy(self, logits: torch.Tensor) -> torch.Tensor:
+        return -(self.ensemble * logits.log_softmax(-1)).sum(-1).mean()
+
+    def distillation(self, client_id: str) -> torch.Tensor:
+        return -(self.ensemble.detach() * self.logits[client_id].log_softmax(-1)).sum(-1).mean()
+
+    def validation_loss(self, parameters=None) -> torch.Tensor:
+        inputs = {"input_ids": torch.tensor(LABELLED["input_ids"])}
+        logits = functional_call(self.server, parameters or self.parameters, (), inputs).logits
+        return F.cross_entropy(logits, torch.tensor(LABELLED["labels"]))
+
+    def validation_loss_after_step(self) -> torch.Tensor:
+        """With its graph through the server's step of plain gradient descent."""
+        gradients = torch.autograd.grad(
+            self.cross_entropy(self.server_logits),
+            list(self.parameters.values()),
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        stepped = {
+            name: value - STEP_SIZE * gradient
+            for (name, value), gradient in zip(self.parameters.items(), gradients, strict=True)
+        }
+        return self.validation_loss(stepped)
+
+    def moved_server(self, moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.detach() + moved[name] for name, value in self.parameters.items()}
+
+
+@pytest.mark.parametrize("clients_distill", [True, False])
+def test_clients_step_down_the_gradient_through_the_servers_step(tmp_path, clients_distill):
+    run = one_round(tmp_path, clients_distill=clients_distill)
+    reference = Reference(run.public)
+    validation_loss = reference.validation_loss_after_step()
+    for client_id, model in reference.models.items():
+        loss = validation_loss + clients_distill * reference.distillation(client_id)
+        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+    assert_steps(
+        run.server, gradients_of(reference.cross_entropy(reference.server_logits), reference.server), SERVER_RATE
+    )
+
+
+def test_without_feedback_clients_learn_the_ensemble_and_nothing_else_travels(tmp_path):
+    run = one_round(tmp_path, feedback="none")
+    reference = Reference(run.public)
+    for client_id, model in reference.models.items():
+        assert_steps(run.clients[client_id], gradients_of(reference.distillation(client_id), model), CLIENT_RATE)
+        assert run.answer[client_id].feedback == {}
+    for message in run.answer.values():
+        torch.testing.assert_close(message.targets["values"], reference.ensemble.detach().float(), atol=1e-6, rtol=0)
+
+
+def drawn_labels(message: Feedback) -> torch.Tensor:
+    ensemble = message.targets["values"]
+    generator = torch.Generator().manual_seed(message.settings["labels"])
+    return sample_pseudo_labels(ensemble / ensemble.sum(-1, keepdim=True), generator)
+
+
+def log_likelihoods(reference: Reference, client_id: str, labels: torch.Tensor) -> torch.Tensor:
+    """`log q_{i, ŷ_i}` of the ensemble, in which this client alone has a graph."""
+    others = sum(
+        WEIGHTS[other] * z.softmax(-1).detach() for other, z in reference.logits.items() if other != client_id
+    )
+    ensemble = others + WEIGHTS[client_id] * reference.logits[client_id].softmax(-1)
+    return ensemble.gather(1, labels[:, None])[:, 0].log()
+
+
+def test_one_number_a_row_is_that_of_the_label_that_clients_draw(tmp_path):
+    whole, run = one_round(tmp_path / "a"), one_round(tmp_path / "b", feedback="per_example")
+    reference = Reference(run.public)
+    for client_id, model in reference.models.items():
+        message = run.answer[client_id]
+        labels, rewards = drawn_labels(message), message.feedback["rewards"]
+        assert rewards.shape == (NUM_ROWS,)
+        # The whole gradient, of which these are a column each.
+        assert torch.equal(rewards, whole.answer[client_id].feedback["values"].gather(1, labels[:, None])[:, 0])
+        surrogate = (rewards * log_likelihoods(reference, client_id, labels)).sum()
+        assert_steps(
+            run.clients[client_id],
+            gradients_of(reference.distillation(client_id) + surrogate, model),
+            CLIENT_RATE,
+        )
+
+
+def test_sampled_labels_are_those_that_the_server_learnt(tmp_path):
+    run = one_round(tmp_path, feedback="mpl_sampled")
+    reference = Reference(run.public)
+    labels = drawn_labels(run.answer["a"])
+    assert_steps(
+        run.server, gradients_of(F.cross_entropy(reference.server_logits, labels), reference.server), SERVER_RATE
+    )
+    improvement = float(reference.validation_loss() - reference.validation_loss(reference.moved_server(run.server)))
+    for client_id, model in reference.models.items():
+        message = run.answer[client_id]
+        assert message.settings["improvement"] == pytest.approx(improvement, abs=1e-9)
+        assert message.feedback == {} and torch.equal(drawn_labels(message), labels)
+        loss = reference.distillation(client_id) - improvement * log_likelihoods(reference, client_id, labels).sum()
+        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+
+
+def test_the_published_codes_server_learns_each_clients_likeliest_labels(tmp_path):
+    run = one_round(tmp_path, feedback="mpl")
+    reference = Reference(run.public)
+    server_loss = sum(
+        WEIGHTS[client_id] * F.cross_entropy(reference.server_logits, z.argmax(-1))
+        for client_id, z in reference.logits.items()
+    )
+    assert_steps(run.server, gradients_of(server_loss, reference.server), SERVER_RATE)
+    improvement = float(reference.validation_loss() - reference.validation_loss(reference.moved_server(run.server)))
+    for client_id, model in reference.models.items():
+        z = reference.logits[client_id]
+        loss = F.cross_entropy(z, reference.ensemble.argmax(-1))
+        loss = loss + WEIGHTS[client_id] * improvement * F.cross_entropy(z, z.argmax(-1))
+        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+
+
+def test_an_exchange_is_a_prediction_and_an_answer_about_the_same_rows(tmp_path):
+    run = one_round(tmp_path)
+    kinds = [type(message) for message in run.record.sent]
+    assert kinds == [Fit] * 3 + [Predict] * 3 + [Feedback] * 3
+    for reply in run.record.received:
+        if isinstance(reply, Predictions):
+            expected = Reference(run.public).logits[reply.client_id].detach().float()
+            torch.testing.assert_close(reply.values["values"], expected, atol=1e-6, rtol=1e-6)

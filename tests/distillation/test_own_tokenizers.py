@@ -1,0 +1,242 @@
+"""Clients whose tokenizers number words differently: row i of the predictions is about text i, whoever makes them.
+
+The sharpest check: a client gets the server's model with the rows of its embedding in the order in which its own
+tokenizer numbers words. It is then the same function of a text, and must predict, bit for bit, the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from distilled import Recorder, client_weights
+from tiny import arguments, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer
+from hf_federated.messages import ClientUpdate, Predict, Predictions, public_order
+from hf_federated.tasks import TextClassification
+from hf_federated.validation import RoundFailedError
+
+
+WORDS = [f"w{number}" for number in range(29)]
+TASK = TextClassification(label_names=["low", "high"])
+CLIENTS = ("a", "b", "c")
+
+
+def word_tokenizer(seed: int | None = None) -> PreTrainedTokenizerFast:
+    """One word, one token, numbered in an order of its own; padding stays 0."""
+    words = ["<unk>", *WORDS]
+    if seed is not None:
+        random.Random(seed).shuffle(words)
+    numbers = {word: number for number, word in enumerate(["<pad>", *words])}
+    model = Tokenizer(WordLevel(numbers, unk_token="<unk>"))
+    model.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", unk_token="<unk>")
+
+
+def texts(num_rows: int, seed: int) -> Dataset:
+    """Texts of one to six words; the label says whether the first stands in the second half of the words."""
+    generator = random.Random(seed)
+    drawn = [generator.choices(range(len(WORDS)), k=generator.randint(1, 6)) for _ in range(num_rows)]
+    return Dataset.from_dict(
+        {
+            "text": [" ".join(WORDS[number] for number in numbers) for numbers in drawn],
+            "label": [int(numbers[0] >= len(WORDS) // 2) for numbers in drawn],
+        }
+    )
+
+
+def labelled_model(seed: int = 0, **config):
+    return tiny_model(seed, id2label={0: "low", 1: "high"}, label2id={"low": 0, "high": 1}, **config)
+
+
+def renumbered(model, theirs: PreTrainedTokenizerFast):
+    """The server's model for a tokenizer that numbers words differently."""
+    ours = word_tokenizer().get_vocab()
+    model = copy.deepcopy(model)
+    embedding = model.get_input_embeddings().weight.data
+    before = embedding.clone()
+    for word, number in theirs.get_vocab().items():
+        embedding[number] = before[ours[word]]
+    return model
+
+
+PUBLIC = texts(10, seed=5)
+
+
+def federation(tmp_path, method, clients, record=None, **others) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        **{
+            "model": labelled_model(),
+            "args": arguments(tmp_path),
+            "processing_class": word_tokenizer(),
+            "train_dataset": {
+                name: texts(size, seed=ord(name)) for name, size in zip(CLIENTS, (8, 12, 4), strict=True)
+            },
+            "public_dataset": PUBLIC,
+            "server_dataset": texts(6, seed=6),
+            "eval_dataset": texts(8, seed=7),
+            "task": TASK,
+            "clients": clients,
+            "federation": FederatedConfig(num_rounds=2, distillation=method),
+            "callbacks": [] if record is None else [record],
+            **others,
+        }
+    )
+    if record is not None:
+        record.trainer = trainer
+    return trainer
+
+
+def own_tokenizers(**model):
+    """Each client with its own tokenizer, and the server's model for it."""
+    found = {}
+    for number, name in enumerate(CLIENTS):
+        tokenizer = word_tokenizer(seed=number + 1)
+        found[name] = ClientSpec(model=renumbered(labelled_model(**model), tokenizer), processing_class=tokenizer)
+    return found
+
+
+def sent_predictions(record):
+    return {
+        (message.round, message.client_id, message.start): (message, reply.values["values"])
+        for message, reply in zip(record.sent, record.received, strict=True)
+        if isinstance(message, Predict)
+    }
+
+
+@pytest.mark.parametrize("method", ["mhat", "fedid"])
+def test_clients_that_number_words_differently_predict_and_learn_the_same(tmp_path, method):
+    """Same function, same private texts, same draws: the predictions of the whole run are the same bytes."""
+    same, different = Recorder(), Recorder()
+    plain = {name: ClientSpec(model=labelled_model()) for name in CLIENTS}
+    trainers = [
+        federation(tmp_path / "a", method, plain, same),
+        federation(tmp_path / "b", method, own_tokenizers(), different),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    a, b = sent_predictions(same), sent_predictions(different)
+    assert a.keys() == b.keys() and len(a) >= 6
+    for key in a:
+        assert torch.equal(a[key][1], b[key][1])
+    ours, theirs = (client_weights(trainer) for trainer in trainers)
+    name = "bert.embeddings.word_embeddings.weight"
+    for client_id in CLIENTS:
+        assert not torch.equal(ours[client_id][name], theirs[client_id][name])
+        assert torch.equal(ours[client_id]["classifier.weight"], theirs[client_id]["classifier.weight"])
+    assert trainers[0].evaluate()["eval_loss"] == trainers[1].evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("method", ["dsfl", "fedid"])
+def test_each_prediction_is_about_the_text_in_its_place(tmp_path, method):
+    record = Recorder()
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    trainer = federation(
+        tmp_path,
+        method,
+        own_tokenizers(**still),
+        record,
+        args=arguments(tmp_path, learning_rate=0.0),
+        federation=FederatedConfig(num_rounds=1, distillation=method),
+    )
+    trainer.train()
+    orders = set()
+    for message, values in sent_predictions(record).values():
+        spec = trainer._runtime._participants.clients[message.client_id]
+        rows = public_order(len(PUBLIC), message.order)[message.start : message.stop].tolist()
+        orders.add(tuple(rows))
+        for value, row in zip(values, rows, strict=True):
+            inputs = spec.processing_class([PUBLIC[row]["text"]], return_tensors="pt")
+            with torch.no_grad():
+                expected = spec.model.eval()(inputs["input_ids"]).logits[0]
+            torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-5)
+    if method == "fedid":
+        assert sorted(sum(map(list, orders), [])) == list(range(len(PUBLIC))) and (0, 1, 2, 3) not in orders
+
+
+def test_what_users_see_of_their_rows_stays_raw(tmp_path):
+    trainer = federation(tmp_path, "dsfl", own_tokenizers())
+    trainer.train()
+    assert trainer.train_dataset["a"].column_names == ["text", "label"]
+    assert trainer.clients["b"].column_names == ["text", "label"]
+    assert PUBLIC.column_names == ["text", "label"]
+
+
+def test_public_texts_without_a_label_column_do(tmp_path):
+    with_labels, without = (
+        federation(tmp_path / name, "dsfl", own_tokenizers(), public_dataset=public)
+        for name, public in (("a", PUBLIC), ("b", PUBLIC.remove_columns("label")))
+    )
+    with_labels.train()
+    without.train()
+    ours, theirs = client_weights(with_labels), client_weights(without)
+    assert all(torch.equal(ours["a"][name], theirs["a"][name]) for name in ours["a"])
+
+
+def test_arguments_of_a_clients_own(tmp_path):
+    record = Recorder()
+    clients = own_tokenizers()
+    clients["b"].args = arguments(tmp_path, per_device_train_batch_size=2, learning_rate=1e-3, max_steps=7)
+    trainer = federation(tmp_path, "dsfl", clients, record)
+    trainer.train()
+    updates = {reply.client_id: reply for reply in record.received if isinstance(reply, ClientUpdate)}
+    assert {client_id: update.num_steps for client_id, update in updates.items()} == {"a": 2, "b": 6, "c": 1}
+    models = trainer.engine.worker.models
+    for client_id, size in (("a", 4), ("b", 2)):
+        student = models.open(client_id).student
+        steps = 2 * -(-len(PUBLIC) // size)
+        scheduler = student._trainer.lr_scheduler
+        assert scheduler.last_epoch == steps
+        # A linear curve that ends with the run, and not before.
+        assert scheduler.lr_lambdas[0](steps) == 0 and scheduler.lr_lambdas[0](steps - 1) == pytest.approx(1 / steps)
+
+
+def test_clients_evaluate_with_their_own_tokenizers_and_the_tasks_metrics(tmp_path):
+    eval_rows = {name: texts(6, seed=30 + number) for number, name in enumerate(CLIENTS)}
+    trainer = federation(
+        tmp_path,
+        "dsfl",
+        own_tokenizers(),
+        args=arguments(tmp_path, eval_strategy="epoch"),
+        eval_dataset=FederatedDataset.from_dict(eval_rows),
+        federation=FederatedConfig(num_rounds=1, distillation="dsfl", evaluate_clients=True),
+    )
+    trainer.train()
+    models = trainer.engine.worker.models
+    for client_id in CLIENTS:
+        model, tokenizer = models.open(client_id).trainer.model, models.open(client_id).trainer.processing_class
+        rows = eval_rows[client_id]
+        with torch.no_grad():
+            guesses = [
+                int(model.eval()(**tokenizer([text], return_tensors="pt")).logits.argmax()) for text in rows["text"]
+            ]
+        right = sum(guess == label for guess, label in zip(guesses, rows["label"], strict=True))
+        assert trainer.client_metrics[client_id]["eval_accuracy"] == pytest.approx(right / len(rows))
+    assert "federated/eval_accuracy_mean" in trainer.evaluate()
+
+
+def test_a_row_without_text_is_named(tmp_path):
+    bad = texts(8, seed=1).add_item({"text": " ", "label": 0})
+    trainer = federation(
+        tmp_path,
+        "dsfl",
+        {},
+        train_dataset={"a": bad, "b": texts(4, 2)},
+        federation=FederatedConfig(num_rounds=1, distillation="dsfl", min_clients=2),
+    )
+    with pytest.raises(RoundFailedError, match="'a'.*Row 8 has an empty text in the column 'text'. Drop such rows"):
+        trainer.train()
+
+
+def test_predictions_come_from_every_client(tmp_path):
+    record = Recorder()
+    federation(tmp_path, "adafd", own_tokenizers(), record).train()
+    assert sum(isinstance(reply, Predictions) for reply in record.received) == 2 * len(CLIENTS)
