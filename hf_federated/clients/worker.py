@@ -213,6 +213,8 @@ class ClientWorker:
             model.exchange.write(message.state)
         local = LocalTraining(message.round, self._num_rounds, False, {})
         trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
+        # As amid a training: `bf16_full_eval` would otherwise cast a model that goes on training, for good.
+        trainer.is_in_train = trainer.is_in_train or isinstance(model, OwnModel)
         with preserved_process_state(model.trainer), preserved_generators():
             metrics = trainer.evaluate(dataset)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}

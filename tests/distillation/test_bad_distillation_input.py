@@ -331,14 +331,15 @@ def test_adapters_share_their_frozen_base(tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").stat().st_size < 20_000
 
 
-def test_clients_evaluate_their_own_models(tmp_path):
+@pytest.mark.parametrize("args", [{}, {"bf16_full_eval": True}])
+def test_clients_evaluate_their_own_models(tmp_path, args):
     eval_rows = {client_id: rows(6, seed=40 + number) for number, client_id in enumerate(SIZES)}
     trainer = distilled(
         tmp_path,
         "dsfl",
         eval_dataset=FederatedDataset.from_dict(eval_rows),
-        federation={"num_rounds": 1, "evaluate_clients": True},
-        args={"eval_strategy": "epoch"},
+        federation={"evaluate_clients": True},
+        args={"eval_strategy": "epoch", **args},
     )
     trainer.train()
     for client_id, dataset in eval_rows.items():
