@@ -5,7 +5,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# Not by setup.py, as older pips do without wheel: what a package needs to be built is then not installed whole.
+PIP := $(BIN)/python -m pip install --use-pep517 --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?= -n 2
 
 export HF_HUB_OFFLINE = 1

@@ -270,7 +270,8 @@ class Feedback(PublicRowsMessage):
         targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
             writes it.
         feedback (`dict[str, torch.Tensor]`): What the algorithm says of the client's predictions.
-        num_training_steps (`int`): Such messages of the run, for the learning-rate curve.
+        step (`int`): How many such messages a client that is always asked has had before this one.
+        num_training_steps (`int`): How many it has in the whole run, for the learning-rate curve.
         settings (`dict[str, Any]`): The algorithm's numbers for this client, JSON scalars only.
     """
 
@@ -278,6 +279,7 @@ class Feedback(PublicRowsMessage):
 
     targets: dict[str, torch.Tensor]
     feedback: dict[str, torch.Tensor]
+    step: int
     num_training_steps: int
     settings: dict[str, Any] = field(default_factory=dict)
 

@@ -43,7 +43,7 @@ MESSAGES: list[Message] = [
     Predict(2, "north", 2**32 - 1, 4, 8, 9, keeps_graph=True),
     Predictions(2, "north", {"values": torch.tensor([[1.5, -2.0]])}),
     Distill(2, "north", None, 0, 1, 9, {"values": torch.ones(1, 2)}, 3, 60, settings={"weight": 0.5}),
-    Feedback(2, "north", 5, 0, 1, 9, {"values": torch.ones(1, 2)}, {"values": torch.zeros(1, 2)}, 60),
+    Feedback(2, "north", 5, 0, 1, 9, {"values": torch.ones(1, 2)}, {"values": torch.zeros(1, 2)}, 7, 60),
     ClientUpdate(3, "süd\n", STATE, 10, 0, 5, metrics={"loss": 0.5, "grad_norm": float("inf")}, extra=STATE),
     Evaluate(1, "north", STATE),
     Metrics(1, "north", 7, {"eval_loss": float("nan"), "eval_accuracy": 1.0}),

@@ -55,7 +55,8 @@ def predict(message: Predict, model: OwnModel, student: Student, algorithm: Any)
 def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any) -> Metrics:
     """Train the model on predictions of the rows."""
     rows = rows_of(message, student)
-    student.prepare(message.num_training_epochs * -(-len(rows) // student.batch_size))
+    steps_an_epoch = -(-len(rows) // student.batch_size)
+    student.prepare(message.num_training_epochs * steps_an_epoch, message.round * message.num_epochs * steps_an_epoch)
     targets = algorithm.decode_targets(message.targets, student.num_classes)
     with model.restored_on_failure():
         loss = student.fit(
@@ -75,7 +76,7 @@ def take_feedback(message: Feedback, model: OwnModel, student: Student, algorith
     The forward pass of the prediction is used again. Of a model that was put away meanwhile it is done again, with the
     same dropout: the gradients are the same bytes.
     """
-    student.prepare(message.num_training_steps)
+    student.prepare(message.num_training_steps, message.step)
     pending, model.pending = model.pending, None
     if pending is not None and pending[0] == _place(message):
         logits = pending[1]

@@ -98,20 +98,28 @@ class LocalTraining:
 
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
         """Move a fresh schedule to this client's place in the run: round × its local steps."""
-        position = self.round * num_training_steps if self.global_schedule else 0
-        if position == 0:
-            return
-        if isinstance(scheduler, LambdaLR):
-            # Closed form: one step from just before the place.
-            scheduler.load_state_dict(
-                {**scheduler.state_dict(), "last_epoch": position - 1, "_step_count": position + 1}
-            )
+        place_schedule(scheduler, self.round * num_training_steps if self.global_schedule else 0)
+
+
+def place_schedule(scheduler: LRScheduler, position: int) -> None:
+    """
+    Move a schedule ahead, as if so many steps had been taken.
+
+    Args:
+        scheduler (`LRScheduler`): Not beyond the place yet.
+        position (`int`): Steps from the beginning of the curve.
+    """
+    if position <= scheduler.last_epoch:
+        return
+    if isinstance(scheduler, LambdaLR):
+        # Closed form: one step from just before the place.
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": position - 1, "_step_count": position + 1})
+        scheduler.step()
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
+        for _ in range(position - scheduler.last_epoch):
             scheduler.step()
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
-            for _ in range(position):
-                scheduler.step()
 
 
 def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:

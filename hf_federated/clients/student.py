@@ -19,6 +19,7 @@ from transformers import Trainer
 
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
+from .local_training import place_schedule
 
 
 # Columns that a public row loses: what it is distilled from is predictions.
@@ -136,13 +137,19 @@ class Student:
             self.model.train(was_training)
         return torch.cat(parts)
 
-    def prepare(self, num_training_steps: int) -> None:
+    def prepare(self, num_training_steps: int, position: int = 0) -> None:
         """
-        Make the optimizer and its schedule, once.
+        Make the optimizer and its schedule, once, and move the schedule to a place in the run, if it is not there yet:
+        a client that was not asked for some rounds goes on where the others are.
 
         Args:
             num_training_steps (`int`): Steps of the whole run.
+            position (`int`, *optional*, defaults to `0`): Steps before this one.
         """
+        self._make_optimizer(num_training_steps)
+        place_schedule(self._trainer.lr_scheduler, position)
+
+    def _make_optimizer(self, num_training_steps: int) -> None:
         if self._trainer.optimizer is not None:
             return
         trainer = self._trainer

@@ -175,6 +175,7 @@ class Cohort:
         targets: Mapping[str, torch.Tensor],
         feedback: Mapping[str, Mapping[str, torch.Tensor]],
         settings: Mapping[str, Mapping[str, Any]],
+        step: int,
         num_training_steps: int,
     ) -> dict[str, float]:
         """
@@ -185,7 +186,8 @@ class Cohort:
             targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
             feedback (`Mapping[str, Mapping[str, torch.Tensor]]`): By client.
             settings (`Mapping[str, Mapping[str, Any]]`): By client, JSON scalars only.
-            num_training_steps (`int`): Such steps of a client over the run.
+            step (`int`): Such steps of the run before this one.
+            num_training_steps (`int`): Such steps of the run.
 
         Returns:
             `dict[str, float]`: Each client's loss.
@@ -202,6 +204,7 @@ class Cohort:
                 self.seed_of(client_id, *purpose),
                 dict(targets),
                 dict(feedback[client_id]),
+                step,
                 num_training_steps,
                 dict(settings[client_id]),
             )

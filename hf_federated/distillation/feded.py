@@ -22,7 +22,7 @@ class FedED(Distillation):
     clients start their next round. So all have the server's architecture.
 
     The paper's server also trains on labelled public rows; FedID (Ma et al., 2023) compares with the method on
-    unlabelled ones, as here.
+    unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
 
     Args:
         kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.

@@ -121,10 +121,11 @@ class FedID(Distillation):
         cohort: Cohort,
         server: DistillationServer,
         rows: PublicRows,
-        purpose: tuple[int, ...],
+        purpose: tuple[int, int, int],
         num_steps: int,
     ) -> torch.Tensor:
         """Exchange one mini-batch; the server's loss on it."""
+        round, epoch, number = purpose
         predictions = cohort.predict(rows, (len(rows), server.student.num_classes), keeps_graph=True)
         weights = sizes(cohort)
         total = sum(weights.values())
@@ -144,6 +145,7 @@ class FedID(Distillation):
                 client_id: {"weight": weights[client_id] / total, "improvement": step.improvement, "labels": seed}
                 for client_id in cohort.client_ids
             },
+            (round * self.public_epochs + epoch) * server.batches_per_epoch + number,
             num_steps,
         )
         return loss

@@ -23,7 +23,7 @@ class MHAT(Distillation):
     logits of the *server's model* by KL divergence.
 
     The paper's server trains on labelled public rows as well; FedID (Ma et al., 2023) compares with the method on
-    unlabelled ones, as here.
+    unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
 
     Args:
         kwargs (*optional*): As in [`Distillation`].

@@ -265,3 +265,23 @@ def test_the_server_learns_its_labelled_rows_where_it_shall(tmp_path):
     student = trainer._runtime._distillation_callback._server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("method", ["dsfl", "fedid"])
+def test_a_client_that_was_not_asked_is_where_the_others_are_on_the_curve(tmp_path, method):
+    record = Recorder()
+    federation = {"num_rounds": 4, "clients_per_round": 2, "local_epochs": 1}
+    trainer = distilled(tmp_path, method, record=record, federation=federation)
+    trainer.train()
+    asked = {
+        client_id: [update.round for update in of(record.received, ClientUpdate) if update.client_id == client_id]
+        for client_id in SIZES
+    }
+    assert any(0 < len(rounds) < rounds[-1] + 1 for rounds in asked.values())
+    models = trainer.engine.worker.models
+    for client_id, rounds in asked.items():
+        if rounds:
+            schedule = models.open(client_id).student.state_dict()["scheduler"]
+            assert schedule["last_epoch"] == (rounds[-1] + 1) * NUM_BATCHES
+            share_left = 1 - (rounds[-1] + 1) / 4
+            assert schedule["_last_lr"][0] == pytest.approx(trainer.run_args.learning_rate * share_left)
