@@ -26,6 +26,7 @@ INTRODUCTIONS = {
     "training": "any field of transformers.TrainingArguments; a step of the run is a round",
     "federation": "any field of hf_federated.FederatedConfig",
     "card": "any argument of Trainer.create_model_card",
+    "public": "training rows that are set aside for distillation",
     "": "beside the sections",
 }
 

@@ -44,9 +44,8 @@ def test_what_does_not_change_the_result_may_differ(launch, finished, tmp_path: 
 def test_secrets_are_not_described() -> None:
     args = arguments("run", hub_token="hf_secret", optim_args="https://me:secret@host")
     args.lr_scheduler_kwargs = {"api_key": "secret", "num_cycles": 2}
-    lines = describe(
-        args, FederatedConfig(), FedAvg(), tiny_model(), {"clients": FederatedDataset.from_dict({"a": rows(2)})}, []
-    )
+    clients = {"clients": FederatedDataset.from_dict({"a": rows(2)})}
+    lines = describe(args, FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
     assert lines["TrainingArguments.lr_scheduler_kwargs.num_cycles"] == "2"
     assert not any("secret" in text for text in lines.values())
 
@@ -54,7 +53,7 @@ def test_secrets_are_not_described() -> None:
 def test_a_description_is_the_same_for_the_same_things() -> None:
     def lines(seed: int) -> dict[str, str]:
         clients = {"clients": FederatedDataset.from_dict({"a": rows(2), "b": rows(3, seed=1)})}
-        return describe(arguments("run", seed=seed), FederatedConfig(), FedAvg(), tiny_model(), clients, [])
+        return describe(arguments("run", seed=seed), FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
 
     assert lines(1) == lines(1)
     assert {name for name, text in lines(1).items() if text != lines(2)[name]} == {"TrainingArguments.seed"}
