@@ -246,7 +246,6 @@ def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> 
 
 
 def check_participants(
-    federation: FederatedConfig,
     aggregation: Aggregation,
     distillation: Distillation | None,
     participants: Participants,

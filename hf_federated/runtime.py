@@ -19,15 +19,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from .adapters import Exchange, freeze_layers
-from .aggregation import Aggregation, LocalOnly, build_aggregation
 from .agreement import check_agreement, describe
-from .callbacks import AggregationCallback, DistillationCallback, ServerState, call_event
+from .algorithms import install_aggregation, install_distillation
+from .callbacks import ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import (
     check_arguments,
     check_clients,
     check_labelled,
-    check_not_averaged,
     check_participants,
     check_resumed,
     federation_identity,
@@ -47,8 +46,8 @@ from .clients import (
 )
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .distillation import Distillation, DistillationServer, build_distillation
-from .engines import LocalEngine, RankEngine, WatchPeers
+from .distillation import Distillation, DistillationServer
+from .engines import Engine, LocalEngine, RankEngine, WatchPeers
 from .ledger import Ledger
 from .metrics import spread_over_clients
 from .postprocessing import Postprocessor, SendChanges
@@ -117,8 +116,8 @@ class FederationRuntime:
         self._flos_per_token: int | None = None
         self._examples_per_step = 0
         self._loop: RoundLoop | None = None
-        self._distillation_callback = self._install_distillation(users_callbacks)
-        self.aggregation = self._install_aggregation(users_callbacks)
+        self._distillation_callback = install_distillation(trainer, users_callbacks, self.config)
+        self.aggregation = install_aggregation(trainer, users_callbacks, self.config, self.distillation)
         self._append_algorithms_postprocessors()
         if self.aggregation.trains_private_models and self.is_spread and not self.spreads_clients:
             raise ValueError(
@@ -126,7 +125,7 @@ class FederationRuntime:
                 "parallelism='data' cannot train together: set parallelism='clients'."
             )
         check_arguments(trainer, self.config, self.aggregation)
-        check_participants(self.config, self.aggregation, self.distillation, participants, clients, postprocessors)
+        check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         self.freeze(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
@@ -154,28 +153,6 @@ class FederationRuntime:
                 )
             steps = [SendChanges(self._exchange_dtype)]
         self.postprocessors.extend(steps)
-
-    def _install_distillation(self, users_callbacks: Sequence[TrainerCallback]) -> DistillationCallback | None:
-        for callback in users_callbacks:
-            if isinstance(callback, DistillationCallback):
-                return callback
-        algorithm = build_distillation(self.config.distillation, self.config.distillation_kwargs)
-        if algorithm is None:
-            return None
-        callback = DistillationCallback(algorithm)
-        self._trainer.add_callback(callback)
-        return callback
-
-    def _install_aggregation(self, users_callbacks: Sequence[TrainerCallback]) -> Aggregation:
-        for callback in users_callbacks:
-            if isinstance(callback, AggregationCallback):
-                return callback.algorithm
-        algorithm = build_aggregation(self.config.aggregation, self.config.aggregation_kwargs)
-        if self.distillation is not None and not self.distillation.returns_parameters:
-            check_not_averaged(algorithm, self.distillation)
-            algorithm = LocalOnly()
-        self._trainer.add_callback(AggregationCallback(algorithm))
-        return algorithm
 
     def _check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """Raise in all processes if they are about to do different things."""
@@ -240,30 +217,13 @@ class FederationRuntime:
         self._check_agreement("start of the rounds", args, checkpoint)
         config, model = self.config, self._trainer.model
         exchange = Exchange(model, config.exchange)
-        store: ClientStore = MemoryStore()
-        if config.client_store == "disk":
-            folder = CLIENT_STORE_DIR if self.processes.is_main else f"{CLIENT_STORE_DIR}-{self.processes.rank}"
-            store = DiskStore(Path(args.output_dir) / folder)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], self.identity, checkpoint)
-        self._initial = saved.get("initial") or exchange.read()
+        if self._has_other_models:
+            self._initial = saved.get("initial") or exchange.read()
         student = self._server_student(args)
-        worker = ClientWorker(
-            models=self._client_models(args, exchange, store, student),
-            train_datasets=self._train_datasets,
-            eval_datasets=self._eval_datasets,
-            algorithm=self.aggregation,
-            config=config,
-            distillation=self.distillation,
-            private_models=self._model_builder(args) if self.aggregation.trains_private_models else None,
-            postprocessors=self.postprocessors,
-            callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
-        )
-        engine = LocalEngine(worker)
-        if self.is_spread:
-            costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args)
-            engine = RankEngine(worker, self.processes, config.parallelism, costs)
+        engine = self._build_engine(args, exchange, student)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
         self._start_distillation(student, exchange)
@@ -298,6 +258,33 @@ class FederationRuntime:
             sends_state=self._sends_state,
             returns_state=self.aggregation.exchanges_parameters,
         )
+
+    @property
+    def _has_other_models(self) -> bool:
+        """Whether clients have models of their own, which may begin as copies of the server's."""
+        return not self.aggregation.exchanges_parameters or self.aggregation.trains_private_models
+
+    def _build_engine(self, args: TrainingArguments, exchange: Exchange, student: Student | None) -> Engine:
+        config = self.config
+        store: ClientStore = MemoryStore()
+        if config.client_store == "disk":
+            folder = CLIENT_STORE_DIR if self.processes.is_main else f"{CLIENT_STORE_DIR}-{self.processes.rank}"
+            store = DiskStore(Path(args.output_dir) / folder)
+        worker = ClientWorker(
+            models=self._client_models(args, exchange, store, student),
+            train_datasets=self._train_datasets,
+            eval_datasets=self._eval_datasets,
+            algorithm=self.aggregation,
+            config=config,
+            distillation=self.distillation,
+            private_models=self._model_builder(args) if self.aggregation.trains_private_models else None,
+            postprocessors=self.postprocessors,
+            callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
+        )
+        if not self.is_spread:
+            return LocalEngine(worker)
+        costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args)
+        return RankEngine(worker, self.processes, config.parallelism, costs)
 
     @property
     def _sends_state(self) -> bool:
@@ -445,7 +432,7 @@ class FederationRuntime:
         }
         if self._distillation_callback is not None:
             state["distillation"] = self._distillation_callback.state_dict()
-        if not self.aggregation.exchanges_parameters:
+        if self._has_other_models:
             # Clients that were never asked so far start from it.
             state["initial"] = self._initial
         if isinstance(self._trainer.model, PeftModel):

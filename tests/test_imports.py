@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"aggregation", "distillation", "split"},
     {"client_models"},
     {"agreement", "callbacks", "cards", "checks", "engines"},
-    {"rounds"},
+    {"algorithms", "rounds"},
     {"runtime"},
     {"preparation", "roles", "saving"},
     {"mixin", "trainer"},

@@ -90,6 +90,11 @@ class Exchange:
         return [*(parameter.detach() for parameter in self.parameters.values()), *buffers]
 
     @property
+    def live(self) -> dict[str, torch.Tensor]:
+        """What travels, by name: the model's own tensors, without gradients, which the next training changes."""
+        return dict(zip(self.names, self._live, strict=True))
+
+    @property
     def trainable(self) -> dict[str, nn.Parameter]:
         """The exchanged parameters that train, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
@@ -157,7 +162,7 @@ class Exchange:
         Returns:
             `dict[str, torch.Tensor]`: Values by name, on the model's device, without gradients.
         """
-        return {name: tensor.clone() for name, tensor in zip(self.names, self._live, strict=True)}
+        return {name: tensor.clone() for name, tensor in self.live.items()}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:

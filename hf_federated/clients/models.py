@@ -146,7 +146,7 @@ class OwnModel(ClientModel):
         before = self.exchange.read()
         try:
             yield
-            if name := first_non_finite(self.exchange.read()):
+            if name := first_non_finite(self.exchange.live):
                 raise FloatingPointError(
                     f"Training left NaN or infinite values in {name!r}. Lower this client's learning rate, clip its "
                     "gradients (`max_grad_norm`), or look at its data."

@@ -8,7 +8,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from torch.nn import functional as F
 from transformers import Trainer
 
-from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
+from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
 from hf_federated.adapters import Exchange
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
@@ -150,6 +150,30 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     assert same_weights(whole.model, resumed.model)
     a, b = (kept(trainer, "a")["mentor"] for trainer in (whole, resumed))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_after_a_resume(tmp_path):
+    def run(directory, checkpoint=None):
+        trainer = FederatedTrainer(
+            model=tiny_model(),
+            args=arguments(directory, save_strategy="steps"),
+            train_dataset={"a": rows(8), "b": rows(6, seed=1)},
+            clients={"a": ClientSpec(model=mentor_of("a"))},
+            federation=FederatedConfig(
+                num_rounds=4,
+                clients_per_round=1,
+                aggregation="mutual_kd",
+                federation_seed=1,  # asks a, b, b, b
+            ),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole = run(tmp_path / "a")
+    resumed = run(tmp_path / "b", str(tmp_path / "a" / "checkpoint-1"))
+    assert same_weights(whole.model, resumed.model)
+    first, second = (kept(trainer, "b")["mentor"] for trainer in (whole, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_mentors_are_needed(tmp_path):
