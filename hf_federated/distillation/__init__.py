@@ -37,15 +37,7 @@ from .feedback import (
     virtual_step,
 )
 from .llm_weighting import LLMWeighting, text_generation
-from .losses import (
-    LOSSES,
-    DistillationLoss,
-    kl_divergence,
-    kl_divergence_from_probabilities,
-    mean_absolute_error,
-    mean_squared_error,
-    soft_cross_entropy,
-)
+from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
 from .robust_mean import ROBUST_MEANS, robust_mean
@@ -92,14 +84,14 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
     try:
         return DISTILLATIONS[distillation](**kwargs)
     except TypeError as error:
-        allowed = sorted(DISTILLATIONS[distillation]().settings())
+        known = DISTILLATIONS[distillation]
+        allowed = sorted(known().settings().keys() - set(known.ignores))
         raise ValueError(f"`distillation_kwargs` of {distillation!r}: {error}. Allowed are {allowed}.") from error
 
 
 __all__ = [
     "DISTILLATIONS",
     "DSFL",
-    "LOSSES",
     "MHAT",
     "ROBUST_MEANS",
     "WEIGHTINGS",
@@ -109,7 +101,6 @@ __all__ = [
     "Cohort",
     "Cronus",
     "Distillation",
-    "DistillationLoss",
     "DistillationServer",
     "FedDF",
     "FedED",
@@ -131,7 +122,6 @@ __all__ = [
     "enwc",
     "evaluation_mode",
     "kl_divergence",
-    "kl_divergence_from_probabilities",
     "logit_feedback",
     "loss_gradients",
     "mean_absolute_error",

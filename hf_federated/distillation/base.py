@@ -6,7 +6,7 @@ one contract is the order of the labels. A round on the server, after the client
 ```
 cohort.predict(rows)       -> each client's logits of the public rows
 ensemble(predictions)      -> what is learned of them
-server.fit(ensemble)       -> the server's model learns it
+train_server(ensemble)     -> the server's model learns it
 broadcast(ensemble)        -> what the clients learn in turn, if anything
 cohort.distill(targets)    -> they learn it
 ```
@@ -64,7 +64,7 @@ class Distillation:
             How many classes of a row travel, with what the others have in common; all by default.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If a setting is out of range, or the method has no use for it.
 
     Example:
 
@@ -90,6 +90,8 @@ class Distillation:
     returns_parameters: ClassVar[bool] = False
     # What the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
+    # Settings of this class that have no place in the method: they are refused rather than without effect.
+    ignores: ClassVar[tuple[str, ...]] = ()
 
     server_epochs: int = 1
     client_epochs: int = 1
@@ -108,6 +110,8 @@ class Distillation:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` is {value}; it must be positive.")
+        for name in sorted(self.non_default_settings().keys() & set(self.ignores)):
+            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}: leave it out.")
         self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
 
     # ---- What it is

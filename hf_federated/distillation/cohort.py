@@ -108,18 +108,9 @@ class Cohort:
         Raises:
             RoundFailedError: If fewer than `min_clients` gave valid ones.
         """
-        purpose = ("public", rows.order or 0, rows.start)
 
         def message(client_id: str) -> Message:
-            return Predict(
-                self.round,
-                client_id,
-                rows.order,
-                rows.start,
-                rows.stop,
-                self.seed_of(client_id, *purpose),
-                keeps_graph=keeps_graph,
-            )
+            return Predict(**self._about(rows, client_id), keeps_graph=keeps_graph)
 
         found: dict[str, torch.Tensor] = {}
         for client_id, reply in self._send("prediction", message, Predictions).items():
@@ -155,16 +146,11 @@ class Cohort:
 
         def message(client_id: str) -> Message:
             return Distill(
-                self.round,
-                client_id,
-                rows.order,
-                rows.start,
-                rows.stop,
-                self.seed_of(client_id, "distillation"),
-                dict(targets),
-                num_epochs,
-                num_training_epochs,
-                dict(settings or {}),
+                **self._about(rows, client_id, "distillation"),
+                targets=dict(targets),
+                num_epochs=num_epochs,
+                num_training_epochs=num_training_epochs,
+                settings=dict(settings or {}),
             )
 
         return self._losses("distillation", message)
@@ -192,21 +178,15 @@ class Cohort:
         Returns:
             `dict[str, float]`: Each client's loss.
         """
-        purpose = ("public", rows.order or 0, rows.start)
 
         def message(client_id: str) -> Message:
             return Feedback(
-                self.round,
-                client_id,
-                rows.order,
-                rows.start,
-                rows.stop,
-                self.seed_of(client_id, *purpose),
-                dict(targets),
-                dict(feedback[client_id]),
-                step,
-                num_training_steps,
-                dict(settings[client_id]),
+                **self._about(rows, client_id),
+                targets=dict(targets),
+                feedback=dict(feedback[client_id]),
+                step=step,
+                num_training_steps=num_training_steps,
+                settings=dict(settings[client_id]),
             )
 
         return self._losses("feedback", message)
@@ -216,6 +196,18 @@ class Cohort:
         replies = self._send("evaluation", lambda client_id: Evaluate(self.round, client_id, {}), Metrics)
         self._check_enough()
         return {client_id: reply.metrics for client_id, reply in replies.items() if isinstance(reply, Metrics)}
+
+    def _about(self, rows: PublicRows, client_id: str, *purpose: str) -> dict[str, Any]:
+        """What every message about public rows says. A prediction and the feedback on it share their seed."""
+        seed = self.seed_of(client_id, *(purpose or ("public", rows.order or 0, rows.start)))
+        return {
+            "round": self.round,
+            "client_id": client_id,
+            "order": rows.order,
+            "start": rows.start,
+            "stop": rows.stop,
+            "seed": seed,
+        }
 
     def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
         losses: dict[str, float] = {}

@@ -32,7 +32,7 @@ class Cronus(Distillation):
             The mean, of [`robust_mean`]: `"filter"` as in the paper, `"trimmed"` or `"median"`.
         outlier_share (`float`, *optional*, defaults to `0.2`):
             Share of clients that may send anything, below one half.
-        kwargs (*optional*): As in [`Distillation`].
+        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
 
     Raises:
         ValueError: If the method is unknown or the share out of range.
@@ -49,6 +49,7 @@ class Cronus(Distillation):
 
     name: ClassVar[str] = "cronus"
     broadcasts: ClassVar[str] = "probabilities"
+    ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
     robust_method: str = "filter"
     outlier_share: float = 0.2

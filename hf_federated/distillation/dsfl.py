@@ -30,7 +30,7 @@ class DSFL(Distillation):
     Args:
         sharpening_temperature (`float`, *optional*, defaults to `0.1`):
             `T`. It divides probabilities, as in the paper, and not logits.
-        kwargs (*optional*): As in [`Distillation`].
+        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
 
     Example:
 
@@ -44,6 +44,7 @@ class DSFL(Distillation):
 
     name: ClassVar[str] = "dsfl"
     broadcasts: ClassVar[str] = "probabilities"
+    ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
     sharpening_temperature: float = 0.1
 

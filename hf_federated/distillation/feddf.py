@@ -24,7 +24,8 @@ class FedDF(Distillation):
     have one architecture; the paper's prototypes of several are not here.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
+            do not distil.
 
     Example:
 
@@ -39,6 +40,7 @@ class FedDF(Distillation):
     name: ClassVar[str] = "feddf"
     sends_parameters: ClassVar[bool] = True
     returns_parameters: ClassVar[bool] = True
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         assert cohort.mean_logits is not None

@@ -25,7 +25,8 @@ class FedED(Distillation):
     unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
+            do not distil.
 
     Example:
 
@@ -39,6 +40,7 @@ class FedED(Distillation):
 
     name: ClassVar[str] = "feded"
     sends_parameters: ClassVar[bool] = True
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         return weighted_mean(predictions, sizes(cohort))

@@ -62,7 +62,8 @@ class FedID(Distillation):
             Whether clients learn `q` at all; `False` is the paper's ablation "without g_distill".
         public_epochs (`int`, *optional*, defaults to `1`):
             Passes over the public rows in a round. It takes the place of `server_epochs` and `client_epochs`.
-        kwargs (*optional*): As in [`Distillation`].
+        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its losses have not, and
+            `train_on_labelled`: the server looks at its labelled rows and does not train on them.
 
     Raises:
         ValueError: If the feedback is unknown or a number is out of range.
@@ -79,6 +80,8 @@ class FedID(Distillation):
 
     name: ClassVar[str] = "fedid"
     broadcasts: ClassVar[str] = "probabilities"
+    # The server looks at labelled rows and does not train on them.
+    ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labelled")
 
     feedback: str = "chain_rule"
     feedback_step_size: float = 0.01
@@ -93,10 +96,6 @@ class FedID(Distillation):
             raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
         if self.public_epochs < 1:
             raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
-        if self.train_on_labelled:
-            raise ValueError(
-                "FedID looks at the labelled rows and does not train on them: leave out train_on_labelled."
-            )
         if not self.clients_distill and self.feedback == "none":
             raise ValueError("feedback='none' and clients_distill=False leave the clients nothing to learn.")
 

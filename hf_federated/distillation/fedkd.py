@@ -27,7 +27,8 @@ class FedKD(Distillation):
         weighting (`str`, *optional*, defaults to `"class_counts"`):
             `"class_counts"`: of each class, a client weighs what it has of its rows, as in the paper; clients report
             how many rows of each class they have. `"size"`: all rows.
-        kwargs (*optional*): As in [`Distillation`]. Clients do not distil, so `client_epochs` has no effect.
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
+            do not distil.
 
     Raises:
         ValueError: If the weighting is unknown, or the run has more than one round.
@@ -43,6 +44,7 @@ class FedKD(Distillation):
     """
 
     name: ClassVar[str] = "fedkd"
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
     weighting: str = "class_counts"
 

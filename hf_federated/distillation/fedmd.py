@@ -27,7 +27,7 @@ class FedMD(Distillation):
     all public rows are used, and the server's model learns what the clients learn.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`].
+        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
 
     Example:
 
@@ -40,6 +40,7 @@ class FedMD(Distillation):
     """
 
     name: ClassVar[str] = "fedmd"
+    ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mean_absolute_error(logits, targets)

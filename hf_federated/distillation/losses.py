@@ -1,18 +1,13 @@
 """What a student minimises against a teacher's predictions.
 
 Every loss is `(student_logits, teacher, ...) -> scalar`: the classes lie along the last dimension, and the mean is
-taken over all positions before it. `LOSSES` names them for messages and configurations, and says of each whether the
-teacher comes as logits or as probabilities.
+taken over all positions before it. Whether the teacher comes as logits or as probabilities, the argument's name says.
 
 No loss detaches the teacher. Gradients flow to the student alone only if the caller passes a teacher that carries no
 graph (`teacher.detach()`, or predictions that were received). Narrow dtypes are widened to float32 first.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -67,31 +62,9 @@ def kl_divergence(
     """
     _check_temperature(temperature)
     student, teacher = _matched(student_logits, teacher_logits)
-    return kl_divergence_from_probabilities(student, (teacher / temperature).softmax(dim=-1), temperature)
-
-
-def kl_divergence_from_probabilities(
-    student_logits: torch.Tensor, teacher_probabilities: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
-    """
-    `T² KL(p ‖ softmax(z_s / T))`, mean over the rows.
-
-    It equals [`kl_divergence`] if `p = softmax(z_t / T)`: the temperature has already been applied to the teacher.
-
-    Args:
-        student_logits (`torch.Tensor` of shape `(N, C)`): `z_s`.
-        teacher_probabilities (`torch.Tensor` of shape `(N, C)`): `p`; each row sums to 1.
-        temperature (`float`, *optional*, defaults to `1.0`): `T`, positive.
-
-    Returns:
-        `torch.Tensor`: A scalar.
-
-    Raises:
-        ValueError: If the temperature is not positive or the shapes differ.
-    """
-    _check_temperature(temperature)
-    student, teacher = _matched(student_logits, teacher_probabilities)
-    terms = F.kl_div((student / temperature).log_softmax(dim=-1), teacher, reduction="none")
+    terms = F.kl_div(
+        (student / temperature).log_softmax(dim=-1), (teacher / temperature).softmax(dim=-1), reduction="none"
+    )
     return temperature**2 * terms.sum(dim=-1).mean()
 
 
@@ -156,39 +129,3 @@ def mean_absolute_error(student_logits: torch.Tensor, teacher_logits: torch.Tens
     """
     student, teacher = _matched(student_logits, teacher_logits)
     return (student - teacher).abs().mean()
-
-
-@dataclass(frozen=True)
-class DistillationLoss:
-    """
-    A loss, and what it wants of the teacher.
-
-    Args:
-        function (`Callable`): `(student_logits, teacher, **options) -> scalar`.
-        target (`str`): `"logits"` or `"probabilities"`: how the teacher's predictions must come.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from hf_federated.distillation.losses import LOSSES
-
-    >>> loss, logits = LOSSES["soft_cross_entropy"], torch.zeros(1, 4)
-    >>> loss.target
-    'probabilities'
-    >>> loss.function(logits, logits.softmax(dim=-1))
-    tensor(1.3863)
-    ```
-    """
-
-    function: Callable[..., torch.Tensor]
-    target: Literal["logits", "probabilities"]
-
-
-LOSSES: dict[str, DistillationLoss] = {
-    "kl_divergence": DistillationLoss(kl_divergence, "logits"),
-    "kl_divergence_from_probabilities": DistillationLoss(kl_divergence_from_probabilities, "probabilities"),
-    "mean_absolute_error": DistillationLoss(mean_absolute_error, "logits"),
-    "mean_squared_error": DistillationLoss(mean_squared_error, "logits"),
-    "soft_cross_entropy": DistillationLoss(soft_cross_entropy, "probabilities"),
-}

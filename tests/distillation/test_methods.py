@@ -17,8 +17,8 @@ from distilled import (
 )
 from tiny import same_weights, tiny_model
 
-from hf_federated import DISTILLATIONS
-from hf_federated.distillation import robust_mean, soft_cross_entropy
+from hf_federated import DISTILLATIONS, FederatedCallback
+from hf_federated.distillation import build_distillation, robust_mean, soft_cross_entropy
 from hf_federated.messages import ClientUpdate, Distill, Feedback, Fit, Metrics, Predict, Predictions, public_order
 
 
@@ -65,18 +65,69 @@ def test_parameters_do_not_travel_where_predictions_do(tmp_path):
     assert all(not reply.state for reply in of(record.received, ClientUpdate))
 
 
+class SpoilsClient(FederatedCallback):
+    """Makes a client sure of one class, after the first round."""
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        if server.round == 0:
+            model = self.trainer.engine.worker.models.open("a").trainer.model
+            with torch.no_grad():
+                model.classifier.bias.copy_(torch.tensor([50.0, -50.0]))
+
+
 def test_clients_go_on_from_their_own_models(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", federation={"num_rounds": 1})
+    losses = []
+    for callbacks in ([], [SpoilsClient()]):
+        record = Recorder()
+        trainer = distilled(tmp_path, "dsfl", record=record, federation={"local_epochs": 1})
+        for callback in callbacks:
+            callback.trainer = trainer
+            trainer.add_callback(callback)
+        trainer.train()
+        weights = client_weights(trainer)
+        assert len(weights["a"]) > len(weights["b"])
+        losses.append({(u.round, u.client_id): u.metrics["loss"] for u in of(record.received, ClientUpdate)})
+    plain, spoilt = losses
+    assert all(spoilt[0, client_id] == plain[0, client_id] for client_id in SIZES)
+    # About half of its rows are of the other class, at a distance of 100 between the logits.
+    assert spoilt[1, "a"] > plain[1, "a"] + 10
+    assert spoilt[1, "b"] == pytest.approx(plain[1, "b"], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("feddf", "client_epochs", 2),
+        ("feded", "client_learning_rate", 1e-3),
+        ("fedkd", "client_epochs", 2),
+        ("dsfl", "temperature", 2.0),
+        ("cronus", "temperature", 2.0),
+        ("fedmd", "temperature", 2.0),
+        ("fedid", "server_epochs", 2),
+        ("fedid", "train_on_labelled", True),
+    ],
+)
+def test_a_setting_without_effect_is_refused(method, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` would have no effect"):
+        build_distillation(method, {name: value})
+
+
+def test_allowed_settings_are_those_with_an_effect():
+    with pytest.raises(ValueError) as refused:
+        build_distillation("fedid", {"epochs": 3})
+    assert "public_epochs" in str(refused.value) and "server_epochs" not in str(refused.value)
+
+
+def test_feddf_follows_scaffold_too(tmp_path):
+    trainer = distilled(tmp_path, "feddf", federation={"aggregation": "scaffold"})
     trainer.train()
-    after_one = client_weights(trainer)
-    assert len(after_one["a"]) > len(after_one["b"])
-    twice = distilled(tmp_path, "dsfl", record=(record := Recorder()), federation={"lr_schedule": "round"})
-    twice.train()
-    first, second = (
-        {reply.client_id: reply.metrics["loss"] for reply in of(record.received, ClientUpdate) if reply.round == round}
-        for round in (0, 1)
-    )
-    assert sum(second.values()) < sum(first.values())
+    record = Recorder()
+    plain = distilled(tmp_path, "feddf", record=record)
+    plain.train()
+    assert not same_weights(trainer.model, plain.model)
+    controls = trainer.aggregation.state_dict()["control"]
+    assert "public_logits" not in controls and any(value.abs().sum() > 0 for value in controls.values())
+    assert all(set(update.extra) == {"public_logits"} for update in of(record.received, ClientUpdate))
 
 
 def test_feded_sends_the_servers_parameters_and_gets_none_back(tmp_path):
