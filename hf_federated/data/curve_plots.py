@@ -52,8 +52,8 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
     """
     Draws a metric over the rounds, one panel a benchmark (figure 4 of FedNLP: one line a method).
 
-    A line is the mean over seeds, its band one sample standard deviation to each side. It has the rounds that every
-    seed was evaluated at; a seed without a single finite value counts not. Runs that were evaluated at different
+    A line is the mean over seeds, its band reaches from the lowest to the highest of them. It has the rounds that
+    every seed was evaluated at; a seed without a single finite value counts not. Runs that were evaluated at different
     rounds keep their own. Baselines are dashed horizontal lines at their mean. A name has one colour, dash and marker
     in all panels.
 
@@ -131,17 +131,17 @@ def _finite(values: Iterable[float | None]) -> list[float]:
     return [float(value) for value in values if value is not None and np.isfinite(value)]
 
 
-def _mean_curve(seeds: Sequence[Mapping[int, float | None]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """
-    Rounds, means and standard deviations over seeds, each of shape `(rounds,)`; deviations of one seed are NaN.
-    """
+def _mean_curve(
+    seeds: Sequence[Mapping[int, float | None]],
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    """Rounds, means over seeds, and the lowest and highest of several seeds; all of shape `(rounds,)`."""
     finite = [{number: value for number, value in seed.items() if _finite([value])} for seed in seeds]
     finite = [seed for seed in finite if seed]
     rounds = sorted(set.intersection(*(set(seed) for seed in finite))) if finite else []
     values = np.array([[seed[number] for number in rounds] for seed in finite], dtype=float)
     if len(finite) < 2 or not rounds:
-        return np.array(rounds), values.ravel(), np.full(len(rounds), np.nan)
-    return np.array(rounds), values.mean(axis=0), values.std(axis=0, ddof=1)
+        return np.array(rounds), values.ravel(), None
+    return np.array(rounds), values.mean(axis=0), (values.min(axis=0), values.max(axis=0))
 
 
 def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -184,12 +184,16 @@ def _prepare(axis: Axes, panel: CurvePanel) -> None:
     axis.margins(y=0.08)
 
 
-def _draw(axis: Axes, curve: tuple[np.ndarray, np.ndarray, np.ndarray], style: Mapping[str, Any]) -> Any:
-    rounds, means, deviations = curve
+def _draw(
+    axis: Axes,
+    curve: tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None],
+    style: Mapping[str, Any],
+) -> Any:
+    rounds, means, band = curve
     # About ten markers a line; more would hide it.
     (line,) = axis.plot(rounds, means, linewidth=1.6, markersize=5, markevery=max(1, len(rounds) // 10), **style)
-    if not np.isnan(deviations).any():
-        lower, upper = means - deviations, means + deviations
+    if band is not None:
+        lower, upper = band
         if len(rounds) == 1:  # a band has no width there
             axis.vlines(rounds, lower, upper, color=style["color"], alpha=0.4, linewidth=2)
         else:
