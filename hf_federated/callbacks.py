@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .adapters import Exchange
-from .aggregation import Accumulator, Aggregation
-from .distillation import Ask, Cohort, Distillation, DistillationServer
-from .messages import PUBLIC_LOGITS, ClientUpdate
+from .aggregation import Accumulator, Aggregation, WeightedMean
+from .distillation import Ask, Cohort, Distillation, DistillationServer, Teachers
+from .messages import ClientUpdate
 
 
 @dataclass
@@ -227,20 +226,22 @@ class DistillationCallback(FederatedCallback):
         self.algorithm = algorithm
         # Of the last round, for the log.
         self.logs: dict[str, float] = {}
+        self.teachers: Teachers | None = None
         self._server: DistillationServer | None = None
-        self._exchange: Exchange | None = None
-        self._mean_logits: torch.Tensor | None = None
+        # Whose updates were kept here in this round.
+        self._kept: list[str] = []
+        self._extra: WeightedMean | None = None
 
-    def start(self, server: DistillationServer, exchange: Exchange) -> None:
+    def start(self, server: DistillationServer, teachers: Teachers | None) -> None:
         """
         Called when a run begins.
 
         Args:
             server ([`DistillationServer`]): The server's model and rows.
-            exchange ([`Exchange`]): Reads that model.
+            teachers ([`Teachers`], *optional*): Where clients' models are put, for a method that needs them.
         """
         self.logs = {}
-        self._server, self._exchange = server, exchange
+        self._server, self.teachers = server, teachers
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
@@ -252,8 +253,20 @@ class DistillationCallback(FederatedCallback):
         **kwargs: Any,
     ) -> None:
         assert server is not None and self._server is not None
-        if self.algorithm.returns_parameters:
-            server.expected_extra[PUBLIC_LOGITS] = torch.empty(self._server.shape)
+        server.expected_extra.update(self.algorithm.expected_extra(self._server))
+        self._kept = []
+
+    def on_client_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        update: ClientUpdate,
+        **kwargs: Any,
+    ) -> None:
+        if self.teachers is not None:
+            self.teachers.keep(update)
+            self._kept.append(update.client_id)
 
     def on_aggregate(
         self,
@@ -265,7 +278,7 @@ class DistillationCallback(FederatedCallback):
     ) -> None:
         assert server is not None
         if self.algorithm.returns_parameters:
-            self._mean_logits = server.accumulators[0].extra.mean_of(PUBLIC_LOGITS)
+            self._extra = server.accumulators[0].extra
 
     def on_distill(
         self,
@@ -276,7 +289,7 @@ class DistillationCallback(FederatedCallback):
         **kwargs: Any,
     ) -> None:
         assert server is not None and server.ask is not None
-        assert self._server is not None and self._exchange is not None
+        assert self._server is not None
         num_classes = self._server.student.num_classes
         cohort = Cohort(
             round=server.round,
@@ -286,10 +299,16 @@ class DistillationCallback(FederatedCallback):
             seed=self._server.seed,
             min_clients=server.min_clients,
             rejected=server.rejected,
-            mean_logits=self._mean_logits,
+            extra=self._extra,
+            teachers=self.teachers,
         )
+        if self.teachers is not None:
+            self.teachers.settle(cohort.client_ids, self._kept)
         self.logs = self.algorithm.distill(cohort, self._server)
-        server.weights = self._exchange.read()
+        self._extra = None
+        if self.teachers is not None and not self.algorithm.keeps_teachers(self._server):
+            self.teachers.forget()
+        server.weights = self._server.exchange.read()
 
     def state_dict(self) -> dict[str, Any]:
         """What the server keeps between rounds beside its model, as scalars and tensors."""

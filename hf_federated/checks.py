@@ -260,7 +260,16 @@ def check_participants(
         ValueError: It names what is missing or has no use, and what to change.
     """
     name = None if distillation is None else distillation.name
-    if distillation is not None and not participants.public_dataset:
+    if (
+        distillation is not None
+        and not distillation.needs_public
+        and (participants.public_dataset is not None or participants.server_dataset is not None)
+    ):
+        raise ValueError(
+            f"distillation={name!r} has no use for public or labelled rows of the server: leave out `public_dataset` "
+            "and `server_dataset`."
+        )
+    if distillation is not None and distillation.needs_public and not participants.public_dataset:
         found = "none was given" if participants.public_dataset is None else "it has no rows"
         raise ValueError(
             f"distillation={name!r} needs `public_dataset`, rows without labels that server and clients have: "

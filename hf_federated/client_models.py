@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from .adapters import Exchange, freeze_layers
+from .adapters import Exchange, copy_model, freeze_layers
 from .clients import ClientSpec, Student, client_arguments
 from .data import FederatedDataset
 from .generators import derived_seed, own_draws, preserved_generators
@@ -187,7 +186,7 @@ class ClientModelBuilder:
                     )
                 model = self._participants.task.load_model(spec.model)
             elif isinstance(spec.model, nn.Module):
-                model = _copy(spec.model)
+                model = copy_model(spec.model)
             elif spec.model is not None:
                 model = spec.model()
             else:
@@ -198,7 +197,7 @@ class ClientModelBuilder:
         return model
 
     def _copy_of_servers(self) -> nn.Module:
-        model = _copy(self._trainer.model)
+        model = copy_model(self._trainer.model)
         Exchange(model, self._exchange).write(self._initial)
         return model
 
@@ -228,12 +227,6 @@ class ClientModelBuilder:
             # The tokenizer is kept with them, so that no other one can get its number.
             self._public[id(tokenizer)] = (tokenizer, self._participants.encode(rows, tokenizer, with_labels=False))
         return self._public[id(tokenizer)][1]
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares what is frozen."""
-    shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(model, memo=dict(shared))
 
 
 def check_labels(client_id: str, model: Any, servers: Any) -> None:

@@ -19,8 +19,6 @@ M = TypeVar("M", bound="Message")
 
 # How a client names, among its metrics, the rows that it has of each class.
 CLASS_COUNT = "class_count_"
-# How a client names, beside its parameters, its logits of all public rows.
-PUBLIC_LOGITS = "public_logits"
 
 
 @dataclass(frozen=True)

@@ -263,9 +263,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
                 self.lr_scheduler.learning_rate = summary.learning_rate
             return torch.tensor(summary.loss, device=self.args.device)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        local = self.local_training
-        if local is not None and local.hook is not None and self.accelerator.sync_gradients:
-            local.hook.on_gradients(local.parameters)
+        if self.local_training is not None:
+            self.local_training.on_gradients(self.accelerator.sync_gradients)
         return loss
 
     def compute_loss(

@@ -46,7 +46,7 @@ from .clients import (
 )
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .distillation import Distillation, DistillationServer
+from .distillation import Distillation, DistillationServer, Teachers
 from .engines import Engine, LocalEngine, RankEngine, WatchPeers
 from .ledger import Ledger
 from .metrics import spread_over_clients
@@ -56,6 +56,7 @@ from .rounds import RoundLoop, RoundSummary
 
 
 CLIENT_STORE_DIR = "client_store"
+TEACHERS_DIR = "teachers"
 
 
 class FederationRuntime:
@@ -128,6 +129,8 @@ class FederationRuntime:
         check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config)
         self.freeze(trainer.model)
+        if self.distillation is not None:
+            self.distillation.check_model(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.
@@ -226,7 +229,7 @@ class FederationRuntime:
         engine = self._build_engine(args, exchange, student)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
-        self._start_distillation(student, exchange)
+        self._start_distillation(args, student, exchange)
         self.examples_seen = 0
         # What every client's trainer would find out for itself.
         self.decay_parameter_names, self._flos_per_token = None, None
@@ -236,6 +239,7 @@ class FederationRuntime:
             self.aggregation.load_state_dict(saved["aggregation"])
             if self._distillation_callback is not None:
                 self._distillation_callback.load_state_dict(saved["distillation"])
+                self._load_teachers(checkpoint, saved)
             engine.ledger = Ledger.from_dict(saved["ledger"])
             engine.load(clients_directory(checkpoint), saved["clients"])
             if "weights" in saved:
@@ -268,8 +272,7 @@ class FederationRuntime:
         config = self.config
         store: ClientStore = MemoryStore()
         if config.client_store == "disk":
-            folder = CLIENT_STORE_DIR if self.processes.is_main else f"{CLIENT_STORE_DIR}-{self.processes.rank}"
-            store = DiskStore(Path(args.output_dir) / folder)
+            store = self._disk_store(args, CLIENT_STORE_DIR)
         worker = ClientWorker(
             models=self._client_models(args, exchange, store, student),
             train_datasets=self._train_datasets,
@@ -290,6 +293,11 @@ class FederationRuntime:
     def _sends_state(self) -> bool:
         distils_parameters = self.distillation is not None and self.distillation.sends_parameters
         return self.aggregation.exchanges_parameters or distils_parameters
+
+    def _disk_store(self, args: TrainingArguments, folder: str) -> DiskStore:
+        """A store of this process's own."""
+        own = folder if self.processes.is_main else f"{folder}-{self.processes.rank}"
+        return DiskStore(Path(args.output_dir) / own)
 
     def _client_models(
         self, args: TrainingArguments, exchange: Exchange, store: ClientStore, student: Student | None
@@ -312,15 +320,16 @@ class FederationRuntime:
         )
 
     def _server_student(self, args: TrainingArguments) -> Student | None:
-        """The server's model over the public rows."""
+        """The server's model over the public rows, where there are any."""
         if self.distillation is None:
             return None
         trainer = self._trainer.outside_rounds(args)
         rows = self._participants.public_dataset
-        public = self._participants.encode(rows, trainer.processing_class, with_labels=False)
+        tokenizer = trainer.processing_class
+        public = None if rows is None else self._participants.encode(rows, tokenizer, with_labels=False)
         return Student(trainer, public, self.distillation.server_learning_rate)
 
-    def _start_distillation(self, student: Student | None, exchange: Exchange) -> None:
+    def _start_distillation(self, args: TrainingArguments, student: Student | None, exchange: Exchange) -> None:
         callback, participants = self._distillation_callback, self._participants
         if callback is None or student is None:
             return
@@ -329,7 +338,15 @@ class FederationRuntime:
             labelled = student.select_columns(participants.encode(labelled, self._trainer.processing_class))
             check_labelled(labelled)
         seed = self.config.federation_seed or 0
-        callback.start(DistillationServer(student, seed, self.num_rounds, labelled), exchange)
+        server = DistillationServer(
+            student, seed, self.num_rounds, exchange, len(self.clients), self._sampler.num_sampled, labelled
+        )
+        teachers = None
+        if callback.algorithm.needs_teachers:
+            gather = self.processes.gather if self.spreads_clients else None
+            teachers = Teachers(student.model, exchange.kind, self._disk_store(args, TEACHERS_DIR), gather)
+            teachers.forget()
+        callback.start(server, teachers)
 
     @property
     def loop(self) -> RoundLoop:
@@ -422,6 +439,7 @@ class FederationRuntime:
             f"{checkpoint.name}: the clients' files", self.loop.engine.save(directory)
         ):
             digests |= theirs
+        teachers = self._save_teachers(directory)
         if not self.processes.is_main:
             return
         state = {
@@ -429,6 +447,7 @@ class FederationRuntime:
             "aggregation": self.aggregation.state_dict(),
             "ledger": self.ledger.to_dict(),
             "clients": dict(sorted(digests.items())),
+            "teachers": teachers,
         }
         if self._distillation_callback is not None:
             state["distillation"] = self._distillation_callback.state_dict()
@@ -438,6 +457,26 @@ class FederationRuntime:
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)
+
+    def _save_teachers(self, directory: Path) -> dict[str, str]:
+        """What clients sent and the server still needs, into a folder of that of what clients keep; the digests."""
+        teachers = None if self._distillation_callback is None else self._distillation_callback.teachers
+        if teachers is None:
+            return {}
+        writes = self.spreads_clients or self.processes.is_main
+        (directory / TEACHERS_DIR).mkdir(exist_ok=True)
+        digests: dict[str, str] = {}
+        own = teachers.save(directory / TEACHERS_DIR) if writes else {}
+        for theirs in self.processes.gather("what clients sent", own):
+            digests |= theirs
+        return dict(sorted(digests.items()))
+
+    def _load_teachers(self, checkpoint: str, saved: dict[str, Any]) -> None:
+        assert self._distillation_callback is not None
+        teachers = self._distillation_callback.teachers
+        # Of processes that train clients of their own the first has all of them, until they send anew.
+        if teachers is not None and (self.processes.is_main or not self.spreads_clients):
+            teachers.load(clients_directory(checkpoint) / TEACHERS_DIR, saved["teachers"])
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""

@@ -24,8 +24,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import hf_federated.mixin
 import hf_federated.saving
-from hf_federated import Aggregation, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
+from hf_federated import Aggregation, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
 from hf_federated.clients import Student
+from hf_federated.distillation import feddrs
 
 
 NUM_ROUNDS = 3
@@ -81,6 +82,9 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         if name == "fedid":
             federation |= {"client_store": "disk", "max_resident_clients": 1, "client_optimizer_state": "carry"}
             others["server_dataset"] = rows(6, seed=21)
+    elif name == "feddrs":
+        # Its last round needs what clients sent that it does not ask.
+        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=3, server_learning_rate=1e-3)
     elif name == "best":
         # So large a rate that some round is worse than one before it.
         args |= {"eval_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1}
@@ -169,6 +173,9 @@ def arm(moment: str | None) -> list[TrainerCallback]:
     elif moment == "exchange":
         # Server and two clients take three steps each in a round: in the second one.
         kill_around(Student, "step", nth_call(13), before=False)
+    elif moment == "samples":
+        # Two clients' samples of two kinds move three steps in a round: in the second one.
+        kill_around(feddrs, "adversarial_loss", nth_call(20), before=False)
     elif moment == "evaluation":
         kill_around(FederatedTrainer, "evaluate", nth_call(2), before=True)
     elif moment == "after model file":

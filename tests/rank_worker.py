@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from hf_federated import (
+    FedDRS,
     FederatedCallback,
     FederatedConfig,
     FederatedDataset,
@@ -182,6 +183,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
             others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
         else:
             others["server_dataset"] = rows(6, seed=21)
+    elif name == "feddrs":
+        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_learning_rate=1e-3)
     elif name in ("data many", "drop last"):
         federation = {"parallelism": "data"}
         if name == "drop last":

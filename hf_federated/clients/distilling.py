@@ -87,19 +87,23 @@ def take_feedback(message: Feedback, model: OwnModel, student: Student, algorith
     return Metrics(message.round, message.client_id, num_examples=rows, metrics={"distillation_loss": float(loss)})
 
 
-def class_counts(dataset: Any, model: ClientModel) -> dict[str, float]:
+def class_counts(dataset: Any, model: ClientModel, algorithm: Any) -> dict[str, float]:
     """
     How many rows of each class a client has, as it reports them.
 
     Args:
         dataset (`datasets.Dataset`): The client's encoded rows, with one label each.
-        model ([`OwnModel`]): The client's.
+        model ([`ClientModel`]): The client's.
+        algorithm ([`~hf_federated.Distillation`]): Says what labels look like that a model writes.
 
     Raises:
         ValueError: If the rows have no such labels, or one that the model does not know.
     """
-    assert isinstance(model, OwnModel) and model.student is not None
+    assert model.student is not None
     column = next((name for name in LABEL_COLUMNS if name in dataset.column_names), None)
+    sequences = algorithm.label_sequences(model.trainer.processing_class)
+    if sequences is not None and column is not None:
+        return _named(_sequence_counts(dataset[column], sequences))
     labels = np.asarray([] if column is None else dataset[column])
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
@@ -111,4 +115,23 @@ def class_counts(dataset: Any, model: ClientModel) -> dict[str, float]:
         raise ValueError(
             f"A row has the label {labels.max()}, and the model knows {model.student.num_classes} classes."
         )
+    return _named(counts)
+
+
+def _named(counts: Any) -> dict[str, float]:
     return {f"{CLASS_COUNT}{label}": float(count) for label, count in enumerate(counts)}
+
+
+def _sequence_counts(labels: Any, sequences: torch.Tensor) -> list[int]:
+    """How many rows have each of the label texts, by their tokens."""
+    classes = {tuple(row[row >= 0].tolist()): number for number, row in enumerate(sequences)}
+    counts = [0] * len(sequences)
+    for row, tokens in enumerate(labels):
+        found = classes.get(tuple(token for token in tokens if token >= 0))
+        if found is None:
+            raise ValueError(
+                f"Row {row} has a label, tokens {list(tokens)[:8]}, that is none of the {len(counts)} label texts of "
+                "the distillation: `label_texts` must name all of them."
+            )
+        counts[found] += 1
+    return counts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,7 @@ class LocalTraining:
         parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
         hook (`LocalHook`, *optional*): The algorithm's client side.
         optimizer_state (`dict`, *optional*): The optimizer's state to go on from.
+        frozen (`Sequence[torch.nn.Parameter]`): Exchanged parameters that this training leaves as they are.
     """
 
     round: int
@@ -57,6 +58,20 @@ class LocalTraining:
     parameters: Mapping[str, nn.Parameter]
     hook: Any = None
     optimizer_state: dict[str, Any] | None = None
+    frozen: Sequence[nn.Parameter] = ()
+
+    def on_gradients(self, all_accumulated: bool) -> None:
+        """
+        Called when a step's gradients have been added to those in `.grad`.
+
+        Args:
+            all_accumulated (`bool`): Whether the optimizer's step follows.
+        """
+        for parameter in self.frozen:
+            # Without a gradient there is no weight decay either.
+            parameter.grad = None
+        if self.hook is not None and all_accumulated:
+            self.hook.on_gradients(self.parameters)
 
     def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
         """

@@ -45,6 +45,10 @@ class ClientStore(ABC):
         """Replace a client's tree. The caller gives up the tensors in it."""
 
     @abstractmethod
+    def remove(self, client_id: str) -> None:
+        """Forget a client."""
+
+    @abstractmethod
     def __contains__(self, client_id: object) -> bool:
         """Whether a client keeps anything."""
 
@@ -100,6 +104,9 @@ class MemoryStore(ClientStore):
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         # An accelerator's memory is for the one client that trains.
         self._states[client_id] = _map_tensors(state, lambda tensor: tensor.cpu())
+
+    def remove(self, client_id: str) -> None:
+        self._states.pop(client_id, None)
 
     def __contains__(self, client_id: object) -> bool:
         return client_id in self._states
@@ -165,6 +172,10 @@ class DiskStore(ClientStore):
             partial.write_bytes(blob)
             os.replace(partial, path)
         self._digests[client_id] = None
+
+    def remove(self, client_id: str) -> None:
+        (self.directory / _file_name(client_id)).unlink(missing_ok=True)
+        self._digests.pop(client_id, None)
 
     def __contains__(self, client_id: object) -> bool:
         return isinstance(client_id, str) and (self.directory / _file_name(client_id)).exists()

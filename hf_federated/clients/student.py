@@ -33,13 +33,13 @@ class Student:
     Args:
         trainer (`transformers.Trainer`):
             Its model, arguments, collator and optimizer are used; it is not changed.
-        public (`datasets.Dataset`):
-            The public rows, encoded for this model. Label columns are dropped.
+        public (`datasets.Dataset`, *optional*):
+            The public rows, encoded for this model, where there are any. Label columns are dropped.
         learning_rate (`float`, *optional*):
             Instead of that of the arguments.
     """
 
-    def __init__(self, trainer: Trainer, public: Dataset, learning_rate: float | None = None) -> None:
+    def __init__(self, trainer: Trainer, public: Dataset | None, learning_rate: float | None = None) -> None:
         # A shallow copy, on which an optimizer can be created without a trace.
         self._trainer = copy.copy(trainer)
         self._trainer.optimizer = None
@@ -48,9 +48,11 @@ class Student:
         if learning_rate is not None:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
-        labels = sorted({*LABEL_COLUMNS, *trainer.label_names} & set(public.column_names))
-        self._public = self.select_columns(public.remove_columns(labels))
-        self.num_rows = len(public)
+        if public is not None:
+            labels = sorted({*LABEL_COLUMNS, *trainer.label_names} & set(public.column_names))
+            public = self.select_columns(public.remove_columns(labels))
+        self._public = public
+        self.num_rows = 0 if public is None else len(public)
         self._state: dict[str, Any] | None = None
 
     def select_columns(self, rows: Dataset) -> Dataset:
@@ -66,7 +68,8 @@ class Student:
     @functools.cached_property
     def num_classes(self) -> int:
         """Classes that the model tells apart."""
-        return self.predict([0]).shape[-1]
+        config: Any = self.model.config
+        return self.predict([0]).shape[-1] if self.num_rows else int(config.num_labels)
 
     @property
     def device(self) -> torch.device:
@@ -85,24 +88,31 @@ class Student:
         Args:
             rows (`Sequence[int]`): Row numbers.
         """
+        assert self._public is not None
         return self.collate([self._public[int(row)] for row in rows])
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """Encoded rows as the model takes them, on its device."""
         return self._trainer._prepare_inputs(self._trainer.data_collator(features))
 
-    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+    @property
+    def processing_class(self) -> Any:
+        """The model's tokenizer, if the trainer has one."""
+        return self._trainer.processing_class
+
+    def forward(self, inputs: dict[str, Any], model: nn.Module | None = None) -> torch.Tensor:
         """
         Logits of a batch, in float32 or wider.
 
         Args:
             inputs (`dict[str, Any]`): From [`~Student.inputs`].
+            model (`torch.nn.Module`, *optional*): Another model to ask, in the same precision.
 
         Returns:
             `torch.Tensor`: Of shape `(rows, classes)`.
         """
         with self._trainer.compute_loss_context_manager():
-            logits = self.model(**inputs).logits
+            logits = (self.model if model is None else model)(**inputs).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -18,7 +19,6 @@ from ..adapters import Exchange
 from ..config import FederatedConfig
 from ..generators import preserved_generators, seed_torch
 from ..messages import (
-    PUBLIC_LOGITS,
     ClientFailure,
     ClientUpdate,
     Distill,
@@ -144,7 +144,7 @@ class ClientWorker:
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
         if self._distillation is not None and self._distillation.returns_parameters:
             assert model.student is not None
-            extra = {**extra, PUBLIC_LOGITS: model.student.predict(range(model.student.num_rows))}
+            extra = {**extra, **self._distillation.client_extra(model.student)}
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
@@ -155,7 +155,7 @@ class ClientWorker:
             state["algorithm"] = to_keep
         metrics = _training_metrics(trainer)
         if self._distillation is not None and self._distillation.needs_class_counts:
-            metrics |= class_counts(trainer.train_dataset, model)
+            metrics |= class_counts(trainer.train_dataset, model, self._distillation)
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
@@ -180,6 +180,7 @@ class ClientWorker:
             parameters=model.exchange.trainable,
             hook=hook,
             optimizer_state=optimizer_state,
+            frozen=self._frozen(model, message.round),
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
         if self._distillation is not None and self._distillation.needs_epoch_losses:
@@ -198,6 +199,9 @@ class ClientWorker:
                 outer.model.zero_grad()
                 raise
         return trainer
+
+    def _frozen(self, model: ClientModel, round: int) -> list[nn.Parameter]:
+        return [] if self._distillation is None else self._distillation.frozen_parameters(model.trainer.model, round)
 
     def _arguments(self, model: ClientModel) -> TrainingArguments:
         args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)

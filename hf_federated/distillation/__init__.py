@@ -20,6 +20,7 @@ from .cohort import Ask, Cohort, PublicRows, reports
 from .cronus import Cronus
 from .dsfl import DSFL
 from .feddf import FedDF
+from .feddrs import FedDRS
 from .feded import FedED
 from .fedid import FedID
 from .fedkd import FedKD
@@ -43,6 +44,7 @@ from .mhat import MHAT
 from .robust_mean import ROBUST_MEANS, robust_mean
 from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
+from .teachers import Teachers
 
 
 DISTILLATIONS: dict[str, type[Distillation]] = {
@@ -50,6 +52,7 @@ DISTILLATIONS: dict[str, type[Distillation]] = {
     "cronus": Cronus,
     "dsfl": DSFL,
     "feddf": FedDF,
+    "feddrs": FedDRS,
     "feded": FedED,
     "fedid": FedID,
     "fedkd": FedKD,
@@ -103,6 +106,7 @@ __all__ = [
     "Distillation",
     "DistillationServer",
     "FedDF",
+    "FedDRS",
     "FedED",
     "FedID",
     "FedKD",
@@ -110,6 +114,7 @@ __all__ = [
     "LLMWeighting",
     "PredictionCodec",
     "PublicRows",
+    "Teachers",
     "Weighting",
     "build_distillation",
     "chain_rule_feedback",

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from ..clients.student import Student
 from ..config import name_functions
 from ..messages import Feedback
 from .codec import PredictionCodec
@@ -88,6 +90,10 @@ class Distillation:
     # Whether the server's parameters go down with `Fit`, and whether clients send theirs back.
     sends_parameters: ClassVar[bool] = False
     returns_parameters: ClassVar[bool] = False
+    # Whether server and clients need public rows.
+    needs_public: ClassVar[bool] = True
+    # Whether the server keeps what clients sent until it has distilled.
+    needs_teachers: ClassVar[bool] = False
     # What the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
     # Settings of this class that have no place in the method: they are refused rather than without effect.
@@ -131,6 +137,17 @@ class Distillation:
         """Whether clients report how many rows of each class they have."""
         return False
 
+    def check_model(self, model: nn.Module) -> None:
+        """
+        Refuse a model that the method does not work with.
+
+        Args:
+            model (`torch.nn.Module`): The server's.
+
+        Raises:
+            ValueError: If so.
+        """
+
     def settings(self) -> dict[str, Any]:
         """All settings and their values."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
@@ -149,6 +166,24 @@ class Distillation:
         return f"{type(self).__name__}({arguments})"
 
     # ---- Server side
+
+    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
+        """
+        What clients send beside their parameters, as [`Aggregation.expected_extra`] says it.
+
+        Args:
+            server ([`DistillationServer`]): The server's model and rows.
+        """
+        return {}
+
+    def keeps_teachers(self, server: DistillationServer) -> bool:
+        """
+        Whether what clients sent in a round is needed in a later one.
+
+        Args:
+            server ([`DistillationServer`]): The server's model and rows.
+        """
+        return False
 
     def setup(self, num_rounds: int) -> None:
         """
@@ -269,6 +304,38 @@ class Distillation:
         return targets / targets.sum(-1, keepdim=True)
 
     # ---- Client side
+
+    def label_sequences(self, tokenizer: Any) -> torch.Tensor | None:
+        """
+        What labels look like where a model writes them, for counting classes.
+
+        Args:
+            tokenizer (`PreTrainedTokenizerBase`): The client's.
+
+        Returns:
+            `torch.Tensor`, *optional*: Token ids of each class, of shape `(classes, tokens)`, -100 behind the end;
+            `None` where a label is a whole number.
+        """
+        return None
+
+    def frozen_parameters(self, model: nn.Module, round: int) -> list[nn.Parameter]:
+        """
+        What local training leaves as it is, beside what is frozen anyway.
+
+        Args:
+            model (`torch.nn.Module`): The client's.
+            round (`int`): Round number, from 0.
+        """
+        return []
+
+    def client_extra(self, student: Student) -> dict[str, torch.Tensor]:
+        """
+        What a client sends beside its parameters, after local training; the server gets the mean over clients.
+
+        Args:
+            student ([`~hf_federated.clients.Student`]): The client's model over the public rows.
+        """
+        return {}
 
     def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
         """

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..aggregation.weighted_mean import WeightedMean
 from ..generators import derived_seed
 from ..messages import CLASS_COUNT, ClientFailure, Distill, Evaluate, Feedback, Message, Metrics, Predict, Predictions
 from ..validation import RoundFailedError
 from .client_weights import ClientReport, summarize_logits
+from .teachers import Teachers
 
 
 logger = logging.get_logger(__name__)
@@ -69,8 +71,9 @@ class Cohort:
         seed (`int`): Of the run; clients' seeds follow from it.
         min_clients (`int`): Below which the round fails.
         rejected (`dict[str, str]`): Where clients that are left out are named, with the reason.
-        mean_logits (`torch.Tensor`, *optional*): Where parameters are averaged, the mean of the clients' logits of all
-            public rows, of shape `(rows, classes)`.
+        extra ([`~hf_federated.aggregation.WeightedMean`], *optional*): Where parameters are averaged, the mean of what
+            clients sent beside them.
+        teachers ([`Teachers`], *optional*): The clients' models, of a method that needs them.
 
     Example: [`Distillation`].
     """
@@ -82,7 +85,8 @@ class Cohort:
     seed: int
     min_clients: int = 1
     rejected: dict[str, str] = field(default_factory=dict)
-    mean_logits: torch.Tensor | None = None
+    extra: WeightedMean | None = None
+    teachers: Teachers | None = None
 
     @property
     def client_ids(self) -> list[str]:
@@ -118,8 +122,8 @@ class Cohort:
             try:
                 found[client_id] = self._read(reply, shape)
             except ValueError as error:
-                self._leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
-        self._check_enough()
+                self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+        self.check_enough()
         return found
 
     def distill(
@@ -194,7 +198,7 @@ class Cohort:
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The metrics of the clients' own models on their own evaluation rows, by client."""
         replies = self._send("evaluation", lambda client_id: Evaluate(self.round, client_id, {}), Metrics)
-        self._check_enough()
+        self.check_enough()
         return {client_id: reply.metrics for client_id, reply in replies.items() if isinstance(reply, Metrics)}
 
     def _about(self, rows: PublicRows, client_id: str, *purpose: str) -> dict[str, Any]:
@@ -214,7 +218,7 @@ class Cohort:
         for client_id, reply in self._send(phase, message, Metrics).items():
             assert isinstance(reply, Metrics)
             losses[client_id] = reply.metrics["distillation_loss"]
-        self._check_enough()
+        self.check_enough()
         return losses
 
     def _send(self, phase: str, message: Callable[[str], Message], expected: type[Message]) -> dict[str, Message]:
@@ -230,7 +234,7 @@ class Cohort:
             reason = "no answer" if reply is None else f"answered with a {type(reply).__name__}"
             if isinstance(reply, ClientFailure):
                 reason = reply.error
-            self._leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
+            self.leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
         return accepted
 
     def _read(self, reply: Predictions, shape: tuple[int, ...]) -> torch.Tensor:
@@ -248,12 +252,17 @@ class Cohort:
             )
         return values
 
-    def _leave_out(self, client_id: str, reason: str) -> None:
+    def leave_out(self, client_id: str, reason: str) -> None:
+        """Go on without a client in this round."""
         logger.warning(f"Left out: {reason}")
         self.rejected[client_id] = reason
         self.metrics.pop(client_id, None)
 
-    def _check_enough(self) -> None:
+    def check_enough(self) -> None:
+        """
+        Raises:
+            RoundFailedError: If fewer than `min_clients` are left.
+        """
         if len(self.metrics) < self.min_clients:
             reason = next(reversed(self.rejected.values()), "")
             raise RoundFailedError(

@@ -8,9 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from ..clients.student import Student
 from .base import Distillation
 from .cohort import Cohort
 from .server import DistillationServer
+
+
+PUBLIC_LOGITS = "public_logits"
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -42,6 +48,12 @@ class FedDF(Distillation):
     returns_parameters: ClassVar[bool] = True
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
+    def client_extra(self, student: Student) -> dict[str, torch.Tensor]:
+        return {PUBLIC_LOGITS: student.predict(range(student.num_rows))}
+
+    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
+        return {PUBLIC_LOGITS: torch.empty(server.shape)}
+
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
-        assert cohort.mean_logits is not None
-        return self.train_server(cohort.mean_logits, cohort.round, server)
+        assert cohort.extra is not None
+        return self.train_server(cohort.extra.mean_of(PUBLIC_LOGITS), cohort.round, server)

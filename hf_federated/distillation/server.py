@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from ..adapters import Exchange
 from ..clients.student import Student
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
@@ -25,15 +26,30 @@ class DistillationServer:
         student ([`~hf_federated.clients.Student`]): The server's model over the public rows.
         seed (`int`): Of the run.
         num_rounds (`int`): Rounds of the run.
+        exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes that model.
+        num_clients (`int`): Clients of the federation.
+        clients_per_round (`int`): Clients that are asked in a round.
         labelled (`datasets.Dataset`, *optional*): The server's own labelled rows, encoded for its model.
 
     Example: [`Distillation`].
     """
 
-    def __init__(self, student: Student, seed: int, num_rounds: int, labelled: Dataset | None = None) -> None:
+    def __init__(
+        self,
+        student: Student,
+        seed: int,
+        num_rounds: int,
+        exchange: Exchange,
+        num_clients: int,
+        clients_per_round: int,
+        labelled: Dataset | None = None,
+    ) -> None:
         self.student = student
         self.seed = seed
         self.num_rounds = num_rounds
+        self.exchange = exchange
+        self.num_clients = num_clients
+        self.clients_per_round = clients_per_round
         self.labelled = labelled
         self.num_rows = student.num_rows
         self.batch_size = student.batch_size

@@ -24,6 +24,7 @@ SCENARIOS = [
     "masked",
     "fedid",
     "adafd",
+    "feddrs",
 ]
 
 # ---- The same results over any number of processes
@@ -62,6 +63,11 @@ def kept_files(directory: Path) -> dict[str, bytes]:
     """What server and clients keep, in the last checkpoint."""
     kept = directory / "run" / "checkpoint-3" / "federated"
     return {path.name: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+
+
+def test_what_clients_sent_last_lies_in_the_checkpoint_of_any_number_of_processes(finished) -> None:
+    alone, together = kept_files(finished("feddrs", 1)), kept_files(finished("feddrs", 3))
+    assert len(alone) > 2 and alone == together
 
 
 def test_data_parallel_clients_have_the_same_models_in_all_processes(finished) -> None:

@@ -1,0 +1,345 @@
+"""FedDRS: the average learns from what clients sent, on samples that it makes itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from distilled import SIZES, Recorder
+from peft import LoraConfig, get_peft_model
+from test_pseudo_samples import tiny_llama, tiny_t5
+from tiny import arguments, rows, same_weights, tiny_model
+
+from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.clients import DiskStore, MemoryStore
+from hf_federated.distillation import Teachers, feddrs
+from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
+
+
+SMALL = {"num_samples": 6, "sample_length": 5, "num_steps": 3}
+
+
+def trainer_of(output_dir, *, model=None, federation=None, args=None, callbacks=(), data=None, **kwargs):
+    settings = {"num_rounds": 2, "aggregation_kwargs": {"weighting": "uniform"}, **(federation or {})}
+    return FederatedTrainer(
+        model=tiny_model() if model is None else model,
+        args=arguments(output_dir, **(args or {})),
+        train_dataset=data or {client_id: rows(size, seed=ord(client_id)) for client_id, size in SIZES.items()},
+        eval_dataset=None if data else rows(8, seed=7),
+        callbacks=list(callbacks),
+        federation=FederatedConfig(distillation="feddrs", distillation_kwargs={**SMALL, **kwargs}, **settings),
+    )
+
+
+class Watch(FederatedCallback):
+    """The server's state as it was averaged, and as it was distilled, of each round."""
+
+    def __init__(self):
+        self.averaged, self.distilled = [], []
+
+    def on_distill(self, args, state, control, server, model, **kwargs):
+        # The algorithm's own callback comes after the user's.
+        self.averaged.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    def on_round_end(self, args, state, control, server, model, **kwargs):
+        self.distilled.append({name: value.clone() for name, value in model.state_dict().items()})
+
+
+EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+
+
+def test_task_parameters_learn_and_word_embeddings_stay_as_averaged(tmp_path):
+    watch = Watch()
+    trainer_of(tmp_path, callbacks=[watch], server_learning_rate=1e-3, post_num_iterations=0).train()
+    for averaged, distilled in zip(watch.averaged, watch.distilled, strict=True):
+        assert torch.equal(averaged[EMBEDDINGS], distilled[EMBEDDINGS])
+        assert not torch.equal(averaged["classifier.weight"], distilled["classifier.weight"])
+        assert not torch.equal(
+            averaged["bert.encoder.layer.0.output.dense.weight"], distilled["bert.encoder.layer.0.output.dense.weight"]
+        )
+    # The next round's clients begin from what was learned, with embeddings that train.
+    assert not torch.equal(watch.averaged[1][EMBEDDINGS], watch.distilled[0][EMBEDDINGS])
+
+
+def test_one_client_teaches_its_own_average_nothing(tmp_path):
+    trainer = trainer_of(
+        tmp_path, data={"a": rows(8)}, model=tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+    trainer.train()
+    losses = [entry["federated/server_distillation_loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] < 1e-7
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Whose samples were made, in order, with the weight of the adversary."""
+    calls: list[tuple[str, float]] = []
+    sample = feddrs._Sampler.sample
+
+    def noted(self, teachers, client_id, weight, seed):
+        calls.append((client_id, weight))
+        return sample(self, teachers, client_id, weight, seed)
+
+    monkeypatch.setattr(feddrs._Sampler, "sample", noted)
+    return calls
+
+
+def test_samples_are_made_i_times_a_round_and_then_for_everybody(tmp_path, made):
+    trainer_of(
+        tmp_path,
+        federation={"num_rounds": 3, "clients_per_round": 2, "federation_seed": 0},
+        num_iterations=2,
+        post_num_iterations=3,
+        post_adversarial_weight=0.5,
+    ).train()
+    in_rounds, post = made[:12], made[12:]
+    assert {weight for _, weight in in_rounds} == {0.1}
+    assert all(in_rounds[i : i + 2] == in_rounds[i + 2 : i + 4] for i in (0, 4, 8))
+    everybody = sorted({client_id for client_id, _ in in_rounds})
+    assert post == [(client_id, 0.5) for client_id in everybody] * 3
+
+
+def test_post_only_is_fedavg_until_the_last_round(tmp_path, made):
+    watch, plain = Watch(), Watch()
+    trainer_of(tmp_path / "a", callbacks=[watch], post_only=True, server_learning_rate=1e-3).train()
+    FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path / "b"),
+        train_dataset={client_id: rows(size, seed=ord(client_id)) for client_id, size in SIZES.items()},
+        federation=FederatedConfig(num_rounds=2, aggregation_kwargs={"weighting": "uniform"}),
+        callbacks=[plain],
+    ).train()
+    for name, value in plain.averaged[1].items():
+        assert torch.equal(watch.averaged[1][name], value)
+    assert all(torch.equal(value, watch.distilled[0][name]) for name, value in plain.distilled[0].items())
+    assert not torch.equal(watch.distilled[1]["classifier.weight"], plain.distilled[1]["classifier.weight"])
+    assert [client_id for client_id, _ in made] == sorted(SIZES) * 3
+
+
+def test_post_processing_begins_at_the_mean_of_what_everybody_sent_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(feddrs._Sampler, "learn", lambda self, samples, seed: 0.0)
+    record, sent = Recorder(), {}
+    trainer = trainer_of(
+        tmp_path,
+        federation={"num_rounds": 3, "clients_per_round": 2, "federation_seed": 0},
+        callbacks=[record],
+    )
+    record.trainer = trainer
+    trainer.train()
+    for reply in record.received:
+        if isinstance(reply, ClientUpdate):
+            sent[reply.client_id] = reply.state
+    assert len(sent) > 2
+    weights = trainer.model.state_dict()
+    for name in next(iter(sent.values())):
+        mean = torch.stack([state[name].double() for state in sent.values()]).mean(0).float()
+        torch.testing.assert_close(weights[name], mean)
+
+
+def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
+    record = Recorder()
+    trainer = trainer_of(tmp_path, callbacks=[record])
+    record.trainer = trainer
+    trainer.train()
+    assert {type(message) for message in record.sent} == {Fit}
+    for reply in record.received:
+        assert not reply.extra
+        counts = [reply.metrics[f"{CLASS_COUNT}{label}"] for label in range(2)]
+        labels = rows(SIZES[reply.client_id], seed=ord(reply.client_id))["labels"]
+        assert counts == [list(labels).count(0), list(labels).count(1)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampling": "random"},
+        {"sampling": "target", "pin_cls": False},
+        {"sampling": ["adversarial", "random"], "adversary": "kl"},
+        {"initialization": "client"},
+        {"initialization": "gaussian"},
+    ],
+)
+def test_every_way_of_sampling_trains(tmp_path, settings):
+    trainer = trainer_of(tmp_path, **settings)
+    trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_decoder_classifiers_learn_too(tmp_path):
+    model = tiny_llama()
+    trainer = trainer_of(tmp_path, model=model, data={"a": rows(6), "b": rows(4, seed=1)}, args={"use_cpu": True})
+    trainer.train()
+    assert "federated/server_distillation_loss" in {name for entry in trainer.state.log_history for name in entry}
+
+
+class Texts:
+    """A tokenizer of four words, as far as FedDRS asks."""
+
+    all_special_ids = (0, 1)
+    cls_token_id = None
+    words = {"yes": [5, 1], "no": [6, 7, 1]}
+
+    def __call__(self, text_target):
+        return {"input_ids": [self.words[word] for word in text_target]}
+
+
+def text_to_text(num_rows, seed=0):
+    tokens = torch.randint(2, 30, (num_rows, 6), generator=torch.Generator().manual_seed(seed))
+    labels = [Texts.words["yes"] + [-100] if row[0] > 15 else Texts.words["no"] for row in tokens.tolist()]
+    return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": labels})
+
+
+def t5_trainer(tmp_path, callbacks=(), **kwargs):
+    trainer = FederatedTrainer(
+        model=tiny_t5(),
+        args=arguments(tmp_path),
+        train_dataset={"a": text_to_text(8), "b": text_to_text(6, seed=1)},
+        callbacks=list(callbacks),
+        federation=FederatedConfig(
+            num_rounds=3,
+            distillation=FedDRS(**{"label_texts": ("yes", "no"), **SMALL, **kwargs}),
+            aggregation_kwargs={"weighting": "uniform"},
+        ),
+    )
+    trainer.processing_class = Texts()
+    return trainer
+
+
+def test_the_embeddings_that_t5_shares_are_constant_after_the_first_round(tmp_path):
+    watch, record = Watch(), Recorder()
+    trainer = t5_trainer(tmp_path, [watch, record], server_learning_rate=1e-3)
+    initial = trainer.model.shared.weight.detach().clone()
+    record.trainer = trainer
+    trainer.train()
+    shared = [state["shared.weight"] for state in watch.distilled]
+    assert not torch.equal(shared[0], initial)
+    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[1], shared[2])
+    assert not torch.equal(
+        watch.distilled[1]["decoder.block.0.layer.0.SelfAttention.q.weight"],
+        watch.distilled[2]["decoder.block.0.layer.0.SelfAttention.q.weight"],
+    )
+    counts = {reply.client_id: [reply.metrics[f"{CLASS_COUNT}{n}"] for n in (0, 1)] for reply in record.received}
+    assert sum(counts["a"]) == 8 and sum(counts["b"]) == 6 and min(counts["a"]) > 0
+
+
+def test_a_label_that_is_none_of_the_texts_fails_its_client_by_row(tmp_path):
+    trainer = t5_trainer(tmp_path, label_texts=("yes",))
+    with pytest.raises(RuntimeError, match=r"Row \d has a label.*none of the 1 label texts"):
+        trainer.train()
+
+
+def test_teachers_of_an_adapter_share_its_base(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    teachers = Teachers(model, "adapter", MemoryStore())
+    base = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+    state = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    teachers.keep(ClientUpdate(0, "a", state, num_examples=1, num_tokens=0, num_steps=1))
+    copy = teachers.open("a")
+    assert base <= {id(parameter) for parameter in copy.parameters()}
+    assert not {id(p) for p in model.parameters() if p.requires_grad} & {id(p) for p in copy.parameters()}
+    trainer = trainer_of(tmp_path, model=model, server_learning_rate=1e-2)
+    frozen = model.base_model.model.bert.embeddings.word_embeddings.weight.clone()
+    trainer.train()
+    assert torch.equal(frozen, trainer.model.base_model.model.bert.embeddings.word_embeddings.weight)
+
+
+def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
+    seen = []
+
+    class Look(FederatedCallback):
+        def on_distill(self, args, state, control, **kwargs):
+            seen.append(len(list((tmp_path / "teachers").iterdir())))
+
+    trainer = trainer_of(tmp_path, callbacks=[Look()])
+    trainer.train()
+    assert seen == [len(SIZES)] * 2
+    teachers = trainer._runtime._distillation_callback.teachers
+    assert isinstance(teachers._store, DiskStore) and teachers._copy is None
+    assert not (tmp_path / "teachers").exists()
+
+
+@pytest.mark.parametrize("clients_per_round", [3, 2])
+def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per_round):
+    federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
+    given = {"federation": federation, "args": {"save_strategy": "steps"}, "server_learning_rate": 1e-3}
+    whole = trainer_of(tmp_path / "a", **given)
+    whole.train()
+    for step in (1, 3):
+        resumed = trainer_of(tmp_path / str(step), **given)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
+        assert same_weights(whole.model, resumed.model)
+
+
+class Poison(FederatedCallback):
+    """Turns what a client sent into numbers that overflow, after the check of updates."""
+
+    def on_client_end(self, args, state, control, update, **kwargs):
+        if update.client_id == "b":
+            update.state["classifier.weight"].fill_(3e38)
+
+
+def test_a_teacher_that_gives_nan_is_left_out_by_name_and_the_round_goes_on(tmp_path):
+    class Rejected(FederatedCallback):
+        def on_round_end(self, args, state, control, server, **kwargs):
+            self.reasons = dict(server.rejected)
+
+    rejected = Rejected()
+    trainer = trainer_of(tmp_path, callbacks=[Poison(), rejected], federation={"num_rounds": 1}, post_num_iterations=1)
+    # Of the mean it is next to nothing.
+    trainer.aggregation.weight = lambda update: 1e-45 if update.client_id == "b" else 1.0
+    trainer.train()
+    assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
+    assert "'b'" in rejected.reasons["b"] and "NaN or infinite values on" in rejected.reasons["b"]
+
+
+class Miscount(FederatedCallback):
+    def on_client_end(self, args, state, control, update, **kwargs):
+        if update.client_id == "a":
+            update.metrics[f"{CLASS_COUNT}2"] = 5.0
+
+
+def test_a_histogram_of_other_classes_is_refused_by_name(tmp_path, caplog):
+    trainer = trainer_of(tmp_path, callbacks=[Miscount()], federation={"min_clients": 3})
+    with pytest.raises(RuntimeError, match=r"'a'.*its label histogram has 3 classes, and the server 2"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampling": "all"}, "`sampling` is"),
+        ({"sampling": []}, "`sampling` is"),
+        ({"num_iterations": 0}, "`num_iterations` is 0"),
+        ({"post_num_iterations": -1}, "`post_num_iterations` is -1"),
+        ({"adversarial_weight": -0.1}, "`adversarial_weight` is -0.1"),
+        ({"post_adversarial_weight": float("nan")}, "`post_adversarial_weight` is nan"),
+        ({"adversary": "mse"}, "`adversary` is 'mse'"),
+        ({"initialization": "zeros"}, "`initialization` is 'zeros'"),
+        ({"step_size": 0.0}, "`step_size` is 0.0"),
+        ({"post_only": True, "post_num_iterations": 0}, "leaves nothing to do"),
+        ({"temperature": 2.0}, "`temperature` would have no effect"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FedDRS(**settings)
+
+
+def test_public_rows_have_no_use(tmp_path):
+    with pytest.raises(ValueError, match="has no use for public or labelled rows"):
+        FederatedTrainer(
+            model=tiny_model(),
+            args=arguments(tmp_path),
+            train_dataset={"a": rows(4)},
+            public_dataset=rows(4),
+            federation=FederatedConfig(num_rounds=1, distillation="feddrs"),
+        )
+
+
+def test_label_texts_belong_to_models_that_write(tmp_path):
+    with pytest.raises(ValueError, match="leave them out"):
+        trainer_of(tmp_path, label_texts=["yes", "no"])
+    with pytest.raises(ValueError, match="give them"):
+        t5_trainer(tmp_path, label_texts=None)
+    with pytest.raises(ValueError, match=r"needs a `processing_class` with a \[CLS\] token"):
+        trainer_of(tmp_path, pin_cls=True).train()

@@ -1,0 +1,201 @@
+"""Pseudo-samples begin among the word embeddings, have the client's labels, and move as their loss says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, tiny_model
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_federated.distillation.pseudo_samples import (
+    IGNORED,
+    adversarial_loss,
+    check_takes_embeddings,
+    descend,
+    draw_labels,
+    initial_embeddings,
+    label_loss,
+    labelled_positions,
+    word_embeddings,
+)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def logits_of(model):
+    model.eval()
+
+    def logits(embeddings, labels):
+        return model(inputs_embeds=embeddings).logits
+
+    return logits
+
+
+def test_samples_begin_as_rows_of_the_word_embeddings_at_no_special_token():
+    weight = torch.arange(20.0).view(10, 2)
+    samples = initial_embeddings(weight, (50, 7), generator(), special_ids=[0, 3, 99])
+    assert samples.shape == (50, 7, 2)
+    tokens = samples[..., 0] / 2
+    assert torch.equal(samples, weight[tokens.long()])
+    assert set(tokens.flatten().tolist()) == {1, 2, 4, 5, 6, 7, 8, 9}
+
+
+def test_gaussian_samples_have_the_embeddings_moments():
+    weight = torch.randn(1000, 3, generator=generator(1)) * torch.tensor([1.0, 2.0, 5.0]) + torch.tensor([0.0, 1, -4])
+    samples = initial_embeddings(weight, (100, 100), generator(), gaussian=True).view(-1, 3)
+    torch.testing.assert_close(samples.mean(0), weight.mean(0), rtol=0, atol=0.15)
+    torch.testing.assert_close(samples.std(0), weight.std(0), rtol=0.03, atol=0)
+
+
+def test_labels_follow_the_clients_histogram():
+    counts = [10, 0, 30, 60]
+    drawn = draw_labels(counts, 5000, generator())
+    shares = torch.bincount(drawn, minlength=4) / 5000
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.0, 0.3, 0.6]), rtol=0, atol=0.03)
+    assert shares[1] == 0
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [1, -1], [float("nan"), 1], [float("inf"), 1], []])
+def test_a_histogram_without_rows_is_refused(counts):
+    with pytest.raises(ValueError, match="label histogram"):
+        draw_labels(counts, 4, generator())
+
+
+def test_descent_is_plain_gradient_descent_on_the_sum():
+    start = torch.randn(3, 4, 2, generator=generator(), dtype=torch.float64)
+    # The gradient of Σ θ² / 2 is θ itself.
+    moved = descend(start, lambda theta: theta.square().sum() / 2, num_steps=3, step_size=0.1)
+    torch.testing.assert_close(moved, start * 0.9**3)
+    assert not moved.requires_grad
+    pinned = descend(start, lambda theta: theta.square().sum() / 2, num_steps=3, step_size=0.1, num_pinned=1)
+    assert torch.equal(pinned[:, 0], start[:, 0]) and torch.equal(pinned[:, 1:], moved[:, 1:])
+
+
+def test_a_hundred_steps_lower_the_loss_and_change_no_parameter():
+    teacher, student = tiny_model(seed=1, initializer_range=0.3), tiny_model(seed=2, initializer_range=0.3)
+    before = [parameter.clone() for model in (teacher, student) for parameter in model.parameters()]
+    labels = draw_labels([3, 5], 16, generator())
+    start = initial_embeddings(word_embeddings(student), (16, 6), generator())
+    ask, theirs = logits_of(teacher), logits_of(student)
+    moved = {
+        weight: descend(
+            start,
+            lambda theta, w=weight: adversarial_loss(theta, labels, ask, theirs, w),
+            num_steps=100,
+            step_size=0.1,
+        )
+        for weight in (0.0, 0.1)
+    }
+    with torch.no_grad():
+        loss = {weight: label_loss(ask(theta, labels), labels) for weight, theta in moved.items()}
+        theirs_loss = {weight: label_loss(theirs(theta, labels), labels) for weight, theta in moved.items()}
+        assert max(loss.values()) < 0.5 * label_loss(ask(start, labels), labels)
+    # The adversary finds samples that the student knows less well.
+    assert theirs_loss[0.1] > theirs_loss[0.0]
+    after = [parameter for model in (teacher, student) for parameter in model.parameters()]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+
+
+def test_without_weight_adversarial_samples_are_target_samples():
+    teacher = tiny_model(seed=1)
+    labels = draw_labels([1, 1], 4, generator())
+    theta = initial_embeddings(word_embeddings(teacher), (4, 6), generator())
+
+    def never(embeddings, labels):
+        raise AssertionError("The student is not asked.")
+
+    target = F.cross_entropy(logits_of(teacher)(theta, labels), labels, reduction="sum")
+    torch.testing.assert_close(adversarial_loss(theta, labels, logits_of(teacher), never, 0.0), target)
+
+
+@pytest.mark.parametrize("adversary", ["ce", "kl"])
+def test_the_adversarial_loss_is_equation_7(adversary):
+    teacher, student = tiny_model(seed=1).double(), tiny_model(seed=2).double()
+    labels = draw_labels([1, 1], 5, generator())
+    theta = initial_embeddings(word_embeddings(teacher), (5, 6), generator())
+    ours, theirs = logits_of(teacher)(theta, labels), logits_of(student)(theta, labels)
+    other = F.cross_entropy(theirs, labels, reduction="sum")
+    if adversary == "kl":
+        other = F.kl_div(theirs.log_softmax(-1), ours.log_softmax(-1), reduction="sum", log_target=True)
+    expected = F.cross_entropy(ours, labels, reduction="sum") - 0.3 * other
+    got = adversarial_loss(theta, labels, logits_of(teacher), logits_of(student), 0.3, adversary)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_positions_without_a_label_do_not_count():
+    logits = torch.randn(2, 3, 5, generator=generator())
+    labels = torch.tensor([[1, IGNORED, IGNORED], [0, 4, IGNORED]])
+    kept = torch.stack([logits[0, 0], logits[1, 0], logits[1, 1]])
+    assert torch.equal(labelled_positions(logits, labels), kept)
+    torch.testing.assert_close(
+        label_loss(logits, labels), F.cross_entropy(kept, torch.tensor([1, 0, 4]), reduction="sum")
+    )
+
+
+def tiny_t5(seed: int = 0) -> T5ForConditionalGeneration:
+    config = T5Config(
+        vocab_size=VOCAB_SIZE,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return T5ForConditionalGeneration(config)
+
+
+def tiny_llama() -> LlamaForSequenceClassification:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    return LlamaForSequenceClassification(config)
+
+
+def tiny_pair() -> EncoderDecoderModel:
+    small = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        BertConfig(num_hidden_layers=1, **small), BertConfig(num_hidden_layers=1, **small)
+    )
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return EncoderDecoderModel(config=config)
+
+
+@pytest.mark.parametrize("model", [tiny_model(), tiny_t5(), tiny_llama(), tiny_pair()], ids=lambda m: type(m).__name__)
+def test_embeddings_of_tokens_give_the_tokens_logits(model):
+    check_takes_embeddings(model)
+    model.eval()
+    tokens = torch.randint(1, VOCAB_SIZE, (3, 5), generator=generator())
+    further = {"attention_mask": torch.ones_like(tokens)}
+    if model.config.is_encoder_decoder:
+        further["labels"] = torch.tensor([[4, 5], [6, IGNORED], [7, 8]])
+    with torch.no_grad():
+        expected = model(input_ids=tokens, **further).logits
+        got = model(inputs_embeds=model.get_input_embeddings()(tokens), **further).logits
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_model_that_takes_tokens_alone_is_refused():
+    with pytest.raises(ValueError, match=r"Linear does not take such.*inputs_embeds"):
+        check_takes_embeddings(nn.Linear(2, 2))
