@@ -41,6 +41,7 @@ from .clients import (
     DiskStore,
     MemoryStore,
     OwnModels,
+    RowLimit,
     SharedModel,
     Student,
     batches_per_round,
@@ -249,6 +250,7 @@ class FederationRuntime:
             check_resumed(saved["identity"], self.identity, checkpoint)
         self._initial = saved.get("initial") or exchange.read()
         student = self._server_student(args)
+        row_limit = RowLimit(self.clients.num_rows, config.balance, config.max_rows_per_round)
         worker = ClientWorker(
             models=self._client_models(args, exchange, store, student),
             train_datasets=self._train_datasets,
@@ -262,7 +264,9 @@ class FederationRuntime:
         )
         engine = LocalEngine(worker)
         if self.is_spread:
-            costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args)
+            # Balanced clients of a cohort all cost the same, whatever its smallest has.
+            max_rows = row_limit(list(self.clients))
+            costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args, max_rows)
             engine = RankEngine(worker, self.processes, config.parallelism, costs)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
@@ -297,6 +301,7 @@ class FederationRuntime:
             sent_dtype=self._exchange_dtype,
             sends_state=self._sends_state,
             returns_state=self.aggregation.exchanges_parameters,
+            row_limit=row_limit,
         )
 
     @property
