@@ -313,6 +313,7 @@ def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp
         (["partition=null"], ["partition is missing", "does not say whose"]),
         (["data.test_clients=null", "data.test_split=dev"], ["data.path", "dev"]),
         (["task={name: question-answering}", "federation.evaluate_clients=true"], ["evaluate_clients", "question"]),
+        (["task={name: superglue-seq2seq}", "federation.evaluate_clients=true"], ["evaluate_clients", "superglue"]),
         (["model.kwargs={num_hidden_layer: 1}"], ["model", "num_hidden_layer"]),
         (["data.test_clients=40"], ["data.test_clients", "40 of 40"]),
         (["model.name_or_path=./no/model"], ["model.name_or_path", "./no/model"]),
