@@ -163,6 +163,11 @@ def check_clients(
         raise ValueError(
             f"Client {streams[0]!r} has a stream (IterableDataset), whose epoch has no length: set `local_steps`."
         )
+    if streams and (federation.balance is not None or federation.max_rows_per_round is not None):
+        raise ValueError(
+            f"Client {streams[0]!r} has a stream (IterableDataset), which has no number of rows to draw from: leave "
+            "`balance` and `max_rows_per_round` out, and say with `local_steps` how much clients train on."
+        )
     if streams:
         logger.warning_once("A client's stream starts at its first rows again in every round.")
     # With `parallelism="data"` a step takes a batch of every process.
@@ -175,6 +180,12 @@ def check_clients(
             f"{len(small)} clients have fewer rows than a batch of {batch}{of_each}, for example {small[:5]}, and "
             "dataloader_drop_last=True leaves them nothing: set it to False, shrink "
             "`per_device_train_batch_size`, or leave these clients out."
+        )
+    if args.dataloader_drop_last and (federation.max_rows_per_round or batch) < batch:
+        raise ValueError(
+            f"max_rows_per_round={federation.max_rows_per_round} is less than a batch of {batch}, and "
+            "dataloader_drop_last=True leaves clients nothing: set it to False, raise `max_rows_per_round`, or shrink "
+            "`per_device_train_batch_size`."
         )
     _check_labels(trainer, clients)
     return sampler

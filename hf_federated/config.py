@@ -21,6 +21,7 @@ EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("reset", "carry")
 LR_SCHEDULES = ("global", "round")
 STORES = ("memory", "disk")
+BALANCES = ("min",)
 
 
 if TYPE_CHECKING:
@@ -82,6 +83,16 @@ class FederatedConfig:
             Passes of a client over its own data in a round.
         local_steps (`int`, *optional*):
             Optimizer steps of a client in a round, instead of `local_epochs`.
+        max_rows_per_round (`int`, *optional*):
+            Rows that a client trains on in a round at most (250 in FedDRS, section 5.1). A client that has more draws
+            so many without replacement, anew in every round, from its seed of the run, the round and its id.
+            `local_epochs` are passes over the drawn rows, `local_steps` are taken on them alone, and averages weigh a
+            client by them. By default all rows.
+        balance (`str`, *optional*):
+            `"min"`: no client trains on more rows than the smallest of the round's cohort has, so that clients with
+            many rows do not outweigh the others (the "balance trick" of FedDRS, section 5.3). Rows are drawn as for
+            `max_rows_per_round`, and where both are given the smaller number counts. By default clients are not
+            balanced.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
             How client parameters become global ones: a name of `hf_federated.AGGREGATIONS` or an instance.
         aggregation_kwargs (`dict`, *optional*):
@@ -149,6 +160,16 @@ class FederatedConfig:
     local_steps: int | None = field(
         default=None, metadata={"help": "Optimizer steps of a client in a round, instead of local_epochs."}
     )
+    max_rows_per_round: int | None = field(
+        default=None, metadata={"help": "Rows a client trains on in a round at most, drawn anew in each."}
+    )
+    balance: str | None = field(
+        default=None,
+        metadata={
+            "help": "'min': no client trains on more rows than its cohort's smallest.",
+            "choices": list(BALANCES),
+        },
+    )
     aggregation: str = field(default="fedavg", metadata={"help": "Name of the aggregation algorithm."})
     aggregation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
@@ -210,6 +231,12 @@ class FederatedConfig:
             )
         if self.local_steps is not None and self.local_steps < 1:
             raise ValueError(f"`local_steps` is {self.local_steps}; it must be at least 1.")
+        if self.max_rows_per_round is not None and self.max_rows_per_round < 1:
+            raise ValueError(
+                f"`max_rows_per_round` is {self.max_rows_per_round}; it must be at least 1. Leave it out for all rows."
+            )
+        if self.balance is not None:
+            _check_choice("balance", self.balance, BALANCES)
         if self.min_clients < 1:
             raise ValueError(f"`min_clients` is {self.min_clients}; a round needs at least one update.")
         _check_choice("exchange", self.exchange, EXCHANGES)

@@ -92,6 +92,7 @@ class Fit(Message):
         settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
         returns_state (`bool`): Whether the update holds what training made of the state. Where clients keep models of
             their own and answer with predictions, it holds none.
+        max_rows (`int`, *optional*): Rows to train on at most. Of more the client draws so many with its seed.
     """
 
     kind: ClassVar[str] = "fit"
@@ -101,6 +102,7 @@ class Fit(Message):
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     returns_state: bool = True
+    max_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class ClientUpdate(Message):
         round (`int`): Round number, from 0.
         client_id (`str`): From whom it comes.
         state (`dict[str, torch.Tensor]`): The trained values, with the keys, shapes and dtypes of the state received.
-        num_examples (`int`): Rows of the client's training data; of a stream, rows seen this round.
+        num_examples (`int`): Rows that the client trained on, each counted once; of a stream, rows seen this round.
         num_tokens (`int`): Input tokens seen this round without padding; 0 when not counted.
         num_steps (`int`): Optimizer steps taken this round.
         metrics (`dict[str, float]`): Mean training loss, last gradient norm and learning rate, floating point

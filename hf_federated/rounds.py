@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from .callbacks import ServerState
-from .clients import ClientSampler, client_seed
+from .clients import ClientSampler, RowLimit, client_seed
 from .engines import Engine, Plan
 from .messages import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from .postprocessing import Postprocessor, cast_floating, run_server_side
@@ -35,7 +35,7 @@ class RoundSummary:
         learning_rate (`float`, *optional*): Mean of the clients' last learning rates.
         num_clients (`int`): Accepted updates.
         num_failed (`int`): Failed or refused ones.
-        num_examples (`int`): Rows of the accepted clients, once each.
+        num_examples (`int`): Rows that the accepted clients trained on, once each.
         num_tokens (`int`): Input tokens, where they are counted.
         total_flos (`float`): Floating point operations.
         further (`dict[str, float]`): What else the clients' trainers log, under their names: the mean over clients.
@@ -95,6 +95,7 @@ class RoundLoop:
         sent_dtype (`torch.dtype`, *optional*): Of what clients are sent; its own by default.
         sends_state (`bool`, *optional*, defaults to `True`): Whether the global state goes to the clients.
         returns_state (`bool`, *optional*, defaults to `True`): Whether what they make of it comes back.
+        row_limit ([`RowLimit`], *optional*): How many rows clients train on at most; all by default.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class RoundLoop:
         sent_dtype: torch.dtype | None = None,
         sends_state: bool = True,
         returns_state: bool = True,
+        row_limit: RowLimit | None = None,
     ) -> None:
         self.engine = engine
         self.server = server
@@ -122,6 +124,7 @@ class RoundLoop:
         self._sent_dtype = sent_dtype
         self._sends_state = sends_state
         self._returns_state = returns_state
+        self._row_limit = row_limit
         server.ask = self._ask
         server.min_clients = min_clients
         # The global state to fall back on.
@@ -129,6 +132,7 @@ class RoundLoop:
         # What clients are sent, the same for all of them.
         self._sent: dict[str, torch.Tensor] = {}
         self._sent_extra: dict[str, torch.Tensor] = {}
+        self._max_rows: int | None = None
 
     def run(self, round: int) -> RoundSummary:
         """
@@ -161,6 +165,7 @@ class RoundLoop:
         self._fire("on_round_begin")
         self._sent = cast_floating(server.weights, self._sent_dtype) if self._sends_state else {}
         self._sent_extra = cast_floating(server.fit_extra, self._sent_dtype)
+        self._max_rows = None if self._row_limit is None else self._row_limit(server.cohort)
         plan = Plan(round, server.cohort, self._fit_message)
         # Of each client what it counted and logged, or why it was refused.
         outcomes: dict[str, dict[str, float] | str] = {}
@@ -210,6 +215,7 @@ class RoundLoop:
             self._sent_extra,
             server.fit_settings,
             self._returns_state,
+            self._max_rows,
         )
 
     @property

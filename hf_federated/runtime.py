@@ -40,6 +40,7 @@ from .clients import (
     DiskStore,
     MemoryStore,
     OwnModels,
+    RowLimit,
     SharedModel,
     Student,
     batches_per_round,
@@ -226,7 +227,8 @@ class FederationRuntime:
         if self._has_other_models:
             self._initial = saved.get("initial") or exchange.read()
         student = self._server_student(args)
-        engine = self._build_engine(args, exchange, student)
+        row_limit = RowLimit(self.clients.num_rows, config.balance, config.max_rows_per_round)
+        engine = self._build_engine(args, exchange, student, row_limit)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
         self._start_distillation(args, student, exchange)
@@ -261,6 +263,7 @@ class FederationRuntime:
             sent_dtype=self._exchange_dtype,
             sends_state=self._sends_state,
             returns_state=self.aggregation.exchanges_parameters,
+            row_limit=row_limit,
         )
 
     @property
@@ -268,7 +271,9 @@ class FederationRuntime:
         """Whether clients have models of their own, which may begin as copies of the server's."""
         return not self.aggregation.exchanges_parameters or self.aggregation.trains_private_models
 
-    def _build_engine(self, args: TrainingArguments, exchange: Exchange, student: Student | None) -> Engine:
+    def _build_engine(
+        self, args: TrainingArguments, exchange: Exchange, student: Student | None, row_limit: RowLimit
+    ) -> Engine:
         config = self.config
         store: ClientStore = MemoryStore()
         if config.client_store == "disk":
@@ -286,7 +291,9 @@ class FederationRuntime:
         )
         if not self.is_spread:
             return LocalEngine(worker)
-        costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args)
+        # Balanced clients of a cohort all cost the same, whatever its smallest has.
+        max_rows = row_limit(list(self.clients))
+        costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args, max_rows)
         return RankEngine(worker, self.processes, config.parallelism, costs)
 
     @property

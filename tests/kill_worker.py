@@ -71,6 +71,9 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         federation["clients_per_round"] = 1.0
         others = {"train_dataset": rows(12), "eval_dataset": rows(6, seed=9)}
         args |= {"eval_strategy": "steps", "train_sampling_strategy": "group_by_length"}
+    elif name == "balanced":
+        # Of 6 to 12 rows at most 7 are drawn, and what is carried on goes with other rows in each round.
+        federation |= {"balance": "min", "max_rows_per_round": 7}
     elif name == "lora":
         model = adapted(LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"]))
     elif name == "p_tuning":

@@ -138,6 +138,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "scaffold":
         federation |= {"aggregation": Scaffold(), "client_store": "disk"}
         args |= {"optim": "sgd", "learning_rate": 0.05}
+    elif name == "balanced":
+        federation |= {"balance": "min", "max_rows_per_round": 6, "local_epochs": 2}
     elif name == "carry":
         federation |= {"client_optimizer_state": "carry"}
     elif name == "masked":
@@ -185,8 +187,10 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
             others["server_dataset"] = rows(6, seed=21)
     elif name == "feddrs":
         federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_learning_rate=1e-3)
-    elif name in ("data many", "drop last"):
+    elif name in ("data many", "data balanced", "drop last"):
         federation = {"parallelism": "data"}
+        if name == "data balanced":
+            federation |= {"balance": "min", "clients_per_round": 2}
         if name == "drop last":
             # Too few for a batch of 4 in each of two processes.
             clients = {"enough": rows(8), "small": rows(7)}

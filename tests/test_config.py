@@ -26,6 +26,7 @@ def test_a_command_line_without_its_options_gives_the_defaults():
 def test_it_parses_beside_training_arguments():
     args, config = parse(
         *("--seed", "7", "--num_rounds", "5", "--clients_per_round", "0.5", "--local_steps", "3"),
+        *("--max_rows_per_round", "250", "--balance", "min"),
         *("--aggregation", "fedopt", "--aggregation_kwargs", '{"server_lr": 0.1, "server_betas": [0.9, 0.99]}'),
         *("--client_optimizer_state", "carry", "--evaluate_clients", "--freeze", "embeddings+2"),
         *("--client_store", "disk", "--federation_seed", "11"),
@@ -35,6 +36,8 @@ def test_it_parses_beside_training_arguments():
         num_rounds=5,
         clients_per_round=0.5,
         local_steps=3,
+        max_rows_per_round=250,
+        balance="min",
         aggregation="fedopt",
         aggregation_kwargs={"server_lr": 0.1, "server_betas": [0.9, 0.99]},
         client_optimizer_state="carry",
@@ -122,6 +125,8 @@ def test_an_instance_is_saved_by_name_and_settings(tmp_path):
         ("local_epochs", 0, "`local_epochs` is 0; give a whole number of at least 1, or use `local_steps`"),
         ("local_epochs", 1.5, "`local_epochs` is 1.5; give a whole number of at least 1, or use `local_steps`"),
         ("local_steps", 0, "`local_steps` is 0; it must be at least 1"),
+        ("max_rows_per_round", 0, "`max_rows_per_round` is 0; it must be at least 1. Leave it out for all rows"),
+        ("balance", "max", "`balance` is 'max'; allowed are 'min'"),
         ("min_clients", 0, "`min_clients` is 0; a round needs at least one update"),
         ("exchange", "everything", "`exchange` is 'everything'; allowed are 'auto', 'trainable', 'adapter', 'all'"),
         ("client_optimizer_state", "keep", "`client_optimizer_state` is 'keep'; allowed are 'reset', 'carry'"),

@@ -22,7 +22,8 @@ RUN_DIR = "run"
 STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
-SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "lora", "p_tuning", "best", "fedid", "adafd", "feddrs"]
+SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
+SCENARIOS += ["feddrs"]
 MOMENTS = [
     "first round",
     "client",
@@ -41,6 +42,7 @@ QUICK = [
     ("scaffold_disk", "after rename"),
     ("one_client", "before rename"),
     ("one_client", "evaluation"),
+    ("balanced", "client"),
     ("lora", "aggregation"),
     ("p_tuning", "client"),
     ("best", "rotation"),

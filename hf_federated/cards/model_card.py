@@ -7,6 +7,7 @@ log, its card does not claim. The layout is `model_card_template.md`, beside thi
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,7 @@ def _federation(record: RunRecord) -> str:
         ["Clients sampled in a round", _share(share)],
         ["Rounds run", rounds],
         ["Local work in a round", _plural(local, "step") if local else _plural(federation["local_epochs"], "epoch")],
+        ["Rows of a client in a round", _row_limit(federation)],
         ["Client optimizer state", federation["client_optimizer_state"]],
         ["Learning-rate schedule", federation["lr_schedule"]],
         ["Fewest updates in a round", federation["min_clients"]],
@@ -291,6 +293,16 @@ def _share(clients_per_round: int | float) -> str:
     if isinstance(clients_per_round, int):
         return count(clients_per_round)
     return "all" if clients_per_round == 1 else f"{100 * clients_per_round:.4g} % of them"
+
+
+def _row_limit(federation: Mapping[str, Any]) -> str | None:
+    """What limits them; a record of before there was a limit has none."""
+    max_rows, limits = federation.get("max_rows_per_round"), []
+    if max_rows is not None:
+        limits.append(f"at most {count(max_rows)}")
+    if federation.get("balance") == "min":
+        limits.append("at most those of the smallest client sampled")
+    return ", ".join(limits) or None
 
 
 def _algorithm(record: RunRecord) -> str:

@@ -8,6 +8,8 @@ its curve, batch size, optimizer, frozen layers), and are evaluated on the same 
   federation's epochs.
 - *local only*: a client makes the passes of one that is sampled in every round: `num_rounds × local_epochs`. That is
   more than it makes in the federation when clients are sampled; the comparison favours the baseline.
+
+Where clients draw a part of their rows in a round (`max_rows_per_round`, `balance`), a pass counts as that part.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from hf_federated.adapters import freeze_layers
-from hf_federated.clients import ClientSampler
+from hf_federated.clients import ClientSampler, RowLimit
+from hf_federated.clients.sampling import at_most
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 
@@ -52,7 +55,30 @@ class BaselineResult:
     seconds: float
 
 
-def passes_over_a_client(federation: FederatedConfig, args: TrainingArguments, rows_a_client: float) -> float:
+def share_of_rows_drawn(federation: FederatedConfig, args: TrainingArguments, num_rows: Mapping[str, int]) -> float:
+    """
+    Which part of the rows of a round's cohort is trained on, over all rounds of the run.
+
+    Args:
+        federation ([`FederatedConfig`]): With `num_rounds` resolved.
+        args (`transformers.TrainingArguments`): For the seed, if the federation has none of its own.
+        num_rows (`Mapping[str, int]`): Rows of each client.
+    """
+    seed = args.seed if federation.federation_seed is None else federation.federation_seed
+    sampler = ClientSampler(list(num_rows), federation.clients_per_round, seed)
+    limit = RowLimit(num_rows, federation.balance, federation.max_rows_per_round)
+    drawn = total = 0
+    for round in range(federation.num_rounds or 1):
+        cohort = sampler(round)
+        max_rows = limit(cohort)
+        drawn += sum(at_most(num_rows[client_id], max_rows) for client_id in cohort)
+        total += sum(num_rows[client_id] for client_id in cohort)
+    return drawn / total
+
+
+def passes_over_a_client(
+    federation: FederatedConfig, args: TrainingArguments, rows_a_client: float, share_drawn: float = 1.0
+) -> float:
     """
     Passes over its rows of a client that is sampled in every round.
 
@@ -60,10 +86,11 @@ def passes_over_a_client(federation: FederatedConfig, args: TrainingArguments, r
         federation ([`FederatedConfig`]): With `num_rounds` resolved.
         args (`transformers.TrainingArguments`): For the batch size, if a round is counted in `local_steps`.
         rows_a_client (`float`): Mean number of rows of a client.
+        share_drawn (`float`, *optional*, defaults to 1.0): The part of its rows that it draws in a round.
     """
     assert federation.num_rounds is not None, "num_rounds is resolved when a FederatedTrainer is made"
     if federation.local_steps is None:
-        return float(federation.num_rounds * federation.local_epochs)
+        return federation.num_rounds * federation.local_epochs * share_drawn
     rows_a_round = federation.local_steps * args.train_batch_size * args.gradient_accumulation_steps
     return federation.num_rounds * rows_a_round / rows_a_client
 
@@ -100,8 +127,11 @@ class Baselines:
         self.eval_dataset = eval_dataset
         self.trainer_class = trainer_class
         self.trainer_kwargs = trainer_kwargs
-        rows_a_client = float(np.mean(list(clients.num_rows.values())))
-        self.local_epochs = passes_over_a_client(federation, args, rows_a_client)
+        # A recipe reads no streams, so each client has a number of rows.
+        num_rows = {client_id: rows or 0 for client_id, rows in clients.num_rows.items()}
+        rows_a_client = float(np.mean(list(num_rows.values())))
+        share_drawn = share_of_rows_drawn(federation, args, num_rows)
+        self.local_epochs = passes_over_a_client(federation, args, rows_a_client, share_drawn)
         sampled = ClientSampler(list(clients), federation.clients_per_round, seed=0).num_sampled
         self.centralized_epochs = self.local_epochs * sampled / len(clients)
 

@@ -19,7 +19,16 @@ from hf_federated.cli.rows import RawRows, load_rows
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
 from hf_federated.generators import derived_seed
-from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, Task, TextClassification
+from hf_federated.tasks import (
+    LanguageModeling,
+    QuestionAnswering,
+    Seq2Seq,
+    SequenceTagging,
+    SuperGlueClassification,
+    SuperGlueSeq2Seq,
+    Task,
+    TextClassification,
+)
 
 
 # PEFT has no name for masked language modelling; an adapter for it is a plain one.
@@ -28,6 +37,8 @@ LORA_TASKS: dict[type[Task], TaskType] = {
     SequenceTagging: TaskType.TOKEN_CLS,
     QuestionAnswering: TaskType.QUESTION_ANS,
     Seq2Seq: TaskType.SEQ_2_SEQ_LM,
+    SuperGlueClassification: TaskType.SEQ_CLS,
+    SuperGlueSeq2Seq: TaskType.SEQ_2_SEQ_LM,
 }
 
 
@@ -68,8 +79,8 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
     Raises:
         RecipeError: If there are no such rows, or the task cannot read one.
     """
-    if by_client and recipe.task.cls is QuestionAnswering:
-        raise RecipeError("federation.evaluate_clients is not there for question-answering, whose metrics read rows.")
+    if by_client and recipe.task.cls.needs_rows:
+        raise RecipeError(f"federation.evaluate_clients is not there for {recipe.task.name}, whose metrics read rows.")
     raw = load_rows(recipe, by_client)
     task = raw.task
     with recipe_errors("data"):
@@ -114,7 +125,7 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
     changes = model.kwargs or {}
     with recipe_errors("model"), _size_errors():
         if model.decoder_name_or_path is not None:
-            assert isinstance(task, Seq2Seq)  # Recipe has checked
+            assert isinstance(task, (Seq2Seq, SuperGlueSeq2Seq))  # Recipe has checked
             sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in changes.items()}
             loaded: Any = task.load_encoder_decoder(
                 model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from hf_federated.aggregation import build_aggregation
 from hf_federated.cli.errors import CommandError, command_errors
@@ -40,7 +40,7 @@ class ModelSection:
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."})
     decoder_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "For the task seq2seq: a pretrained decoder behind name_or_path, joined by new attention."},
+        metadata={"help": "For tasks of seq2seq: a pretrained decoder behind name_or_path, joined by new attention."},
     )
     kwargs: dict[str, Any] | None = field(
         default=None, metadata={"help": "Further arguments of from_pretrained, such as num_hidden_layers."}
@@ -140,6 +140,11 @@ class Choice:
     cls: Any
     arguments: dict[str, Any]
 
+    @property
+    def writes(self) -> bool:
+        """Of a task: whether it is evaluated on texts that its model writes."""
+        return self.cls.trainer_class is Seq2SeqTrainer
+
 
 @dataclass
 class Recipe:
@@ -190,12 +195,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.local_clients is not None and self.local_clients < 1:
             raise RecipeError(f"local_clients is {self.local_clients}; it must be at least 1.")
-        if self.task.name == "seq2seq" and self.training.get("predict_with_generate") is False:
+        if self.task.writes and self.training.get("predict_with_generate") is False:
             raise RecipeError(
-                "training.predict_with_generate is false; the task seq2seq is evaluated on what it writes."
+                f"training.predict_with_generate is false; the task {self.task.name} is evaluated on what it writes."
             )
-        if self.model.decoder_name_or_path is not None and self.task.name != "seq2seq":
-            raise RecipeError(f"model.decoder_name_or_path is for the task seq2seq; this one is {self.task.name}.")
+        if self.model.decoder_name_or_path is not None and not self.task.writes:
+            raise RecipeError(f"model.decoder_name_or_path is for tasks of seq2seq; this one is {self.task.name}.")
         if self.public is not None and self.partition is None:
             raise RecipeError("public sets rows aside before they are cut into clients; name a partition.")
 

@@ -81,7 +81,7 @@ def _set_aside(
 ) -> tuple[DatasetDict, Dataset, Dataset | None]:
     """The splits with what stays private of the training rows, the public rows, and the server's."""
     data = recipe.data
-    label_column = recipe.task.arguments.get("label_column", "label")
+    label_column = recipe.task.arguments.get("label_column", getattr(recipe.task.cls, "label_column", "label"))
     with recipe_errors("public"):
         parts = split_for_distillation(
             splits[data.train_split],

@@ -76,7 +76,7 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         with recipe_errors("plots"):
             require_matplotlib()
     training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
-    if recipe.task.name == "seq2seq":
+    if recipe.task.writes:
         training["predict_with_generate"] = True
     args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
     if args.world_size > 1:

@@ -14,7 +14,7 @@ from hf_federated.cli.run_log import finite
 from hf_federated.cli.runs import Run, build_run, run_baseline, run_federated
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.data.plots import plot_learning_curve, plot_partition
-from hf_federated.tasks import SequenceTagging, TextClassification
+from hf_federated.tasks import SequenceTagging, SuperGlueClassification, SuperGlueSeq2Seq, TextClassification
 
 
 RESULTS_NAME = "results.json"
@@ -134,8 +134,14 @@ def _megabytes(num_bytes: int) -> str:
 
 def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
     clients, task = run.inputs.raw.train, run.inputs.task
-    if isinstance(task, (TextClassification, SequenceTagging)):
-        column = task.label_column if isinstance(task, TextClassification) else task.tags_column
+    column = None
+    if isinstance(task, TextClassification):
+        column = task.label_column
+    elif isinstance(task, SequenceTagging):
+        column = task.tags_column
+    elif isinstance(task, (SuperGlueClassification, SuperGlueSeq2Seq)):
+        column = "task"  # as figure 3 of FedDRS
+    if column is not None:
         counts = label_counts(clients, column)
         by_client = dict(zip(counts.client_ids, counts.counts.tolist(), strict=True))
         plot_partition(by_client, folder / "partition.png", label_names=counts.label_names)

@@ -2,7 +2,7 @@
 
 from .local_training import UnsupportedTrainerError, batches_per_round, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
-from .sampling import ClientSampler, client_seed
+from .sampling import ClientSampler, RowLimit, client_seed
 from .spec import ClientSpec
 from .store import ClientStore, DiskStore, MemoryStore
 from .student import Student
@@ -18,6 +18,7 @@ __all__ = [
     "DiskStore",
     "MemoryStore",
     "OwnModels",
+    "RowLimit",
     "SharedModel",
     "Student",
     "UnsupportedTrainerError",

@@ -31,6 +31,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from ..generators import derived_seed, seed_generators
+from .sampling import at_most
 
 
 class UnsupportedTrainerError(ValueError):
@@ -240,7 +241,11 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
 
 
 def batches_per_round(
-    num_rows: Mapping[str, int | None], local_epochs: int, local_steps: int | None, args: TrainingArguments
+    num_rows: Mapping[str, int | None],
+    local_epochs: int,
+    local_steps: int | None,
+    args: TrainingArguments,
+    max_rows: int | None = None,
 ) -> dict[str, float]:
     """
     Batches of each client in a round.
@@ -250,11 +255,12 @@ def batches_per_round(
         local_epochs (`int`): Passes over the data.
         local_steps (`int`, *optional*): Optimizer steps instead.
         args (`TrainingArguments`): The user's.
+        max_rows (`int`, *optional*): Rows that a client trains on at most.
     """
     if local_steps is not None:
         return dict.fromkeys(num_rows, float(local_steps * args.gradient_accumulation_steps))
     return {
-        client_id: float(local_epochs * math.ceil((rows or 0) / args.train_batch_size))
+        client_id: float(local_epochs * math.ceil(at_most(rows or 0, max_rows) / args.train_batch_size))
         for client_id, rows in num_rows.items()
     }
 

@@ -44,6 +44,7 @@ from .local_training import (
     preserved_process_state,
 )
 from .models import ClientModel, ClientModels, OwnModel
+from .sampling import draw_rows
 
 
 logger = logging.get_logger(__name__)
@@ -185,7 +186,7 @@ class ClientWorker:
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
         if self._distillation is not None and self._distillation.needs_epoch_losses:
             callbacks.append(EpochLosses())
-        trainer = local_trainer(outer, args, self._train_datasets[message.client_id], local, callbacks)
+        trainer = local_trainer(outer, args, self._rows(message), local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
                 # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
@@ -202,6 +203,14 @@ class ClientWorker:
 
     def _frozen(self, model: ClientModel, round: int) -> list[nn.Parameter]:
         return [] if self._distillation is None else self._distillation.frozen_parameters(model.trainer.model, round)
+
+    def _rows(self, message: Fit) -> Any:
+        """What the client trains on in this round: all its rows, or those that it draws."""
+        rows = self._train_datasets[message.client_id]
+        if message.max_rows is None:
+            return rows
+        drawn = draw_rows(len(rows), message.max_rows, message.seed)
+        return rows if drawn is None else rows.select(drawn)
 
     def _arguments(self, model: ClientModel) -> TrainingArguments:
         args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)

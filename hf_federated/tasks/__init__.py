@@ -5,6 +5,7 @@ from .language_modeling import LanguageModeling
 from .question_answering import QuestionAnswering
 from .seq2seq import Seq2Seq
 from .sequence_tagging import SequenceTagging
+from .superglue import SuperGlueClassification, SuperGlueSeq2Seq, superglue_rows
 from .text_classification import TextClassification
 
 
@@ -15,6 +16,8 @@ TASKS: dict[str, type[Task]] = {
     "question-answering": QuestionAnswering,
     "seq2seq": Seq2Seq,
     "language-modeling": LanguageModeling,
+    "superglue-classification": SuperGlueClassification,
+    "superglue-seq2seq": SuperGlueSeq2Seq,
 }
 
 __all__ = [
@@ -23,6 +26,9 @@ __all__ = [
     "QuestionAnswering",
     "Seq2Seq",
     "SequenceTagging",
+    "SuperGlueClassification",
+    "SuperGlueSeq2Seq",
     "Task",
     "TextClassification",
+    "superglue_rows",
 ]

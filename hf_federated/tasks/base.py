@@ -26,15 +26,16 @@ class Task(ABC):
     """
     A task formulation: how raw rows become model inputs, and predictions metrics.
 
-    The five of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`] and
-    [`LanguageModeling`]. Every one of them has:
+    Those of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`] and
+    [`LanguageModeling`]; of SuperGLUE [`SuperGlueClassification`] and [`SuperGlueSeq2Seq`]. Every one of them has:
 
     - `model_class`: the `AutoModelFor…` that it trains, and `model_kwargs` for its `from_pretrained`;
     - `columns`: the raw columns that it reads, and `one_feature_a_row`: whether their number stays;
     - `encode(batch, tokenizer)`: for `datasets.Dataset.map(batched=True)`;
     - `prepare(dataset, tokenizer)`: a `Dataset` or a [`FederatedDataset`] encoded;
     - `data_collator(tokenizer)`: of `transformers`;
-    - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`;
+    - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`, and `needs_rows`: whether
+      it cannot do without `rows`;
     - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are;
     - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and its arguments;
     - `main_metric`: the metric that runs are compared by, and `lower_is_better`.
@@ -44,6 +45,7 @@ class Task(ABC):
     trainer_class: ClassVar[type[Trainer]] = Trainer
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     lower_is_better: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
     preprocess_logits_for_metrics: Any = None
 
     @property
@@ -114,7 +116,7 @@ class Task(ABC):
         Args:
             tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
             features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] needs it.
-            rows (`Dataset`, *optional*): The raw evaluation data set; [`QuestionAnswering`] needs it.
+            rows (`Dataset`, *optional*): The raw evaluation data set; tasks with `needs_rows` need it.
         """
 
     def prepare(self, dataset: Any, tokenizer: Any, with_labels: bool = True, **kwargs: Any) -> Any:

@@ -95,6 +95,7 @@ class QuestionAnswering(Task):
     answers_column: str = "answers"
 
     model_class: ClassVar[Any] = AutoModelForQuestionAnswering
+    needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_length("stride", self.stride, least=0)

@@ -189,10 +189,10 @@ class Seq2Seq(Task):
                     f"Predictions are {generated.dtype} of shape {generated.shape}, not token ids. Evaluate with"
                     " `Seq2SeqTrainer` and `predict_with_generate=True`."
                 )
-            references = targets or [[text] for text in _decode(tokenizer, prediction.label_ids)]
+            references = targets or [[text] for text in decode_ids(tokenizer, prediction.label_ids)]
             if len(references) != len(generated):
                 raise ValueError(f"There are {len(generated)} predictions, but {len(references)} `rows`.")
-            return metric.compute(predictions=_decode(tokenizer, generated), references=references)
+            return metric.compute(predictions=decode_ids(tokenizer, generated), references=references)
 
         return compute_metrics
 
@@ -202,7 +202,13 @@ def _is_empty_target(value: Any) -> bool:
     return not targets or any(map(is_blank, targets))
 
 
-def _decode(tokenizer: Any, ids: np.ndarray) -> list[str]:
-    """Texts of token ids. Shape `(rows, length)`."""
+def decode_ids(tokenizer: Any, ids: np.ndarray) -> list[str]:
+    """
+    Texts of token ids, without special ones.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+        ids (`np.ndarray` of shape `(rows, length)`): Token ids, −100 where there are none.
+    """
     texts = tokenizer.batch_decode(np.where(ids == IGNORED, tokenizer.pad_token_id, ids), skip_special_tokens=True)
     return [text.strip() for text in texts]

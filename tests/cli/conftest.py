@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
+from superglue_raw import benchmark
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from hf_federated.tasks.superglue import LABEL_NAMES
 
 
 WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "not"]
@@ -19,9 +22,10 @@ WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "n
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer BERT with a WordPiece tokenizer of a few words."""
+    """A two-layer BERT with a WordPiece tokenizer of a few words, and of the label names of SuperGLUE."""
     folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS, *LABEL_NAMES])}
     tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
@@ -84,6 +88,15 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 }
             )
         Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of SuperGLUE's eight tasks, the same to train and to test."""
+    folder = tmp_path_factory.mktemp("superglue")
+    for split in ("train", "validation"):
+        benchmark().to_parquet(folder / f"{split}.parquet")
     return folder
 
 

@@ -90,6 +90,11 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
         (["task.max_length=0", "task.label_names=[a, b]"], ["task", "max_length", "at least 1"]),
         (["task.tokens_column=words"], ["task.tokens_column", "text_column"]),
         (["task={name: question-answering, max_length: 9, stride: 9}"], ["task", "max_length", "at least 10"]),
+        (
+            ["task.name=superglue-seq2seq", "training.predict_with_generate=false"],
+            ["predict_with_generate", "superglue-seq2seq"],
+        ),
+        (["task={name: superglue-classification, label_names: [a]}"], ["task.label_names", "max_length"]),
         (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
         (["partition.name=random"], ["partition.name", "'random'", "label-dirichlet"]),
         (["partition.alpha=1"], ["partition.alpha", "num_clients"]),

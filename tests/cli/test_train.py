@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from hf_federated import FederatedConfig, FederatedDatasetDict, LabelDirichletPartitioner
-from hf_federated.cli.baselines import Baselines, passes_over_a_client
+from hf_federated.cli.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
 from hf_federated.cli.inputs import load_inputs, load_model, load_tokenizer
 from hf_federated.cli.main import main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.rows import load_rows
 from hf_federated.cli.train import closing_table, train
+from hf_federated.clients import ClientSampler
 
 
 def set_all(*values: str) -> list[str]:
@@ -312,6 +313,7 @@ def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp
         (["partition=null"], ["partition is missing", "does not say whose"]),
         (["data.test_clients=null", "data.test_split=dev"], ["data.path", "dev"]),
         (["task={name: question-answering}", "federation.evaluate_clients=true"], ["evaluate_clients", "question"]),
+        (["task={name: superglue-seq2seq}", "federation.evaluate_clients=true"], ["evaluate_clients", "superglue"]),
         (["model.kwargs={num_hidden_layer: 1}"], ["model", "num_hidden_layer"]),
         (["data.test_clients=40"], ["data.test_clients", "40 of 40"]),
         (["model.name_or_path=./no/model"], ["model.name_or_path", "./no/model"]),
@@ -359,6 +361,22 @@ def test_budgets_of_the_baselines():
     assert passes_over_a_client(FederatedConfig(num_rounds=6, local_epochs=2), args, rows_a_client=10) == 12
     # 6 rounds × 5 steps × 4 rows, over 10 rows.
     assert passes_over_a_client(FederatedConfig(num_rounds=6, local_steps=5), args, rows_a_client=10) == 12
+
+
+def test_passes_of_clients_that_draw_rows_count_what_is_drawn():
+    args = TrainingArguments(output_dir="unused", use_cpu=True)
+    num_rows = {"a": 10, "b": 3, "c": 7}
+    for settings, drawn in (({}, 20), ({"balance": "min"}, 9), ({"max_rows_per_round": 5}, 13)):
+        share = share_of_rows_drawn(FederatedConfig(num_rounds=2, **settings), args, num_rows)
+        assert share == drawn / 20
+        assert passes_over_a_client(FederatedConfig(num_rounds=2), args, 20 / 3, share) == 2 * share
+    # Pairs of clients: the mean over the cohorts that the run will have, each of which has a smallest of its own.
+    federation = FederatedConfig(num_rounds=4, clients_per_round=2, balance="min")
+    cohorts = [ClientSampler(list(num_rows), 2, args.seed)(round) for round in range(4)]
+    assert len(set(cohorts)) > 1
+    drawn = sum(2 * min(num_rows[client_id] for client_id in cohort) for cohort in cohorts)
+    total = sum(num_rows[client_id] for cohort in cohorts for client_id in cohort)
+    assert share_of_rows_drawn(federation, args, num_rows) == drawn / total
 
 
 def test_baselines_start_from_the_model_and_leave_it_alone(recipe_path, tmp_path):

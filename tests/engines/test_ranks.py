@@ -17,6 +17,7 @@ SCENARIOS = [
     "fedopt",
     "fedprox",
     "scaffold",
+    "balanced",
     "carry",
     "buffers",
     "lora",
@@ -77,6 +78,13 @@ def test_data_parallel_clients_have_the_same_models_in_all_processes(finished) -
     assert notes(directory, 0)["ledger"] == notes(directory, 1)["ledger"]
     # Each step of local training saw the batches of both.
     assert notes(directory)["digests"] != notes(finished("fedid", 1))["digests"]
+
+
+def test_data_parallel_processes_draw_the_same_rows_of_a_client(finished) -> None:
+    directory = finished("data balanced", 2)
+    assert same_bits(weights(directory, 0), weights(directory, 1))
+    assert notes(directory, 0)["ledger"] == notes(directory, 1)["ledger"]
+    assert without_timings(notes(directory, 0)["log"]) == without_timings(notes(directory, 1)["log"])
 
 
 def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:

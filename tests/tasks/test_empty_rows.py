@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, TextClassification
+from hf_federated.tasks import (
+    LanguageModeling,
+    QuestionAnswering,
+    Seq2Seq,
+    SequenceTagging,
+    SuperGlueClassification,
+    TextClassification,
+)
 
 
 ANSWER = {"text": "rome", "answer_start": 3}
@@ -45,6 +52,11 @@ CASES = {
         Seq2Seq(),
         {"source": "in rome", "target": ["film"]},
         [({}, False), ({"target": "film"}, False), ({"target": ["film", ""]}, True), ({"target": []}, True)],
+    ),
+    "superglue": (
+        SuperGlueClassification(),
+        {"task": "rte", "source": "in rome", "target": "Entailment"},
+        [({}, False), ({"source": ""}, True), ({"target": None}, True)],
     ),
     "language": (LanguageModeling(), {"text": "in rome"}, [({}, False), ({"text": ""}, True)]),
 }

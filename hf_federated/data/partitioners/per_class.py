@@ -39,7 +39,8 @@ class PerClassDirichletPartitioner(Partitioner):
     [`LabelDirichletPartitioner`], whose clients have equal sizes, here sizes follow from the draw.
 
     The column may hold a row's task instead of its class: a small `alpha` then gives each task as a whole to one
-    client, as in FedDRS (section 5.1).
+    client, as in FedDRS (section 5.1). With as many clients as tasks take 1e-12, not 1e-6: among the draws in which
+    every client has rows, those that split a task are then no longer to be expected.
 
     Splits are cut by the same `p_k`, with classes matched by their names; a class that the first split lacks has a
     draw of its own. A client that gets no rows of a later split is absent from that split's partition.

@@ -12,10 +12,21 @@ from .accuracy import Accuracy
 from .exact_match import ExactMatch
 from .f1 import F1
 from .matthews_correlation import MatthewsCorrelation
+from .multirc import MultiRC
 from .perplexity import Perplexity
 from .rouge import Rouge
 from .span_f1 import SpanF1
 from .token_f1 import TokenF1
 
 
-__all__ = ["F1", "Accuracy", "ExactMatch", "MatthewsCorrelation", "Perplexity", "Rouge", "SpanF1", "TokenF1"]
+__all__ = [
+    "F1",
+    "Accuracy",
+    "ExactMatch",
+    "MatthewsCorrelation",
+    "MultiRC",
+    "Perplexity",
+    "Rouge",
+    "SpanF1",
+    "TokenF1",
+]
