@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
     {"client_models"},
-    {"agreement", "callbacks", "cards", "checks", "engines"},
+    {"agreement", "audits", "callbacks", "cards", "checks", "engines"},
     {"algorithms", "rounds"},
     {"runtime"},
     {"preparation", "roles", "saving"},

@@ -14,19 +14,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .facts import DataFacts
+from .revealed import what_left
 from .run_record import FederatedRun, RunRecord
-from .tables import count, metric_name, size, table, thin
+from .tables import count, metric_name, plural, size, table, thin
 
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 
 TAGS = ("federated-learning", "hf_federated", "generated_from_trainer")
-
-# Sent beside the parameters with every update: see `hf_federated.messages.ClientUpdate`.
-UPDATE_FIELDS = (
-    "how many rows it has, how many tokens, steps and floating point operations it took, its mean loss, its last"
-    " gradient norm and its learning rate"
-)
 
 
 def render_model_card(
@@ -112,7 +107,7 @@ def render(record: RunRecord) -> str:
         rounds_heading=_rounds_heading(record),
         rounds=_rounds(record),
         federation=_federation(record),
-        exchanged=_exchanged(record),
+        exchanged=what_left(record),
         data=_data(record),
         arguments=_arguments(record),
         usage=_usage(record),
@@ -184,7 +179,7 @@ def _summary(record: RunRecord) -> str:
     }[model.start]
     commit = f" at commit `{model.base_revision}`" if model.base_revision else ""
     subject = f"This is a {model.adapter} adapter for" if model.adapter else "This model is"
-    clients, rounds = _plural(federation["num_clients"], "client"), _plural(federation["num_rounds_run"], "round")
+    clients, rounds = plural(federation["num_clients"], "client"), plural(federation["num_rounds_run"], "round")
     return (
         f"{subject} {start}{commit}, trained federatedly with `hf_federated` ({_algorithm(record)}) over"
         f" {clients} in {rounds}."
@@ -274,7 +269,7 @@ def _federation(record: RunRecord) -> str:
         ["Clients", count(federation["num_clients"])],
         ["Clients sampled in a round", _share(share)],
         ["Rounds run", rounds],
-        ["Local work in a round", _plural(local, "step") if local else _plural(federation["local_epochs"], "epoch")],
+        ["Local work in a round", plural(local, "step") if local else plural(federation["local_epochs"], "epoch")],
         ["Rows of a client in a round", _row_limit(federation)],
         ["Client optimizer state", federation["client_optimizer_state"]],
         ["Learning-rate schedule", federation["lr_schedule"]],
@@ -308,45 +303,6 @@ def _row_limit(federation: Mapping[str, Any]) -> str | None:
 def _algorithm(record: RunRecord) -> str:
     """The method's name: of a distillation its own, since what it does with parameters belongs to it."""
     return record.federation.get("distillation") or record.federation["aggregation"]
-
-
-def _exchanged(record: RunRecord) -> str:
-    exchanged = record.exchanged
-    if record.federation.get("distillation"):
-        return _revealed(record)
-    kind = {
-        "adapter": "the adapter's parameters",
-        "trainable": "the trainable parameters",
-        "all": "all parameters and buffers",
-    }[exchanged["kind"]]
-    what = f"{_plural(exchanged['num_tensors'], 'tensor')} with {_plural(exchanged['num_values'], 'value')}"
-    evaluations = ", and the metrics of its own evaluation" if record.federation["evaluate_clients"] else ""
-    return (
-        f"In a round, a sampled client received and sent back {kind}: {what} in {', '.join(exchanged['dtypes'])}. With"
-        f" these it sent {UPDATE_FIELDS}{evaluations}. What the algorithm sends beside the parameters is in the bytes"
-        " above. No message has a field for rows of the data set. Parameters can still tell something about the rows"
-        " they were trained on."
-    )
-
-
-def _revealed(record: RunRecord) -> str:
-    """What left a client whose predictions travel."""
-    exchanged, federation = record.exchanged, record.federation
-    assert record.public_data is not None
-    rows = _plural(record.public_data.num_rows or 0, "public row")
-    kept = "Parameters of the clients' models stayed with the clients."
-    if exchanged["parameters_returned"]:
-        kept = f"It also sent the parameters that it had trained, {_plural(exchanged['num_values'], 'value')}."
-    elif exchanged["parameters_sent"]:
-        kept += f" They received those of the server's model, {_plural(exchanged['num_values'], 'value')}."
-    evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
-    return (
-        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."
-        f" {kept} With these it sent {UPDATE_FIELDS}, and what the method asks for of its training{evaluations}."
-        f" In {_plural(federation['num_rounds_run'], 'round')} all clients together sent {size(exchanged['bytes_up'])}"
-        f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. Predictions"
-        " can still tell something about the rows that a model was trained on."
-    )
 
 
 def _data(record: RunRecord) -> str:
@@ -408,7 +364,3 @@ def _usage(record: RunRecord) -> str:
 
 def _call(name: str, settings: dict[str, Any]) -> str:
     return f"`{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})`"
-
-
-def _plural(value: int, noun: str) -> str:
-    return f"{count(value)} {noun}" + ("" if value == 1 else "s")

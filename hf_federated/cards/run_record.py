@@ -14,8 +14,9 @@ import math
 import numbers
 import os
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from datasets import Dataset
 
 from ..adapters import Exchange
+from ..audits import PseudoSampleAudit
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..ledger import Ledger
@@ -72,6 +74,7 @@ class FederatedRun(Protocol):
     client_metrics: Mapping[str, Mapping[str, float]]
     eval_clients: FederatedDataset | None
     postprocessors: Sequence[Any]
+    callback_handler: Any
     exchange: Exchange
     run_args: Any  # while rounds run, `args` holds those of the loop over rounds
 
@@ -98,6 +101,7 @@ class RunRecord:
         client_metrics (`dict[str, dict[str, float]]`): Client id to metrics, up to 20 clients.
         versions (`dict[str, str]`): Package to version.
         public_data (`DataFacts`, *optional*): The rows whose predictions travelled.
+        pseudo_samples (`dict[str, dict[str, float]]`): What a [`PseudoSampleAudit`] found, by client.
 
     Example:
 
@@ -124,6 +128,7 @@ class RunRecord:
     client_metrics: dict[str, dict[str, Any]]
     versions: dict[str, str]
     public_data: DataFacts | None = None
+    pseudo_samples: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_trainer(
@@ -169,6 +174,7 @@ class RunRecord:
             client_metrics=_client_metrics(trainer.client_metrics, trainer.state.log_history, final),
             versions=_versions(),
             public_data=None if trainer.public_dataset is None else DataFacts.of(trainer.public_dataset, None),
+            pseudo_samples=_pseudo_samples(trainer),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -235,7 +241,20 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in exchange.parameters.values()}),
         "bytes_down": trainer.ledger.bytes_down,
         "bytes_up": trainer.ledger.bytes_up,
+        "class_counts": distillation is not None and distillation.needs_class_counts,
     }
+
+
+def _pseudo_samples(trainer: FederatedRun) -> dict[str, dict[str, Any]]:
+    callbacks = trainer.callback_handler.callbacks
+    audit = next((callback for callback in callbacks if isinstance(callback, PseudoSampleAudit)), None)
+    found = {} if audit is None else audit.to_dict()
+    return _plain(found) if len(found) <= MAX_CLIENT_ROWS else {"all clients": _plain(_mean_of(found))}
+
+
+def _mean_of(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    names = next(iter(rows.values()))
+    return {name: statistics.fmean(row[name] for row in rows.values()) for name in names}
 
 
 def _rounds(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:

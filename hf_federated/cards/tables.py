@@ -86,3 +86,8 @@ def metric_name(key: str) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def plural(value: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count(value)} {noun}" + ("" if value == 1 else "s")

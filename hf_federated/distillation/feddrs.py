@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -148,6 +148,9 @@ class FedDRS(Distillation):
     initialization: str = "averaged"
     pin_cls: bool = False
     label_texts: Sequence[str] | None = None
+    # The last samples, by client, for whoever asks that they be kept.
+    keeps_samples: bool = field(default=False, init=False)
+    samples: dict[str, Samples] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,14 +235,17 @@ class FedDRS(Distillation):
                 made[client_id] = sampler.sample(teachers, client_id, weight, seed)
             except ValueError as error:
                 made[client_id] = {"error": str(error)}
-        samples: list[Samples] = []
+        samples: dict[str, Samples] = {}
         for client_id, found in teachers.together(f"pseudo-samples {purpose}", made, asked).items():
             if "error" in found:
                 cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {found['error']}")
             else:
-                samples.append(found)
+                samples[client_id] = found
         cohort.check_enough()
-        return sampler.learn(samples, derived_seed(sampler.server.seed, "pseudo-samples' order", *purpose))
+        self.samples = samples if self.keeps_samples else {}
+        return sampler.learn(
+            list(samples.values()), derived_seed(sampler.server.seed, "pseudo-samples' order", *purpose)
+        )
 
     def _num_steps_of_run(self, server: DistillationServer) -> int:
         """Optimizer steps of the server over the run, if no client fails."""
@@ -338,7 +344,7 @@ class _Sampler:
             for kind in self._algorithm.sampling:
                 labels = self._labels[draw_labels(counts, self._algorithm.num_samples, generator)]
                 labels = labels.to(self._student.device)
-                embeddings = self._begin(teacher, generator)
+                starts = embeddings = self._begin(teacher, generator)
                 if kind != "random":
                     strength = weight if kind == "adversarial" else 0.0
                     embeddings = self._descend(embeddings, labels, own, theirs, strength)
@@ -346,7 +352,10 @@ class _Sampler:
                     logits = own(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
                     raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.")
-                parts.append({"embeddings": embeddings.cpu(), "labels": labels.cpu(), "logits": logits.cpu()})
+                part = {"embeddings": embeddings, "labels": labels, "logits": logits}
+                if self._algorithm.keeps_samples:
+                    part["starts"] = starts
+                parts.append({name: value.cpu() for name, value in part.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _begin(self, teacher: nn.Module, generator: torch.Generator) -> torch.Tensor:

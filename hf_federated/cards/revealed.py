@@ -1,0 +1,80 @@
+"""What a card says of what left the clients: parameters, predictions, counts, and what a server could read in them."""
+
+from __future__ import annotations
+
+from .run_record import RunRecord
+from .tables import plural, size, table
+
+
+# Sent beside the parameters with every update: see `hf_federated.messages.ClientUpdate`.
+UPDATE_FIELDS = (
+    "how many rows it has, how many tokens, steps and floating point operations it took, its mean loss, its last"
+    " gradient norm and its learning rate"
+)
+
+
+def what_left(record: RunRecord) -> str:
+    """
+    The section "What left the clients".
+
+    Args:
+        record ([`RunRecord`]): The run.
+    """
+    exchanged = record.exchanged
+    if record.public_data is not None:
+        return _revealed(record)
+    kind = {
+        "adapter": "the adapter's parameters",
+        "trainable": "the trainable parameters",
+        "all": "all parameters and buffers",
+    }[exchanged["kind"]]
+    what = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
+    evaluations = ", and the metrics of its own evaluation" if record.federation["evaluate_clients"] else ""
+    return (
+        f"In a round, a sampled client received and sent back {kind}: {what} in {', '.join(exchanged['dtypes'])}. With"
+        f" these it sent {UPDATE_FIELDS}{_class_counts(record)}{evaluations}. What the algorithm sends beside the"
+        " parameters is in the bytes above. No message has a field for rows of the data set. Parameters can still tell"
+        f" something about the rows they were trained on.{_pseudo_samples(record)}"
+    )
+
+
+def _class_counts(record: RunRecord) -> str:
+    return ", how many rows of each label it has" if record.exchanged.get("class_counts") else ""
+
+
+def _pseudo_samples(record: RunRecord) -> str:
+    """What was found of the inputs that the server made of the clients' models."""
+    if not record.pseudo_samples:
+        return ""
+    rows = [
+        [client_id, *(found[name] for name in ("own", "others", "start", "moved"))]
+        for client_id, found in record.pseudo_samples.items()
+    ]
+    columns = ["Client", "Its own", "Other clients'", "Where they began", "Moved to another word"]
+    return (
+        "\n\nThe server made inputs of its own by the gradients of the clients' models. Read as the words whose"
+        " embeddings lie nearest, this share of them is in the client's rows. What other clients' inputs have is"
+        " chance and what is frequent everywhere; more than that would tell of the client's text.\n\n"
+        + table(columns, rows, numeric=True)
+    )
+
+
+def _revealed(record: RunRecord) -> str:
+    """What left a client whose predictions travel."""
+    exchanged, federation = record.exchanged, record.federation
+    assert record.public_data is not None
+    rows = plural(record.public_data.num_rows or 0, "public row")
+    kept = "Parameters of the clients' models stayed with the clients."
+    if exchanged["parameters_returned"]:
+        kept = f"It also sent the parameters that it had trained, {plural(exchanged['num_values'], 'value')}."
+    elif exchanged["parameters_sent"]:
+        kept += f" They received those of the server's model, {plural(exchanged['num_values'], 'value')}."
+    evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
+    return (
+        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."
+        f" {kept} With these it sent {UPDATE_FIELDS}{_class_counts(record)}, and what the method asks for of its"
+        f" training{evaluations}."
+        f" In {plural(federation['num_rounds_run'], 'round')} all clients together sent {size(exchanged['bytes_up'])}"
+        f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. Predictions"
+        " can still tell something about the rows that a model was trained on."
+    )
