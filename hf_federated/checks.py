@@ -136,9 +136,18 @@ def check_clients(
     clients: FederatedDataset,
     eval_clients: FederatedDataset | None,
     federation: FederatedConfig,
+    are_raw: bool = False,
 ) -> ClientSampler:
     """
     Check the clients' data against the arguments, before anything is trained.
+
+    Args:
+        trainer (`transformers.Trainer`): Constructed already.
+        clients ([`FederatedDataset`]): Training rows by client.
+        eval_clients ([`FederatedDataset`], *optional*): Evaluation rows by client.
+        federation ([`FederatedConfig`]): The configuration.
+        are_raw (`bool`, *optional*, defaults to `False`): Whether a task encodes the rows later, and knows their
+            labels.
 
     Returns:
         [`ClientSampler`]: Of this federation.
@@ -187,7 +196,8 @@ def check_clients(
             "dataloader_drop_last=True leaves clients nothing: set it to False, raise `max_rows_per_round`, or shrink "
             "`per_device_train_batch_size`."
         )
-    _check_labels(trainer, clients)
+    if not are_raw:
+        _check_labels(trainer, clients)
     return sampler
 
 

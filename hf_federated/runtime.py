@@ -128,7 +128,7 @@ class FederationRuntime:
             )
         check_arguments(trainer, self.config, self.aggregation)
         check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
-        self._sampler = check_clients(trainer, clients, eval_clients, self.config)
+        self._sampler = check_clients(trainer, clients, eval_clients, self.config, participants.task is not None)
         self.freeze(trainer.model)
         if self.distillation is not None:
             self.distillation.check_model(trainer.model)

@@ -20,6 +20,7 @@ from hf_federated.cli.recipe import Recipe, RecipeError, build, parse_recipe, re
 from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import require_matplotlib
 from hf_federated.data.source import content_hash
+from hf_federated.distillation import DISTILLATIONS
 from hf_federated.trainer import federate
 
 
@@ -111,7 +112,8 @@ def _rows_of(
 ) -> dict[str, Any]:
     """What the trainer gets beside its model and arguments: rows, and clients that differ."""
     raw, task = inputs.raw, inputs.task
-    if recipe.federation.get("distillation") is None:
+    method = recipe.federation.get("distillation")
+    if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method].needs_public):
         # Rows that were set aside train nobody, so that runs with and without distillation have the same private ones.
         raw = dataclasses.replace(raw, public=None, server=None)
     if recipe.client_models:

@@ -27,9 +27,14 @@ SCALES = [
 ]
 
 
-def tiny(values, model_dir, texts_dir):
+def tiny(values, model_dir, texts_dir, superglue_dir):
     """The settings of a recipe that its size and its inputs are in, for the tiny ones of the tests."""
-    settings = [f"data.path={texts_dir}", "federation.num_rounds=1", "federation.clients_per_round=2"]
+    is_superglue = values["task"]["name"].startswith("superglue")
+    settings = [
+        f"data.path={superglue_dir if is_superglue else texts_dir}",
+        "federation.num_rounds=1",
+        "federation.clients_per_round=2",
+    ]
     settings += [f"model.name_or_path={model_dir}", "training.eval_steps=1", "training.use_cpu=true"]
     settings += ["local_clients=1", "data.max_train_rows=null", "data.max_test_rows=null"]
     if values["model"].get("decoder_name_or_path"):
@@ -39,11 +44,11 @@ def tiny(values, model_dir, texts_dir):
     if values["task"]["name"] == "question-answering":
         settings += ["task.max_length=12", "task.stride=2"]
     if "num_clients" in values["partition"]:
-        settings.append("partition.num_clients=6")
+        settings.append(f"partition.num_clients={3 if is_superglue else 6}")
     if values["partition"]["name"] == "feature-cluster":
         settings += [f"partition.embedder={model_dir}", "partition.num_clusters=3"]
     if values["data"].get("test_split"):
-        settings.append("data.test_split=test")
+        settings.append(f"data.test_split={'validation' if is_superglue else 'test'}")
     if values["task"].get("text_column") == "sentence":
         settings.append("task.text_column=text")
     if values.get("client_models"):
@@ -54,8 +59,8 @@ def tiny(values, model_dir, texts_dir):
 
 
 @pytest.mark.parametrize("path", COMMANDS["train"], ids=lambda path: path.stem)
-def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, tmp_path):
-    recipe = load_recipe(path, tiny(read_values(path), model_dir, texts_dir))
+def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, superglue_dir, tmp_path):
+    recipe = load_recipe(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
     results = train(recipe, output_dir=str(tmp_path))
     assert results["federated"]["bytes_up"] > 0
     assert path.read_text().startswith(f"# hf-federated train recipes/{path.parent.name}/{path.name}")
@@ -72,9 +77,31 @@ def test_every_run_of_a_benchmark_can_be_made_at_every_scale(path, scale):
 
 
 @pytest.mark.parametrize("path", COMMANDS["benchmark"], ids=lambda path: path.stem)
-def test_every_benchmark_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, tmp_path):
-    values = read_values(path, tiny(read_values(path), model_dir, texts_dir))
+def test_every_benchmark_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, superglue_dir, tmp_path):
+    values = read_values(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
     runs = plan(values, read_section(values), partitioner_has_seed)
     run = next(run for run in runs if run.method == "federated")
     result = measure(run.values, run.method, tmp_path)
     assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "run_name"),
+    [
+        ("table1_encoder", "MutualKD"),
+        ("table1_encoder", "FedDF"),
+        ("table1_encoder", "FedDRS (mixed)"),
+        ("table1_encoder_decoder", "FedDRS (post only)"),
+    ],
+)
+def test_methods_of_feddrs_tables_train_on_all_tasks(name, run_name, model_dir, superglue_dir, tmp_path):
+    path = FOLDER / "feddrs" / f"{name}.yaml"
+    settings = tiny(read_values(path), model_dir, None, superglue_dir)
+    settings.append(f"benchmark.runs.MutualKD.client_models=[{{name_or_path: {model_dir}}}]")
+    values = read_values(path, settings if name == "table1_encoder" else settings[:-1])
+    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == run_name)
+    for size, value in (("num_samples", 3), ("sample_length", 4), ("num_steps", 2)):
+        if size in run.values["federation"].get("distillation_kwargs", {}):
+            run.values["federation"]["distillation_kwargs"][size] = value
+    result = measure(run.values, run.method, tmp_path)
+    assert 0 <= result["metrics"]["superglue_score"] <= 1

@@ -240,3 +240,17 @@ def test_predictions_come_from_every_client(tmp_path):
     record = Recorder()
     federation(tmp_path, "adafd", own_tokenizers(), record).train()
     assert sum(isinstance(reply, Predictions) for reply in record.received) == 2 * len(CLIENTS)
+
+
+def test_a_task_knows_its_label_column_by_any_name(tmp_path):
+    clients = {name: texts(6, seed=number).rename_column("label", "mood") for number, name in enumerate(CLIENTS)}
+    trainer = FederatedTrainer(
+        model=tiny_model(vocab_size=64),
+        args=arguments(tmp_path),
+        train_dataset=clients,
+        task=TextClassification(label_names=["low", "high"], label_column="mood"),
+        processing_class=word_tokenizer(),
+        federation=FederatedConfig(num_rounds=1),
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["federated/num_clients"] == len(CLIENTS)
