@@ -22,7 +22,7 @@ RUN_DIR = "run"
 STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
-SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "lora", "p_tuning", "best", "fedid", "adafd", "feddrs"]
+SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "lora", "p_tuning", "best", "fedid", "adafd", "fedaux", "feddrs"]
 MOMENTS = [
     "first round",
     "client",
@@ -46,6 +46,7 @@ QUICK = [
     ("best", "rotation"),
     ("fedid", "exchange"),
     ("adafd", "after rename"),
+    ("fedaux", "client"),
     ("feddrs", "samples"),
 ]
 THOROUGH = [("adafd", "exchange")]

@@ -318,21 +318,29 @@ def _exchanged(record: RunRecord) -> str:
 
 
 def _revealed(record: RunRecord) -> str:
-    """What left a client whose predictions travel."""
+    """What left a client that the server's model learned from: predictions, or parameters alone."""
     exchanged, federation = record.exchanged, record.federation
-    assert record.public_data is not None
-    rows = _plural(record.public_data.num_rows or 0, "public row")
-    kept = "Parameters of the clients' models stayed with the clients."
-    if exchanged["parameters_returned"]:
-        kept = f"It also sent the parameters that it had trained, {_plural(exchanged['num_values'], 'value')}."
-    elif exchanged["parameters_sent"]:
-        kept += f" They received those of the server's model, {_plural(exchanged['num_values'], 'value')}."
+    values = _plural(exchanged["num_values"], "value")
+    if record.public_data is None:
+        what = "Parameters"
+        sent = f"the parameters that it had trained, {values}."
+    else:
+        what = "Predictions"
+        rows = _plural(record.public_data.num_rows or 0, "public row")
+        sent = f"its model's predictions of {rows}, which server and clients all have."
+        if exchanged["parameters_returned"]:
+            sent += f" It also sent the parameters that it had trained, {values}."
+        else:
+            sent += " Parameters of the clients' models stayed with the clients."
+            if exchanged["parameters_sent"]:
+                sent += f" They received those of the server's model, {values}."
+    beside = f" Beside these it sent {exchanged['beside']}." if exchanged.get("beside") else ""
     evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
     return (
-        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."
-        f" {kept} With these it sent {UPDATE_FIELDS}, and what the method asks for of its training{evaluations}."
+        f"In a round, a sampled client sent {sent}{beside}"
+        f" With these it sent {UPDATE_FIELDS}, and what the method asks for of its training{evaluations}."
         f" In {_plural(federation['num_rounds_run'], 'round')} all clients together sent {size(exchanged['bytes_up'])}"
-        f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. Predictions"
+        f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. {what}"
         " can still tell something about the rows that a model was trained on."
     )
 

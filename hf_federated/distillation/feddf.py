@@ -48,7 +48,7 @@ class FedDF(Distillation):
     returns_parameters: ClassVar[bool] = True
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
-    def client_extra(self, student: Student) -> dict[str, torch.Tensor]:
+    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {PUBLIC_LOGITS: student.predict(range(student.num_rows))}
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:

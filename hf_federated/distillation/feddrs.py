@@ -177,6 +177,10 @@ class FedDRS(Distillation):
     def needs_class_counts(self) -> bool:
         return True
 
+    @property
+    def sent_beside(self) -> str:
+        return "how many rows of each class it has"
+
     def check_model(self, model: Any) -> None:
         check_takes_embeddings(model)
         if model.config.is_encoder_decoder == (self.label_texts is None):

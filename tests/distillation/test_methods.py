@@ -27,7 +27,8 @@ def of(messages, kind):
 
 
 def test_every_method_of_the_table_is_tried_here():
-    assert {name for name, _ in METHODS} == set(DISTILLATIONS)
+    # FedDRS has no public rows, and a file of its own.
+    assert {name for name, _ in METHODS} | {"feddrs"} == set(DISTILLATIONS)
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
