@@ -101,9 +101,9 @@ def compare_features(dataset: Any, model: ClientModel, algorithm: Any, seed: int
     most = algorithm.max_feature_rows
     if most is not None and most < len(dataset):
         dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:most].tolist())
+    # Even an import draws: scikit-learn's, where a client is the first in its process.
     with own_draws(seed):
-        own, public = model.student.features(dataset), model.student.features()
-    return algorithm.client_setup(own, public, seed)
+        return algorithm.client_setup(model.student.features(dataset), model.student.features(), seed)
 
 
 def class_counts(dataset: Any, model: ClientModel, algorithm: Any) -> dict[str, float]:
