@@ -301,6 +301,12 @@ def check_participants(
             "`public_dataset` and `server_dataset` are for distillation, and `distillation` of FederatedConfig names "
             "no algorithm."
         )
+    streams = [client_id for client_id, num_rows in clients.num_rows.items() if num_rows is None]
+    if distillation is not None and distillation.needs_features and streams:
+        raise ValueError(
+            f"Client {streams[0]!r} has a stream (IterableDataset), and distillation={name!r} compares all rows of a "
+            "client with the public ones: give it a Dataset. distillation='feddf' compares none."
+        )
     if distillation is not None and distillation.needs_labelled and not participants.server_dataset:
         raise ValueError(f"{distillation!r} needs `server_dataset`: labelled rows of the server's own.")
     if aggregation.trains_private_models and not participants.differ:

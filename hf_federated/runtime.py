@@ -220,11 +220,14 @@ class FederationRuntime:
         """
         self._check_agreement("start of the rounds", args, checkpoint)
         config, model = self.config, self._trainer.model
+        if self.spreads_clients:
+            # As DistributedDataParallel does: a head or an adapter may have been drawn without a seed.
+            self.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         exchange = Exchange(model, config.exchange)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], self.identity, checkpoint)
-        if self._has_other_models:
+        if self._needs_initial:
             self._initial = saved.get("initial") or exchange.read()
         student = self._server_student(args)
         row_limit = RowLimit(self.clients.num_rows, config.balance, config.max_rows_per_round)
@@ -246,9 +249,6 @@ class FederationRuntime:
             engine.load(clients_directory(checkpoint), saved["clients"])
             if "weights" in saved:
                 exchange.write(saved["weights"])
-        if self.spreads_clients:
-            # As DistributedDataParallel does: a head or an adapter may have been drawn without a seed.
-            self.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.ledger = engine.ledger
         self.exchange = exchange
         self._loop = RoundLoop(
@@ -267,9 +267,13 @@ class FederationRuntime:
         )
 
     @property
-    def _has_other_models(self) -> bool:
-        """Whether clients have models of their own, which may begin as copies of the server's."""
-        return not self.aggregation.exchanges_parameters or self.aggregation.trains_private_models
+    def _needs_initial(self) -> bool:
+        """
+        Whether clients need the model as it was before the first round, whenever they are first asked: those with
+        models of their own, which may begin as copies of it, and those that compute features with it.
+        """
+        has_other_models = not self.aggregation.exchanges_parameters or self.aggregation.trains_private_models
+        return has_other_models or (self.distillation is not None and self.distillation.needs_features)
 
     def _build_engine(
         self, args: TrainingArguments, exchange: Exchange, student: Student | None, row_limit: RowLimit
@@ -310,7 +314,8 @@ class FederationRuntime:
         self, args: TrainingArguments, exchange: Exchange, store: ClientStore, student: Student | None
     ) -> ClientModels:
         if self.aggregation.exchanges_parameters:
-            return SharedModel(self._trainer, exchange, args, store, student)
+            initial = self._initial if self._needs_initial else None
+            return SharedModel(self._trainer, exchange, args, store, student, initial)
         return OwnModels(self._model_builder(args), store, self.config.max_resident_clients)
 
     def _model_builder(self, args: TrainingArguments) -> ClientModelBuilder:
@@ -458,7 +463,7 @@ class FederationRuntime:
         }
         if self._distillation_callback is not None:
             state["distillation"] = self._distillation_callback.state_dict()
-        if self._has_other_models:
+        if self._needs_initial:
             # Clients that were never asked so far start from it.
             state["initial"] = self._initial
         if isinstance(self._trainer.model, PeftModel):

@@ -24,7 +24,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import hf_federated.mixin
 import hf_federated.saving
-from hf_federated import Aggregation, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
+from hf_federated import Aggregation, FedAUX, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
 from hf_federated.clients import Student
 from hf_federated.distillation import feddrs
 
@@ -85,6 +85,10 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         if name == "fedid":
             federation |= {"client_store": "disk", "max_resident_clients": 1, "client_optimizer_state": "carry"}
             others["server_dataset"] = rows(6, seed=21)
+    elif name == "fedaux":
+        # In each round one client finds its scores, by the model as it was before the first.
+        federation["distillation"] = FedAUX(dp_epsilon=0.5, dp_delta=1e-5)
+        others["public_dataset"] = rows(10, seed=20)
     elif name == "feddrs":
         # Its last round needs what clients sent that it does not ask.
         federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=3, server_learning_rate=1e-3)

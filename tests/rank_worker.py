@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from hf_federated import (
+    FedAUX,
     FedDRS,
     FederatedCallback,
     FederatedConfig,
@@ -185,6 +186,11 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
             others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
         else:
             others["server_dataset"] = rows(6, seed=21)
+    elif name in ("fedaux", "unseeded fedaux"):
+        federation["distillation"] = FedAUX(dp_epsilon=0.5, dp_delta=1e-5, max_score_rows=6)
+        others["public_dataset"] = rows(10, seed=20)
+        if name == "unseeded fedaux":
+            model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
     elif name == "feddrs":
         federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_learning_rate=1e-3)
     elif name in ("data many", "data balanced", "drop last"):

@@ -23,7 +23,7 @@ STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
 SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
-SCENARIOS += ["feddrs"]
+SCENARIOS += ["fedaux", "feddrs"]
 MOMENTS = [
     "first round",
     "client",
@@ -48,6 +48,7 @@ QUICK = [
     ("best", "rotation"),
     ("fedid", "exchange"),
     ("adafd", "after rename"),
+    ("fedaux", "client"),
     ("feddrs", "samples"),
 ]
 THOROUGH = [("adafd", "exchange")]

@@ -69,6 +69,8 @@ def _revealed(record: RunRecord) -> str:
         kept = f"It also sent the parameters that it had trained, {plural(exchanged['num_values'], 'value')}."
     elif exchanged["parameters_sent"]:
         kept += f" They received those of the server's model, {plural(exchanged['num_values'], 'value')}."
+    if exchanged.get("beside"):
+        kept += f" Beside these it sent {exchanged['beside']}."
     evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
     return (
         f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."

@@ -236,6 +236,7 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "kind": exchange.kind,
         "parameters_sent": sent,
         "parameters_returned": returned,
+        "beside": "" if distillation is None else distillation.sent_beside,
         "num_tensors": len(exchange.names),
         "num_values": exchange.num_values,
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in exchange.parameters.values()}),

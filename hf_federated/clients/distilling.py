@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..generators import own_draws
+from ..generators import derived_seed, own_draws
 from ..messages import CLASS_COUNT, Distill, Feedback, Metrics, Predict, Predictions, PublicRowsMessage, public_order
 from .models import ClientModel, OwnModel
 from .student import LABEL_COLUMNS, Student
@@ -85,6 +85,25 @@ def take_feedback(message: Feedback, model: OwnModel, student: Student, algorith
     loss = student.step(algorithm.feedback_loss(logits, message))
     rows = message.stop - message.start
     return Metrics(message.round, message.client_id, num_examples=rows, metrics={"distillation_loss": float(loss)})
+
+
+def compare_features(dataset: Any, model: ClientModel, algorithm: Any, seed: int) -> dict[str, torch.Tensor]:
+    """
+    What a client finds out once of its rows and the public ones, from the features that its model has of them.
+
+    Args:
+        dataset (`datasets.Dataset`): The client's encoded rows.
+        model ([`ClientModel`]): The client's, as it was before the first round.
+        algorithm ([`~hf_federated.Distillation`]): Compares them, and says of how many rows.
+        seed (`int`): The client's, for this purpose alone.
+    """
+    assert model.student is not None
+    most = algorithm.max_feature_rows
+    if most is not None and most < len(dataset):
+        dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:most].tolist())
+    # Even an import draws: scikit-learn's, where a client is the first in its process.
+    with own_draws(seed):
+        return algorithm.client_setup(model.student.features(dataset), model.student.features(), seed)
 
 
 def class_counts(dataset: Any, model: ClientModel, algorithm: Any) -> dict[str, float]:

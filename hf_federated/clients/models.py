@@ -33,15 +33,23 @@ class ClientModel:
         exchange ([`Exchange`]): Reads and writes its model.
         args (`TrainingArguments`): The client's, for the whole run.
         student ([`Student`], *optional*): The model over the public rows, where there are any.
+        initial (`Mapping[str, torch.Tensor]`, *optional*): What it exchanges, as it was before the first round, where
+            that is needed later.
     """
 
     def __init__(
-        self, trainer: Trainer, exchange: Exchange, args: TrainingArguments, student: Student | None = None
+        self,
+        trainer: Trainer,
+        exchange: Exchange,
+        args: TrainingArguments,
+        student: Student | None = None,
+        initial: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.trainer = trainer
         self.exchange = exchange
         self.args = args
         self.student = student
+        self.initial = initial
 
     def restored_on_failure(self) -> AbstractContextManager[None]:
         """Whatever the body raises leaves the model as it was, where it is not overwritten by the next message."""
@@ -98,6 +106,8 @@ class SharedModel(ClientModels):
         args (`TrainingArguments`): The user's. Those of the trainer are of rounds while these run.
         store ([`ClientStore`]): What clients keep.
         student ([`Student`], *optional*): The model over the public rows, where there are any.
+        initial (`Mapping[str, torch.Tensor]`, *optional*): What they exchange, as it was before the first round, where
+            that is needed later.
     """
 
     def __init__(
@@ -107,9 +117,10 @@ class SharedModel(ClientModels):
         args: TrainingArguments,
         store: ClientStore,
         student: Student | None = None,
+        initial: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(store)
-        self._model = ClientModel(trainer, exchange, args, student)
+        self._model = ClientModel(trainer, exchange, args, student, initial)
 
     def open(self, client_id: str) -> ClientModel:
         return self._model

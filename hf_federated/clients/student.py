@@ -19,6 +19,7 @@ from transformers import Trainer
 
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
+from .features import pooled_features
 from .local_training import place_schedule
 
 
@@ -48,10 +49,7 @@ class Student:
         if learning_rate is not None:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
-        if public is not None:
-            labels = sorted({*LABEL_COLUMNS, *trainer.label_names} & set(public.column_names))
-            public = self.select_columns(public.remove_columns(labels))
-        self._public = public
+        self._public = None if public is None else self._without_labels(public)
         self.num_rows = 0 if public is None else len(public)
         self._state: dict[str, Any] | None = None
 
@@ -59,6 +57,10 @@ class Student:
         """Rows with those columns only that the model takes."""
         self._trainer._set_signature_columns_if_needed()
         return self._trainer._remove_unused_columns(rows, "public")
+
+    def _without_labels(self, rows: Dataset) -> Dataset:
+        labels = sorted({*LABEL_COLUMNS, *self._trainer.label_names} & set(rows.column_names))
+        return self.select_columns(rows.remove_columns(labels))
 
     @property
     def model(self) -> nn.Module:
@@ -125,7 +127,6 @@ class Student:
         with self._trainer.compute_loss_context_manager():
             return self.model(**inputs).loss
 
-    @torch.no_grad()
     def predict(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """
         Logits of public rows, without dropout.
@@ -136,13 +137,37 @@ class Student:
         Returns:
             `torch.Tensor`: Of shape `(rows, classes)`, on the CPU.
         """
+        return self._evaluate(len(rows), lambda batch: self.forward(self.inputs(rows[batch])))
+
+    def features(self, rows: Dataset | None = None) -> torch.Tensor:
+        """
+        What the model makes of rows below its head, without dropout ([`~hf_federated.clients.features`]).
+
+        Args:
+            rows (`datasets.Dataset`, *optional*): Encoded rows of which labels are not looked at; the public ones by
+                default.
+
+        Returns:
+            `torch.Tensor`: Of shape `(rows, features)`, on the CPU.
+        """
+        encoded = self._public if rows is None else self._without_labels(rows)
+        assert encoded is not None
+
+        def of_batch(batch: slice) -> torch.Tensor:
+            inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])
+            with self._trainer.compute_loss_context_manager():
+                return pooled_features(self.model, inputs)
+
+        return self._evaluate(len(encoded), of_batch)
+
+    @torch.no_grad()
+    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """What the model says of rows in evaluation mode, batch by batch, on the CPU."""
         was_training = self.model.training
         self.model.eval()
         size = self._trainer.args.per_device_eval_batch_size
         try:
-            parts = [
-                self.forward(self.inputs(rows[start : start + size])).cpu() for start in range(0, len(rows), size)
-            ]
+            parts = [of_batch(slice(start, start + size)).cpu() for start in range(0, num_rows, size)]
         finally:
             self.model.train(was_training)
         return torch.cat(parts)

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..adapters import Exchange
 from ..config import FederatedConfig
-from ..generators import preserved_generators, seed_torch
+from ..generators import derived_seed, preserved_generators, seed_torch
 from ..messages import (
     ClientFailure,
     ClientUpdate,
@@ -32,7 +32,7 @@ from ..messages import (
 from ..postprocessing import Postprocessor, run_client_side
 from ..processes import PeerFailedError
 from ..validation import first_non_finite
-from .distilling import class_counts, distill, predict, take_feedback
+from .distilling import class_counts, compare_features, distill, predict, take_feedback
 from .local_training import (
     EpochLosses,
     LocalTraining,
@@ -133,6 +133,7 @@ class ClientWorker:
 
     def _fit(self, message: Fit, model: ClientModel, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
         """The update, and what the client keeps."""
+        compared = self._compared(message.client_id, model, kept)
         if message.state:
             model.exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
@@ -145,7 +146,7 @@ class ClientWorker:
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
         if self._distillation is not None and self._distillation.returns_parameters:
             assert model.student is not None
-            extra = {**extra, **self._distillation.client_extra(model.student)}
+            extra = {**extra, **self._distillation.client_extra(model.student, compared)}
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
@@ -154,6 +155,8 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if to_keep is not None:
             state["algorithm"] = to_keep
+        if compared:
+            state["distillation"] = compared
         metrics = _training_metrics(trainer)
         if self._distillation is not None and self._distillation.needs_class_counts:
             metrics |= class_counts(trainer.train_dataset, model, self._distillation)
@@ -171,6 +174,18 @@ class ClientWorker:
         if state and first_non_finite(update.state) is not None:
             state = {}
         return run_client_side(self._postprocessors, update, message), state
+
+    def _compared(self, client_id: str, model: ClientModel, kept: dict[str, Any]) -> dict[str, Any]:
+        """What the client found out by features of the first model, now or in an earlier round."""
+        if self._distillation is None or not self._distillation.needs_features:
+            return {}
+        if "distillation" in kept:
+            return kept["distillation"]
+        assert model.initial is not None
+        # Another state is written before anything is trained.
+        model.exchange.write(model.initial)
+        seed = derived_seed(self._config.federation_seed or 0, "features", client_id)
+        return compare_features(self._train_datasets[client_id], model, self._distillation, seed)
 
     def _train(self, message: Fit, model: ClientModel, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
         outer, args = model.trainer, self._arguments(model)

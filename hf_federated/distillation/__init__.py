@@ -19,6 +19,7 @@ from .codec import PredictionCodec
 from .cohort import Ask, Cohort, PublicRows, reports
 from .cronus import Cronus
 from .dsfl import DSFL
+from .fedaux import FedAUX
 from .feddf import FedDF
 from .feddrs import FedDRS
 from .feded import FedED
@@ -51,6 +52,7 @@ DISTILLATIONS: dict[str, type[Distillation]] = {
     "adafd": AdaFD,
     "cronus": Cronus,
     "dsfl": DSFL,
+    "fedaux": FedAUX,
     "feddf": FedDF,
     "feddrs": FedDRS,
     "feded": FedED,
@@ -105,6 +107,7 @@ __all__ = [
     "Cronus",
     "Distillation",
     "DistillationServer",
+    "FedAUX",
     "FedDF",
     "FedDRS",
     "FedED",

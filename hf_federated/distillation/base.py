@@ -94,6 +94,8 @@ class Distillation:
     needs_public: ClassVar[bool] = True
     # Whether the server keeps what clients sent until it has distilled.
     needs_teachers: ClassVar[bool] = False
+    # Whether clients compare their rows with the public ones once, by features: `client_setup`.
+    needs_features: ClassVar[bool] = False
     # What the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
     # Settings of this class that have no place in the method: they are refused rather than without effect.
@@ -136,6 +138,16 @@ class Distillation:
     def needs_class_counts(self) -> bool:
         """Whether clients report how many rows of each class they have."""
         return False
+
+    @property
+    def max_feature_rows(self) -> int | None:
+        """Of how many of its rows a client computes features; `None` for all."""
+        return None
+
+    @property
+    def sent_beside(self) -> str:
+        """What clients send beside predictions and parameters, as the model card says it after "it sent"."""
+        return ""
 
     def check_model(self, model: nn.Module) -> None:
         """
@@ -328,12 +340,24 @@ class Distillation:
         """
         return []
 
-    def client_extra(self, student: Student) -> dict[str, torch.Tensor]:
+    def client_setup(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+        """
+        What a client finds out once and keeps, from features that the model had before the first round.
+
+        Args:
+            own (`torch.Tensor`): Features of the client's rows, of shape `(own rows, features)`.
+            public (`torch.Tensor`): Those of the public rows, of shape `(public rows, features)`.
+            seed (`int`): The client's, the same in every round.
+        """
+        return {}
+
+    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
         What a client sends beside its parameters, after local training; the server gets the mean over clients.
 
         Args:
             student ([`~hf_federated.clients.Student`]): The client's model over the public rows.
+            kept (`dict[str, torch.Tensor]`): What `client_setup` returned.
         """
         return {}
 

@@ -30,8 +30,8 @@ class FedDF(Distillation):
     have one architecture; the paper's prototypes of several are not here.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
-            do not distil.
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
+            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
 
     Example:
 
@@ -46,9 +46,9 @@ class FedDF(Distillation):
     name: ClassVar[str] = "feddf"
     sends_parameters: ClassVar[bool] = True
     returns_parameters: ClassVar[bool] = True
-    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
 
-    def client_extra(self, student: Student) -> dict[str, torch.Tensor]:
+    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {PUBLIC_LOGITS: student.predict(range(student.num_rows))}
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("adafd", {"weighting": "rnwc", "center": True}),
     ("cronus", {}),
     ("dsfl", {}),
+    ("fedaux", {}),
+    ("fedaux", {"dp_epsilon": 0.5, "dp_delta": 1e-5}),
     ("feddf", {}),
     ("feded", {}),
     ("fedid", {"feedback": "chain_rule"}),
@@ -98,7 +100,7 @@ def distilled(
         "server_dataset": rows(6, seed=6),
         "eval_dataset": rows(8, seed=7),
     }
-    if differ and method not in ("feddf", "feded"):
+    if differ and method not in ("fedaux", "feddf", "feded"):
         given["client_model_init"] = client_model
     trainer = FederatedTrainer(
         args=arguments(output_dir, **(args or {})),

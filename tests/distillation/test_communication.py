@@ -26,6 +26,7 @@ DOWN = {
     "adafd": NUMBERS,
     "cronus": NUMBERS,
     "dsfl": NUMBERS,
+    "fedaux": NUM_PARAMETERS,
     "feddf": NUM_PARAMETERS,
     "feded": NUM_PARAMETERS,
     "fedkd": 0,
@@ -37,6 +38,9 @@ DOWN = {
     "mpl": NUMBERS,
     "none": NUMBERS,
 }
+
+# Numbers that a client sends in a round beside its predictions: parameters, and scores of the public rows.
+BESIDE = {"fedaux": NUM_PARAMETERS + NUM_PUBLIC, "feddf": NUM_PARAMETERS}
 
 
 def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **others):
@@ -65,8 +69,7 @@ def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
     num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
     trainer, record = trained(tmp_path, method, kwargs, num_rounds)
     down = FLOAT_BYTES * DOWN[kwargs.get("feedback", method)]
-    # FedDF's clients send their parameters back with their predictions.
-    up = FLOAT_BYTES * (NUMBERS + (NUM_PARAMETERS if method == "feddf" else 0))
+    up = FLOAT_BYTES * (NUMBERS + BESIDE.get(method, 0))
     for round in range(num_rounds):
         for client_id in SIZES:
             assert tensor_bytes(trainer, record.sent, round, client_id, "down") == down

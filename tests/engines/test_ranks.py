@@ -25,6 +25,7 @@ SCENARIOS = [
     "masked",
     "fedid",
     "adafd",
+    "fedaux",
     "feddrs",
 ]
 
@@ -97,7 +98,7 @@ def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:
     assert without_timings(notes(alone)["log"]) == without_timings(notes(together, 1)["log"])
 
 
-@pytest.mark.parametrize("scenario", ["unseeded fedavg", "unseeded fedopt", "unseeded lora"])
+@pytest.mark.parametrize("scenario", ["unseeded fedavg", "unseeded fedopt", "unseeded lora", "unseeded fedaux"])
 def test_every_process_starts_from_the_whole_model_of_the_main_process(finished, scenario: str) -> None:
     alone, together = finished(scenario, 1), finished(scenario, 3)
     assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(3))
@@ -134,7 +135,7 @@ def test_a_client_stays_where_its_state_is(finished) -> None:
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked", "fedid"])
+@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked", "fedid", "fedaux"])
 def test_a_checkpoint_resumes_on_another_number_of_processes(
     launch, finished, tmp_path: Path, scenario: str, before: int, after: int
 ) -> None:

@@ -1,0 +1,154 @@
+"""FedAUX: FedDF whose teacher hears each client where it is at home.
+
+Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning (IEEE TNNLS 2021, arXiv 2102.02514).
+The paper's other half, a model that was pre-trained on the auxiliary data without labels, is the model that the
+trainer is given. Its clients with models of several architectures are not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..clients.features import base_model_of
+from ..clients.student import Student
+from ..tasks.metrics.base import require_extra
+from .base import Distillation
+from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
+from .cohort import Cohort
+from .server import DistillationServer
+
+
+CERTAINTY = "certainty"
+WEIGHTED_LOGITS = "weighted_logits"
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class FedAUX(Distillation):
+    """
+    Parameters are averaged as `aggregation` says; then the server's model learns, by KL divergence, the mean of the
+    clients' logits of the public rows, in which each client weighs what it is certain of: the teacher of row x is
+    `softmax(Σ_k s_k(x) z_k(x) / Σ_k s_k(x))`. Equal scores are [`FedDF`].
+
+    Scores are found once by each client, with the model as it was before the first round, which all clients have: its
+    features of the client's rows are told from its features of the public rows by a logistic regression
+    ([`certainty`]). They depend on the model, the rows and the run's seed, and not on when the client is first asked.
+    With its parameters a client sends `s_k z_k` and `s_k`, of which the server needs the means alone.
+
+    | paper | here |
+    |---|---|
+    | `h` | mean over the positions of the base model's last hidden states ([`features`]), scaled |
+    | `D_i`, `D⁻`, `D_distill` | the client's rows (`max_score_rows` of them); the public rows, for both |
+    | `λ` | `regularization`, beside the mean of the log-losses |
+    | `ξ` | `score_offset` |
+    | `ε`, `δ` | `dp_epsilon`, `dp_delta` |
+
+    With `dp_epsilon` and `dp_delta` the regression's weights get Gaussian noise, and the scores of a client, however
+    often they are sent, are (ε, δ)-differentially private with regard to one of its rows. This is said of the scores
+    alone, not of parameters and logits; and of somebody who does not know the run's seed, from which the noise is
+    drawn so that a resumed run is the same.
+
+    Needs scikit-learn (extra `metrics`).
+
+    Args:
+        regularization (`float`, *optional*, defaults to `0.01`):
+            `λ` of the logistic regression.
+        score_offset (`float`, *optional*, defaults to `1e-8`):
+            Added to every score, so that a row which is like no client's has a teacher too.
+        dp_epsilon (`float`, *optional*):
+            Of differential privacy, between 0 and 1; no noise by default.
+        dp_delta (`float`, *optional*):
+            The same, between 0 and 1; goes with `dp_epsilon`.
+        max_score_rows (`int`, *optional*):
+            How many of a client's rows the regression sees, drawn without replacement; all by default.
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
+            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
+
+    Raises:
+        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other.
+        ImportError: When a trainer is built, if scikit-learn is not installed.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedAUX
+
+    >>> FedAUX(dp_epsilon=0.5, dp_delta=1e-5)
+    FedAUX(dp_epsilon=0.5, dp_delta=1e-05)
+    ```
+    """
+
+    name: ClassVar[str] = "fedaux"
+    sends_parameters: ClassVar[bool] = True
+    returns_parameters: ClassVar[bool] = True
+    needs_features: ClassVar[bool] = True
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
+
+    regularization: float = 0.01
+    score_offset: float = 1e-8
+    dp_epsilon: float | None = None
+    dp_delta: float | None = None
+    max_score_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("regularization", "score_offset"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive and finite.")
+        if (self.dp_epsilon is None) != (self.dp_delta is None):
+            raise ValueError(
+                f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}: differential privacy needs both. Give "
+                "both, or leave both out."
+            )
+        for name in ("dp_epsilon", "dp_delta"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(f"`{name}` is {value}; the noise's formula holds between 0 and 1, both excluded.")
+        if self.max_score_rows is not None and self.max_score_rows < 1:
+            raise ValueError(f"`max_score_rows` is {self.max_score_rows}; it must be at least 1, or None for all.")
+
+    @property
+    def max_feature_rows(self) -> int | None:
+        return self.max_score_rows
+
+    @property
+    def sent_beside(self) -> str:
+        privacy = "without noise"
+        if self.dp_epsilon is not None:
+            privacy = f"with noise for ε={self.dp_epsilon} and δ={self.dp_delta}, which hold for the scores alone"
+        return (
+            "a score of each public row, which tells how much that row is like the client's own, and by which its "
+            f"predictions were multiplied ({privacy})"
+        )
+
+    def check_model(self, model: Any) -> None:
+        require_extra("sklearn", "scikit-learn", type(self).__name__)
+        base_model_of(model)
+
+    # ---- Server side
+
+    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
+        return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
+
+    def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
+        assert cohort.extra is not None
+        weighted, scores = (cohort.extra.mean_of(name, wide=True) for name in (WEIGHTED_LOGITS, CERTAINTY))
+        return self.train_server((weighted / scores.unsqueeze(-1)).to(torch.float32), cohort.round, server)
+
+    # ---- Client side
+
+    def client_setup(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+        own, public = scale_into_unit_ball(own, public)
+        weights = fit_certainty(own, public, self.regularization)
+        if self.dp_epsilon is not None and self.dp_delta is not None:
+            std = noise_std(len(own) + len(public), self.regularization, self.dp_epsilon, self.dp_delta)
+            generator = torch.Generator().manual_seed(seed)
+            weights = weights + std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+        return {CERTAINTY: certainty(weights, public, self.score_offset)}
+
+    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scores = kept[CERTAINTY]
+        logits = student.predict(range(student.num_rows))
+        return {WEIGHTED_LOGITS: scores.unsqueeze(-1) * logits, CERTAINTY: scores}

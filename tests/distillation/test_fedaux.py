@@ -1,0 +1,373 @@
+"""FedAUX: clients are heard on public rows as much as these are like their own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from distilled import SIZES, Recorder, distilled
+from peft import LoraConfig, get_peft_model
+from test_pseudo_samples import tiny_llama
+from tiny import VOCAB_SIZE, rows, same_weights, tiny_model
+from torch import nn
+from transformers import RobertaConfig, RobertaForSequenceClassification, T5Config, T5ForSequenceClassification
+
+from hf_federated import FedAUX, FederatedCallback
+from hf_federated.clients.features import base_model_of, pooled_features
+from hf_federated.distillation.certainty import fit_certainty, noise_std, scale_into_unit_ball, sensitivity
+from hf_federated.messages import ClientUpdate
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def updates(record):
+    return [message for message in record.received if isinstance(message, ClientUpdate)]
+
+
+def scores_of(record):
+    """Each client's scores, which it sent alike in every round."""
+    scores = {}
+    for update in updates(record):
+        assert torch.equal(scores.setdefault(update.client_id, update.extra["certainty"]), update.extra["certainty"])
+    return scores
+
+
+# ---- Scores
+
+
+def test_features_come_to_the_unit_ball_by_a_number_that_no_private_row_changes():
+    own, public = 3 * normal(40, 5), normal(30, 5, seed=1)
+    scaled_own, scaled_public = scale_into_unit_ball(own, public)
+    norms = torch.cat([scaled_own, scaled_public]).norm(dim=1)
+    assert norms.max() == pytest.approx(1) and bool((scaled_own.norm(dim=1) > 1 - 1e-9).any())
+    largest = public.norm(dim=1).max()
+    torch.testing.assert_close(scaled_public * largest, public)
+    short = own.norm(dim=1) <= largest
+    assert short.any() and not short.all()
+    torch.testing.assert_close((scaled_own * largest)[short], own[short])
+    assert torch.equal(scale_into_unit_ball(100 * own, public)[1], scaled_public)
+
+
+@pytest.mark.parametrize("regularization", [0.01, 1e-4])
+def test_weights_are_the_optimum_of_mean_log_loss_and_regularization(regularization):
+    own, public = scale_into_unit_ball(normal(30, 8) + 0.5, normal(70, 8, seed=1))
+    weights = fit_certainty(own, public, regularization).requires_grad_()
+    logits = torch.cat([own, public]) @ weights
+    labels = torch.cat([torch.ones(30), torch.zeros(70)]).double()
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels) + regularization / 2 * weights.square().sum()
+    (gradient,) = torch.autograd.grad(loss, weights)
+    assert gradient.norm() < 1e-8 and weights.norm() > 0.1
+
+
+def test_another_private_row_moves_the_weights_by_less_than_the_sensitivity():
+    public = normal(20, 4, seed=1)
+    own = normal(10, 4)
+    bound, moved = sensitivity(30, 0.01), []
+    weights = fit_certainty(*scale_into_unit_ball(own, public), 0.01)
+    for seed in range(2, 8):
+        other = own.clone()
+        other[0] = 100 * normal(4, seed=seed)
+        moved.append(float((fit_certainty(*scale_into_unit_ball(other, public), 0.01) - weights).norm()))
+    assert bound == 2 / (30 * 0.01)
+    assert 0.02 * bound < max(moved) <= bound
+
+
+def test_noise_has_the_standard_deviation_of_the_formula():
+    own, public = normal(30, 2000), normal(70, 2000, seed=1)
+    # Little enough noise that no sigmoid is 0 or 1.
+    plain, noisy = FedAUX(regularization=1.0), FedAUX(regularization=1.0, dp_epsilon=0.5, dp_delta=1e-5)
+    expected = math.sqrt(2 * math.log(1.25 / 1e-5)) * 2 / (100 * 1.0) / 0.5
+    assert noise_std(100, 1.0, 0.5, 1e-5) == pytest.approx(expected)
+    assert noise_std(100, 0.01, 0.5, 1e-5) == pytest.approx(100 * expected)
+    _, scaled = scale_into_unit_ball(own, public)
+    differences = []
+    # Not those that the features were drawn from.
+    for seed in range(100, 140):
+        logits = [
+            (algorithm.client_setup(own, public, seed)["certainty"].double() - 1e-8).logit()
+            for algorithm in (plain, noisy)
+        ]
+        differences.append(logits[1] - logits[0])
+    # ⟨noise, h⟩ of a row has the deviation σ ‖h‖; of 70 rows in 2000 dimensions these are nearly independent.
+    found = torch.cat([difference / scaled.norm(dim=1) for difference in differences])
+    assert float(found.std()) == pytest.approx(expected, rel=0.05)
+    assert float(found.mean()) == pytest.approx(0, abs=expected * 0.1)
+
+
+def test_noise_follows_from_the_clients_seed_and_leaves_the_global_generator_alone():
+    own, public = normal(6, 4), normal(9, 4, seed=1)
+    algorithm = FedAUX(dp_epsilon=0.9, dp_delta=1e-3)
+    before = torch.random.get_rng_state()
+    a, again, b = (algorithm.client_setup(own, public, seed)["certainty"] for seed in (1, 1, 2))
+    assert torch.equal(a, again) and not torch.equal(a, b)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def tokens(low, high, num_rows, seed):
+    drawn = np.random.default_rng(seed).integers(low, high, size=(num_rows, 6))
+    return Dataset.from_dict({"input_ids": drawn.tolist(), "labels": (drawn[:, 0] % 2).tolist()})
+
+
+def test_public_rows_like_the_clients_own_have_higher_scores(tmp_path):
+    half = VOCAB_SIZE // 2
+    low, high = (1, half), (half, VOCAB_SIZE)
+    public = [*tokens(*low, 12, seed=5)["input_ids"], *tokens(*high, 12, seed=6)["input_ids"]]
+    record = Recorder()
+    distilled(
+        tmp_path,
+        "fedaux",
+        record=record,
+        train_dataset={"low": tokens(*low, 20, seed=1), "high": tokens(*high, 20, seed=2)},
+        public_dataset=Dataset.from_dict({"input_ids": public}),
+        federation={"local_epochs": 1},
+    ).train()
+    scores = scores_of(record)
+    assert all(bool(((0 < found) & (found < 1)).all()) for found in scores.values())
+    assert scores["low"][:12].mean() > scores["low"][12:].mean() + 0.05
+    assert scores["high"][12:].mean() > scores["high"][:12].mean() + 0.05
+
+
+# ---- Features
+
+
+def tiny_roberta():
+    config = RobertaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=20,
+    )
+    return RobertaForSequenceClassification(config)
+
+
+def tiny_t5_classifier():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForSequenceClassification(T5Config(vocab_size=VOCAB_SIZE, **sizes))
+
+
+def tiny_lora():
+    model = tiny_model()
+    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+
+
+@pytest.mark.parametrize("build", [tiny_model, tiny_roberta, tiny_llama, tiny_t5_classifier, tiny_lora])
+def test_features_are_means_over_the_positions_that_are_shown(build):
+    model = build().eval()
+    short = torch.tensor([[5, 9, 7]])
+    padded = {
+        "input_ids": torch.tensor([[5, 9, 7, 0, 0], [3, 4, 8, 2, 6]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]),
+    }
+    with torch.no_grad():
+        features = pooled_features(model, padded)
+        hidden = base_model_of(model)(input_ids=short).last_hidden_state
+        torch.testing.assert_close(pooled_features(model, {"input_ids": short}), hidden.mean(1))
+    assert features.shape == (2, 16)
+    torch.testing.assert_close(features[0], hidden[0].mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_models_head_sees_the_states_that_features_are_means_of():
+    seen = []
+    model = tiny_model().eval()
+    model.bert.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    batch = {"input_ids": torch.tensor([[5, 9, 7]])}
+    with torch.no_grad():
+        model(**batch)
+        features = pooled_features(model, batch)
+    torch.testing.assert_close(features, seen[0].mean(1))
+
+
+def test_layers_of_an_adapter_count():
+    model = tiny_lora().eval()
+    batch = {"input_ids": torch.tensor([[5, 9, 7]])}
+    with torch.no_grad():
+        before = pooled_features(model, batch)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(1.0)
+        assert not torch.allclose(before, pooled_features(model, batch), atol=1e-3)
+
+
+# ---- Rounds
+
+
+def test_equal_scores_are_feddf(tmp_path, monkeypatch):
+    federation = {"num_rounds": 1, "local_epochs": 1}
+    feddf = distilled(tmp_path / "a", "feddf", federation=federation)
+    feddf.train()
+    find = FedAUX.client_setup
+
+    def equal(self, own, public, seed):
+        return {"certainty": torch.full_like(find(self, own, public, seed)["certainty"], 0.25)}
+
+    monkeypatch.setattr(FedAUX, "client_setup", equal)
+    fedaux = distilled(tmp_path / "b", "fedaux", federation=federation)
+    fedaux.train()
+    # A quarter of a number is exact, and so is the mean.
+    assert same_weights(feddf.model, fedaux.model)
+    monkeypatch.undo()
+    unequal = distilled(tmp_path / "c", "fedaux", federation=federation)
+    unequal.train()
+    assert not same_weights(feddf.model, unequal.model)
+
+
+def test_the_server_learns_the_mean_of_logits_by_certainty(tmp_path):
+    record = Recorder()
+    trainer = distilled(tmp_path, "fedaux", record=record, federation={"num_rounds": 1})
+    learnt = []
+    trainer.distillation.server_loss = lambda logits, targets: learnt.append(targets) or logits.sum() * 0
+    trainer.train()
+    weighted = sum(update.extra["weighted_logits"].double() for update in updates(record))
+    total = sum(update.extra["certainty"].double() for update in updates(record))
+    teacher = weighted / total.unsqueeze(-1)
+    assert len(updates(record)) == len(SIZES)
+    assert all(any(torch.allclose(row.double(), other) for other in teacher) for row in torch.cat(learnt))
+
+
+class Forgetful(FederatedCallback):
+    """Makes clients forget after each round what they keep."""
+
+    def on_round_end(self, args, state, control, **kwargs):
+        self.trainer.engine.worker.models.clear()
+
+
+def test_scores_are_of_the_first_model_whenever_a_client_is_first_asked(tmp_path):
+    always, seldom, forgetful = Recorder(), Recorder(), Recorder()
+    settings = {"dp_epsilon": 0.5, "dp_delta": 1e-5, "max_score_rows": 5}
+    once = {"num_rounds": 1, "local_epochs": 1}
+    distilled(tmp_path / "a", "fedaux", settings, record=always, federation=once).train()
+    federation = {"num_rounds": 3, "clients_per_round": 1, "local_epochs": 1}
+    distilled(tmp_path / "b", "fedaux", settings, record=seldom, federation=federation).train()
+    trainer = distilled(tmp_path / "c", "fedaux", settings, record=forgetful, federation={"local_epochs": 1})
+    callback = Forgetful()
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    trainer.train()
+    expected = scores_of(always)
+    asked = {update.client_id: update.round for update in reversed(updates(seldom))}
+    assert max(asked.values()) > 0
+    for record in (seldom, forgetful):
+        assert all(torch.equal(expected[client_id], found) for client_id, found in scores_of(record).items())
+
+
+def test_clients_look_at_their_rows_once(tmp_path, monkeypatch):
+    seen = []
+    find = FedAUX.client_setup
+
+    def noted(self, own, public, seed):
+        seen.append((len(own), len(public)))
+        return find(self, own, public, seed)
+
+    monkeypatch.setattr(FedAUX, "client_setup", noted)
+    distilled(tmp_path, "fedaux", {"max_score_rows": 6}, federation={"local_epochs": 1}).train()
+    assert seen == [(min(size, 6), 10) for size in SIZES.values()]
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_lora])
+def test_other_architectures_and_adapters_learn(tmp_path, build):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build()
+    trainer = distilled(tmp_path, "fedaux", model=model, server_dataset=None, federation={"num_rounds": 1})
+    trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
+    federation = {"num_rounds": 2, "clients_per_round": 2, "local_epochs": 1}
+    settings = {"dp_epsilon": 0.5, "dp_delta": 1e-5}
+    args = {"save_strategy": "steps", "save_steps": 1}
+    record = Recorder()
+    whole = distilled(tmp_path / "a", "fedaux", settings, federation=federation, args=args, record=record)
+    whole.train()
+    asked = [{update.client_id for update in updates(record) if update.round == round} for round in range(2)]
+    # One is asked again, and one for the first time.
+    assert asked[0] & asked[1] and asked[1] - asked[0]
+    resumed = distilled(tmp_path / "b", "fedaux", settings, federation=federation, args=args)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert same_weights(whole.model, resumed.model)
+    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
+
+
+# ---- Refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dp_epsilon": 0.5}, "dp_epsilon=0.5 and dp_delta=None: differential privacy needs both"),
+        ({"dp_delta": 1e-5}, "dp_epsilon=None and dp_delta=1e-05: differential privacy needs both"),
+        ({"dp_epsilon": 1.0, "dp_delta": 1e-5}, "`dp_epsilon` is 1.0; .* between 0 and 1"),
+        ({"dp_epsilon": 0.5, "dp_delta": 0.0}, "`dp_delta` is 0.0; .* between 0 and 1"),
+        ({"score_offset": 0.0}, "`score_offset` is 0.0; it must be positive"),
+        ({"score_offset": -1e-8}, "`score_offset` is -1e-08; it must be positive"),
+        ({"regularization": 0.0}, "`regularization` is 0.0; it must be positive"),
+        ({"regularization": math.nan}, "`regularization` is nan; it must be positive"),
+        ({"max_score_rows": 0}, "`max_score_rows` is 0; it must be at least 1"),
+        ({"top_k": 1}, "`top_k` would have no effect on FedAUX"),
+        ({"client_epochs": 2}, "`client_epochs` would have no effect on FedAUX"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        FedAUX(**settings)
+
+
+def test_streams_of_private_rows_are_refused(tmp_path):
+    stream = rows(8).to_iterable_dataset()
+    assert isinstance(stream, IterableDataset)
+    with pytest.raises(ValueError, match=r"Client 'b' has a stream .*'fedaux' compares all rows"):
+        distilled(
+            tmp_path,
+            "fedaux",
+            train_dataset={"a": rows(8), "b": stream},
+            federation={"local_steps": 2},
+        )
+
+
+class Bare(nn.Module):
+    """A classifier that transformers does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, 2)
+
+    def forward(self, input_ids, labels=None):
+        return {"logits": self.embedding(input_ids).mean(1)}
+
+
+def test_a_model_without_a_base_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Bare is no PreTrainedModel"):
+        distilled(tmp_path, "fedaux", model=Bare())
+
+
+def test_hidden_states_that_have_no_positions_are_refused():
+    class Odd(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return (torch.zeros(len(input_ids), 16),)
+
+    model = tiny_model()
+    model.bert = Odd()
+    with pytest.raises(ValueError, match=r"Odd gives hidden states of shape \(2, 16\) for a mask of shape \(2, 3\)"):
+        pooled_features(model, {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3).long()})
+
+
+def test_scores_without_scikit_learn_are_refused_when_the_trainer_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"FedAUX needs scikit-learn.*hf-federated\[metrics\]"):
+        FedAUX().check_model(tiny_model())
+
+
+def test_a_run_with_other_scores_is_not_resumed(tmp_path):
+    args = {"save_strategy": "steps", "save_steps": 1}
+    distilled(tmp_path, "fedaux", federation={"num_rounds": 1}, args=args).train()
+    other = distilled(tmp_path, "fedaux", {"regularization": 0.1}, federation={"num_rounds": 2}, args=args)
+    with pytest.raises(ValueError, match=r"distillation: here 'FedAUX\(regularization=0.1\)', there 'FedAUX\(\)'"):
+        other.train(resume_from_checkpoint=True)
