@@ -60,5 +60,5 @@ def test_the_card_says_that_scores_of_public_rows_travelled(tmp_path, privacy, s
 def test_the_card_of_a_method_without_public_rows_says_what_travelled(tmp_path):
     small = {"num_samples": 3, "sample_length": 4, "num_steps": 1}
     text = render(RunRecord.from_trainer(trained(tmp_path, "feddrs", public=False, **small)))
-    assert "a sampled client sent the parameters that it had trained" in text
-    assert "how many rows of each class it has" in text and "public row" not in text
+    assert "a sampled client received and sent back the trainable parameters" in text
+    assert "how many rows of each label it has" in text and "public row" not in text
