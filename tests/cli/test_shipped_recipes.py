@@ -89,7 +89,7 @@ def test_every_benchmark_runs_one_round_on_a_tiny_model(path, model_dir, texts_d
     ("name", "run_name"),
     [
         ("table1_encoder", "MutualKD"),
-        ("table1_encoder", "FedAUX"),
+        pytest.param("table1_encoder", "FedAUX", marks=pytest.mark.slow),
         ("table1_encoder", "FedDRS (mixed)"),
         ("table1_encoder_decoder", "FedDRS (post only)"),
     ],

@@ -29,11 +29,16 @@ SCENARIOS = [
     "feddrs",
 ]
 
+# Those that run over three processes, too, in every run of the tests; the others do among the slow ones.
+OVER_THREE = {"fedavg", "scaffold", "fedid", "adafd", "feddrs"}
+RUNS = [(name, 2) for name in SCENARIOS]
+RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else [pytest.mark.slow]) for name in SCENARIOS]
+
+
 # ---- The same results over any number of processes
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("scenario", "world_size"), RUNS)
 def test_clients_over_processes_train_the_same_model(finished, scenario: str, world_size: int) -> None:
     alone, together = finished(scenario, 1), finished(scenario, world_size)
     a = notes(alone)
