@@ -53,8 +53,8 @@ def _pseudo_samples(record: RunRecord) -> str:
     columns = ["Client", "Its own", "Other clients'", "Where they began", "Moved to another word"]
     return (
         "\n\nThe server made inputs of its own by the gradients of the clients' models. Read as the words whose"
-        " embeddings lie nearest, this share of them is in the client's rows. What other clients' inputs have is"
-        " chance and what is frequent everywhere; more than that would tell of the client's text.\n\n"
+        " embeddings lie nearest, this share of them is in the client's rows. What other clients' inputs have, and"
+        " what they had where they began, is chance; more than both would tell of the client's text.\n\n"
         + table(columns, rows, numeric=True)
     )
 

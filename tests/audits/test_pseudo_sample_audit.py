@@ -80,7 +80,7 @@ def test_a_run_is_measured_after_its_last_round_and_the_card_tells(audited, tmp_
     text = render(record)
     assert "trained federatedly with `hf_federated` (FedDRS)" in text
     assert "how many rows of each label it has" in text and "sent back the trainable parameters" in text
-    assert "more than that would tell of the client's text" in text and f"{audit.results['a'].own:.4g}"[:5] in text
+    assert "more than both would tell of the client's text" in text and f"{audit.results['a'].own:.4g}"[:5] in text
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == text
 
