@@ -264,7 +264,9 @@ class DistillationCallback(FederatedCallback):
         update: ClientUpdate,
         **kwargs: Any,
     ) -> None:
-        if self.teachers is not None:
+        if self.teachers is None or self._server is None:
+            return
+        if self.algorithm.uses_updates_of(update.round, self._server):
             self.teachers.keep(update)
             self._kept.append(update.client_id)
 

@@ -38,8 +38,8 @@ class SampleOverlap:
     ```python
     >>> from hf_federated.audits import SampleOverlap
 
-    >>> SampleOverlap(own=0.31, others=0.3, start=0.3, moved=0.5).excess
-    0.01
+    >>> SampleOverlap(own=0.31, others=0.3, start=0.3, moved=0.5).own
+    0.31
     ```
     """
 
@@ -47,11 +47,6 @@ class SampleOverlap:
     others: float
     start: float
     moved: float
-
-    @property
-    def excess(self) -> float:
-        """By how much the client's own samples come nearer to its words than the others' do, to four digits."""
-        return round(self.own - self.others, 4)
 
 
 def nearest_tokens(embeddings: torch.Tensor, weight: torch.Tensor, batch_size: int = 1024) -> torch.Tensor:

@@ -188,6 +188,16 @@ class Distillation:
         """
         return {}
 
+    def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
+        """
+        Of a method that needs teachers: whether what clients send in a round will be one.
+
+        Args:
+            round (`int`): Round number, from 0.
+            server ([`DistillationServer`]): The server's model and rows.
+        """
+        return True
+
     def keeps_teachers(self, server: DistillationServer) -> bool:
         """
         Whether what clients sent in a round is needed in a later one.

@@ -191,6 +191,9 @@ class FedDRS(Distillation):
 
     # ---- Server side
 
+    def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
+        return not self.post_only or round == server.num_rounds - 1 or self.keeps_teachers(server)
+
     def keeps_teachers(self, server: DistillationServer) -> bool:
         return self.post_num_iterations > 0 and server.clients_per_round < server.num_clients
 

@@ -44,7 +44,6 @@ def test_overlaps_are_shares_of_positions_of_samples_that_moved():
     assert (found["a"].own, found["a"].others, found["a"].start) == (3 / 4, 1 / 4, 1 / 4)
     assert (found["b"].own, found["b"].others, found["b"].start) == (1 / 4, 0.0, 1 / 4)
     assert (found["a"].moved, found["b"].moved) == (3 / 4, 3 / 4)
-    assert found["a"].excess == 0.5
 
 
 def test_one_client_has_no_others():

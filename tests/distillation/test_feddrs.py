@@ -116,6 +116,22 @@ def test_post_only_is_fedavg_until_the_last_round(tmp_path, made):
     assert [client_id for client_id, _ in made] == sorted(SIZES) * 3
 
 
+@pytest.mark.parametrize("clients_per_round", [3, 2])
+def test_post_only_keeps_what_it_will_use(tmp_path, clients_per_round):
+    kept, known, everybody = [], [], set()
+
+    class Look(FederatedCallback):
+        def on_distill(self, args, state, control, server, **kwargs):
+            folder = tmp_path / "teachers"
+            kept.append(len(list(folder.iterdir())) if folder.exists() else 0)
+            everybody.update(server.cohort)
+            known.append(len(everybody))
+
+    federation = {"num_rounds": 3, "clients_per_round": clients_per_round, "federation_seed": 0}
+    trainer_of(tmp_path, callbacks=[Look()], federation=federation, post_only=True).train()
+    assert kept == ([0, 0, 3] if clients_per_round == 3 else known)
+
+
 def test_post_processing_begins_at_the_mean_of_what_everybody_sent_last(tmp_path, monkeypatch):
     monkeypatch.setattr(feddrs._Sampler, "learn", lambda self, samples, seed: 0.0)
     record, sent = Recorder(), {}
@@ -153,16 +169,30 @@ def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
     "settings",
     [
         {"sampling": "random"},
-        {"sampling": "target", "pin_cls": False},
+        {"sampling": "target"},
         {"sampling": ["adversarial", "random"], "adversary": "kl"},
         {"initialization": "client"},
         {"initialization": "gaussian"},
     ],
 )
 def test_every_way_of_sampling_trains(tmp_path, settings):
-    trainer = trainer_of(tmp_path, **settings)
+    trainer, usual = trainer_of(tmp_path / "a", **settings), trainer_of(tmp_path / "b")
     trainer.train()
+    usual.train()
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    assert not same_weights(trainer.model, usual.model)
+
+
+def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):
+    trainer = trainer_of(tmp_path, pin_cls=True)
+    trainer.processing_class = Texts()
+    trainer.processing_class.cls_token_id = 3
+    trainer.distillation.keeps_samples = True
+    trainer.train()
+    for samples in trainer.distillation.samples.values():
+        weight = trainer.model.get_input_embeddings().weight
+        assert torch.equal(samples["embeddings"][:, 0], weight[3].expand(len(samples["embeddings"]), -1))
+        assert not torch.equal(samples["embeddings"][:, 1:], samples["starts"][:, 1:])
 
 
 def test_decoder_classifiers_learn_too(tmp_path):
