@@ -37,6 +37,7 @@ from .distillation import (
 )
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
+from .split import SplitModel
 from .trainer import FederatedTrainer, federate
 from .validation import RoundFailedError
 
@@ -88,6 +89,7 @@ __all__ = [
     "RoundFailedError",
     "Scaffold",
     "ServerState",
+    "SplitModel",
     "federate",
     "freeze_layers",
     "split_for_distillation",

@@ -15,29 +15,22 @@ import torch
 from .packing import pack, packed_size, unpack
 
 
-M = TypeVar("M", bound="Message")
+M = TypeVar("M", bound="Packed")
 
 # How a client names, among its metrics, the rows that it has of each class.
 CLASS_COUNT = "class_count_"
 
 
 @dataclass(frozen=True)
-class Message:
+class Packed:
     """
-    Base of everything that crosses a client's boundary.
+    A frozen dataclass that serialises to bytes: exactly its fields, and its kind.
 
-    A subclass declares its fields and nothing else travels: [`~Message.to_bytes`] serialises exactly these, and
-    [`~Message.from_bytes`] refuses a blob that holds others.
-
-    Args:
-        round (`int`): Round number, from 0.
-        client_id (`str`): The client at the other end.
+    A subclass declares its fields and nothing else travels: [`~Packed.to_bytes`] serialises exactly these, and
+    [`~Packed.from_bytes`] refuses a blob that holds others.
     """
 
     kind: ClassVar[str] = ""
-
-    round: int
-    client_id: str
 
     def to_tree(self) -> dict[str, Any]:
         """What is serialised: the kind and the fields, as a tree that `pack` takes."""
@@ -74,6 +67,20 @@ class Message:
             given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(f"A {cls.kind!r} message has the fields {sorted(expected)}, got {given!r}.")
         return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Message(Packed):
+    """
+    Base of what crosses a client's boundary in a round.
+
+    Args:
+        round (`int`): Round number, from 0.
+        client_id (`str`): The client at the other end.
+    """
+
+    round: int
+    client_id: str
 
 
 @dataclass(frozen=True)

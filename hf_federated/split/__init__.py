@@ -1,0 +1,35 @@
+"""Split language models: the first and last blocks are a client's, the others a server's (FL-GLM)."""
+
+from .body import BodyServer
+from .boundary import Boundary, Link, LocalLink
+from .cache import SplitCache
+from .cut import Cut
+from .layouts import LAYOUTS, Layout, layout_of
+from .messages import Backward, Forget, Forward, Gradient, Hidden
+from .model import SplitModel, load_parts
+from .parts import Part
+from .prefix import Prefix
+from .wire import Wire
+
+
+__all__ = [
+    "LAYOUTS",
+    "Backward",
+    "BodyServer",
+    "Boundary",
+    "Cut",
+    "Forget",
+    "Forward",
+    "Gradient",
+    "Hidden",
+    "Layout",
+    "Link",
+    "LocalLink",
+    "Part",
+    "Prefix",
+    "SplitCache",
+    "SplitModel",
+    "Wire",
+    "layout_of",
+    "load_parts",
+]

@@ -1,0 +1,244 @@
+"""Adapters of a split model: each part owns, trains and saves those of its own blocks.
+
+An adapter is described once, by PEFT's config for the whole model. What it means for a part follows from the names of
+the modules that it would adapt there, so `layers_to_transform`, patterns and regular expressions keep their meaning
+although a part's blocks are numbered from 0. Parts' adapters together are one ordinary PEFT adapter of the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from accelerate import init_empty_weights
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+)
+from peft.tuners.lora import LoraLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from .parts import Part
+from .prefix import Prefix
+
+
+# What PEFT puts before a name of the model that it adapts.
+_PEFT_PREFIX = "base_model.model."
+_PROMPT = "prompt_embeddings"
+_DEFAULT = "default"
+
+
+def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
+    """
+    Give every part the adapters of its blocks, and freeze everything else.
+
+    Args:
+        parts (`Iterable[Part]`): Of one model: all of them, or those that a party holds.
+        config (`PretrainedConfig`): The whole model's.
+        peft_config (`PeftConfig`): For the whole model: a `LoraConfig` or a `PrefixTuningConfig`. It is not changed.
+
+    Raises:
+        ValueError: If the method is another one, or trains whole modules beside the adapters.
+    """
+    if isinstance(peft_config, PrefixTuningConfig):
+        for part in parts:
+            part.requires_grad_(False)
+            if len(part.blocks):
+                part.prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks)))
+        return
+    if not isinstance(peft_config, LoraConfig):
+        raise ValueError(
+            f"{type(peft_config).__name__}: the parts of a split model take LoRA or prefix tuning (p-tuning v2)."
+        )
+    for name in ("modules_to_save", "trainable_token_indices", "target_parameters"):
+        if getattr(peft_config, name):
+            raise ValueError(f"{name} of a LoraConfig is not supported in a split model: leave it out.")
+    with init_empty_weights():
+        whole = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
+    adapted = {
+        name.removeprefix(_PEFT_PREFIX): module
+        for name, module in whole.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    for part in parts:
+        part.requires_grad_(False)
+        _inject(part, peft_config, adapted)
+
+
+def take_adapter(parts: Iterable[Part], model: PeftModel) -> None:
+    """
+    Give every part the adapters of its blocks with the weights that they have in a PEFT model.
+
+    Args:
+        parts (`Iterable[Part]`): Of the model that `model` adapts.
+        model (`PeftModel`): With LoRA or prefix tuning.
+    """
+    parts = list(parts)
+    add_adapter(parts, model.get_base_model().config, model.active_peft_config)
+    load_adapter(parts, get_peft_model_state_dict(model))
+
+
+def adapter_state(part: Part) -> dict[str, torch.Tensor]:
+    """
+    The adapters of a part, by the names that PEFT gives them in an adapter of the whole model.
+
+    Args:
+        part ([`Part`]): The part.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Copies. Prefixes have one name each block, `prompt_embeddings.<number>`, of shape
+        `(length, 2 · token_dim)`: PEFT has them side by side in one matrix.
+    """
+    if part.prefix is not None:
+        columns = part.prefix.embeddings().detach().chunk(len(part.blocks), dim=1)
+        return {f"{_PROMPT}.{number}": own.clone() for number, own in zip(part.blocks, columns, strict=True)}
+    if not any(isinstance(module, LoraLayer) for module in part.model.modules()):
+        return {}
+    state = get_peft_model_state_dict(part.model)
+    return {_PEFT_PREFIX + part.original_name(name): value.detach().clone() for name, value in state.items()}
+
+
+def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> None:
+    """
+    Take adapters' weights from an adapter of the whole model.
+
+    Args:
+        parts (`Iterable[Part]`): With adapters.
+        state (`Mapping[str, torch.Tensor]`): As PEFT names it, or as `adapter_state` does.
+
+    Raises:
+        ValueError: If a weight is missing or has another shape, or prefixes come from an encoder that is shared.
+    """
+    state = dict(state)
+    with torch.no_grad():
+        for part in parts:
+            if part.prefix is not None:
+                _load_prefix(part, state)
+                continue
+            for name, parameter in part.model.named_parameters():
+                original = _PEFT_PREFIX + part.original_name(name.replace(f".{_DEFAULT}", ""))
+                if "lora_" in name:
+                    if original not in state or state[original].shape != parameter.shape:
+                        raise ValueError(f"{original} of shape {tuple(parameter.shape)} is missing in this adapter.")
+                    parameter.copy_(state[original])
+
+
+def merge_adapters(states: Iterable[Mapping[str, torch.Tensor]], num_blocks: int) -> dict[str, torch.Tensor]:
+    """
+    One ordinary PEFT adapter from those of all parts.
+
+    Args:
+        states (`Iterable[Mapping[str, torch.Tensor]]`): What `adapter_state` gave for each part.
+        num_blocks (`int`): Blocks of the whole model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: As PEFT saves it.
+
+    Raises:
+        ValueError: If a block's prefix is missing or two parts have the same weight.
+    """
+    merged: dict[str, torch.Tensor] = {}
+    for state in states:
+        twice = sorted(merged.keys() & state.keys())
+        if twice:
+            raise ValueError(f"Two parts have {twice[0]}: these are not the parts of one cut.")
+        merged.update(state)
+    if not any(name.startswith(_PROMPT) for name in merged):
+        return merged
+    missing = [number for number in range(num_blocks) if f"{_PROMPT}.{number}" not in merged]
+    if missing:
+        raise ValueError(f"The prefix of block {missing[0]} is missing: give the adapters of all parts.")
+    return {_PROMPT: torch.cat([merged[f"{_PROMPT}.{number}"] for number in range(num_blocks)], dim=1)}
+
+
+def save_adapter(
+    parts: Iterable[Part], config: PretrainedConfig, peft_config: PeftConfig, directory: str | os.PathLike[str]
+) -> None:
+    """
+    Write the parts' adapters as one that `PeftModel.from_pretrained` loads onto the whole model.
+
+    Args:
+        parts (`Iterable[Part]`): All parts.
+        config (`PretrainedConfig`): The whole model's.
+        peft_config (`PeftConfig`): The one that the adapters were made from.
+        directory (`str` or `os.PathLike`): Where to. It is created.
+    """
+    parts = list(parts)
+    os.makedirs(directory, exist_ok=True)
+    merged = merge_adapters([adapter_state(part) for part in parts], parts[0].cut.num_blocks)
+    save_file(
+        {name: value.contiguous().cpu() for name, value in merged.items()},
+        os.path.join(directory, SAFETENSORS_WEIGHTS_NAME),
+        metadata={"format": "pt"},
+    )
+    saved = copy.deepcopy(peft_config)
+    if isinstance(saved, PrefixTuningConfig):
+        saved = _prefix_config(saved, config, parts[0].cut.num_blocks)
+    saved.inference_mode = True
+    saved.save_pretrained(os.fspath(directory))
+
+
+def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer]) -> None:
+    """LoRA on those modules of a part that the whole model's adapter adapts, each with its own rank."""
+    own: dict[str, LoraLayer] = {}
+    for original, layer in adapted.items():
+        name = part.own_name(original)
+        if name is not None and _is_own(part, name):
+            own[name] = layer
+    if not own:
+        return
+    config = copy.deepcopy(peft_config)
+    config.layers_to_transform = config.layers_pattern = None
+    config.exclude_modules = None
+    # Whole names, so that PEFT matches nothing else.
+    config.target_modules = set(own)
+    config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in own.items()}
+    config.alpha_pattern = {f"^{re.escape(name)}": layer.lora_alpha[_DEFAULT] for name, layer in own.items()}
+    inject_adapter_in_model(config, part.model)
+
+
+def _is_own(part: Part, name: str) -> bool:
+    """Whether a module is there and not one that stands in for another part's."""
+    foreign = {"head": part.layout.of_tail, "tail": part.layout.of_head}
+    others = foreign.get(part.role) or {**part.layout.of_head, **part.layout.of_tail}
+    if any(name == path or name.startswith(f"{path}.") for path in others):
+        return False
+    return any(name == there for there, _ in part.model.named_modules())
+
+
+def _prefix_config(peft_config: PrefixTuningConfig, config: PretrainedConfig, num_blocks: int) -> PrefixTuningConfig:
+    """PEFT's config for the prefixes of so many blocks of this model."""
+    with init_empty_weights():
+        # PEFT derives the sizes of keys and values, also of grouped queries.
+        whole: PeftModel = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
+    own = copy.deepcopy(whole.active_peft_config)
+    own.num_layers = num_blocks
+    own.inference_mode = False
+    return own
+
+
+def _load_prefix(part: Part, state: dict[str, torch.Tensor]) -> None:
+    assert part.prefix is not None
+    if part.prefix.config.prefix_projection:
+        raise ValueError("Prefixes made by an encoder (prefix_projection=True) cannot be turned back into one.")
+    if _PROMPT in state:
+        columns = state[_PROMPT].chunk(part.cut.num_blocks, dim=1)
+        state = {f"{_PROMPT}.{number}": own for number, own in enumerate(columns)}
+    missing = [number for number in part.blocks if f"{_PROMPT}.{number}" not in state]
+    if missing:
+        raise ValueError(f"The prefix of block {missing[0]} is missing in this adapter.")
+    weight = part.prefix.encoder.embedding.weight
+    values = torch.cat([state[f"{_PROMPT}.{number}"] for number in part.blocks], dim=1)
+    if values.shape != weight.shape:
+        raise ValueError(f"Prefixes of shape {tuple(values.shape)} came for blocks that take {tuple(weight.shape)}.")
+    weight.copy_(values)

@@ -1,0 +1,152 @@
+"""The boundary between a client and a server inside a model's graph.
+
+Forward, hidden states leave as bytes and hidden states come back; backward, their gradients do the same. In one
+process and between two machines the same bytes pass; what differs is the [`Link`] that carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .body import BodyServer
+from .messages import Backward, Forget, Forward, Gradient, Hidden, pack_mask
+from .wire import Wire
+
+
+class Link(Protocol):
+    """What carries a message to a server and its answer back."""
+
+    def exchange(self, blob: bytes) -> bytes:
+        """
+        Args:
+            blob (`bytes`): A serialised message.
+
+        Returns:
+            `bytes`: The serialised answer.
+        """
+
+
+class LocalLink:
+    """
+    A link to a server in the same process.
+
+    Args:
+        server ([`BodyServer`]): The server.
+        watch (`Callable[[bytes, bytes], None]`, *optional*): Called with every message and its answer.
+    """
+
+    def __init__(self, server: BodyServer, watch: Callable[[bytes, bytes], None] | None = None) -> None:
+        self.server = server
+        self.watch = watch
+
+    def exchange(self, blob: bytes) -> bytes:
+        """Hand the message over and take the answer."""
+        answer = self.server.answer(blob)
+        if self.watch is not None:
+            self.watch(blob, answer)
+        return answer
+
+
+class Boundary:
+    """
+    A client's end of the boundary.
+
+    Args:
+        link ([`Link`]): To the server.
+        wire ([`Wire`]): How states travel.
+        client_id (`str`): Whose end it is.
+
+    Attributes:
+        step (`int`): Optimizer steps done. What trains the model counts it.
+    """
+
+    def __init__(self, link: Link, wire: Wire, client_id: str) -> None:
+        self.link = link
+        self.wire = wire
+        self.client_id = client_id
+        self.step = 0
+        self._micro_step = 0
+
+    def begin_step(self, step: int) -> None:
+        """Passages from now on belong to this optimizer step."""
+        self.step = step
+        self._micro_step = 0
+
+    def cross(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        training: bool,
+        cache_id: int | None = None,
+    ) -> torch.Tensor:
+        """
+        Hidden states behind the server's blocks, in the graph.
+
+        Args:
+            hidden (`torch.Tensor`): Shape `(batch, sequence, hidden)`, behind the client's first blocks.
+            attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`.
+            position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, where they cannot be derived.
+            training (`bool`): Whether dropout is on.
+            cache_id (`int`, *optional*): The server's cache to go on with.
+
+        Returns:
+            `torch.Tensor`: Of the shape and dtype of `hidden`.
+        """
+        autocast = None
+        if torch.is_autocast_enabled(hidden.device.type):
+            autocast = str(torch.get_autocast_dtype(hidden.device.type)).removeprefix("torch.")
+        header: dict[str, Any] = {
+            "client_id": self.client_id,
+            "step": self.step,
+            "micro_step": self._micro_step,
+            "batch_size": len(hidden),
+            "mask": None if attention_mask is None else pack_mask(attention_mask),
+            "mask_width": 0 if attention_mask is None else attention_mask.shape[1],
+            "position_ids": None if position_ids is None else position_ids.to("cpu", torch.int32),
+            "training": training,
+            "grad": torch.is_grad_enabled(),
+            "autocast": autocast,
+            "cache_id": cache_id,
+        }
+        self._micro_step += 1
+        # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
+        # blocks would get none.
+        anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
+        return _Passage.apply(hidden, anchor, self, header)
+
+    def forget(self, cache_id: int) -> None:
+        """The server may drop a cache."""
+        self.link.exchange(Forget(self.client_id, cache_id).to_bytes())
+
+
+class _Passage(torch.autograd.Function):
+    """Hidden states there and back; their gradients there and back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, boundary: Boundary, header: dict[str, Any]
+    ) -> torch.Tensor:
+        message = Forward(hidden=boundary.wire.encode(hidden), **header)
+        answer = Hidden.from_bytes(boundary.link.exchange(message.to_bytes()))
+        _check_passage(answer.passage, message.passage)
+        ctx.boundary, ctx.passage = boundary, message.passage
+        ctx.dtype, ctx.device = hidden.dtype, hidden.device
+        return boundary.wire.decode(answer.hidden, len(hidden), hidden.dtype).to(hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        boundary: Boundary = ctx.boundary
+        message = Backward(*ctx.passage, boundary.wire.encode(gradient))
+        answer = Gradient.from_bytes(boundary.link.exchange(message.to_bytes()))
+        _check_passage(answer.passage, ctx.passage)
+        states = boundary.wire.decode(answer.gradient, len(gradient), ctx.dtype).to(ctx.device)
+        return states, None, None, None
+
+
+def _check_passage(answered: tuple[str, int, int], asked: tuple[str, int, int]) -> None:
+    if answered != asked:
+        raise ValueError(f"The server answered passage {answered}, and {asked} was sent: the link mixes messages up.")

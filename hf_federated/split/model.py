@@ -1,0 +1,331 @@
+"""`SplitModel`: a decoder model whose first and last blocks are a client's and whose others are a server's.
+
+FL-GLM (Zheng et al. 2024), section 3.1: `h_0 = Block_0(Embedding(x))` leaves the client, the server's
+`h_{N-2} = Block_{1..N-2}(h_0)` comes back, and `Linear(Block_{N-1}(h_{N-2}))` and the loss are the client's again. Any cut may be chosen.
+
+Raw text and labels stay with the client. Against a server that knows the pretrained weights, hidden states and
+gradients can still reveal text: how much is a thing to measure, not to claim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .body import BodyServer
+from .boundary import Boundary, LocalLink
+from .cache import SplitCache
+from .cut import ROLES, Cut, Role
+from .layouts import Layout, layout_of
+from .loading import read_weights
+from .parts import Part
+from .wire import WIRE_DTYPES, Wire
+
+
+# What a caller may pass that changes nothing here.
+_WITHOUT_EFFECT = ("return_dict", "cache_position")
+
+
+class SplitModel(PreTrainedModel, GenerationMixin):
+    """
+    A causal language model in three parts, which talk through a boundary that only bytes cross.
+
+    It is called, trained and generates as the model that it was made from, with the same logits and gradients.
+
+    Args:
+        config (`PretrainedConfig`): The whole model's.
+        client_head ([`Part`]): The client's embedding and first blocks.
+        client_tail ([`Part`]): The client's last blocks, final norm and output layer.
+        boundary ([`Boundary`]): To the server.
+        server_body ([`Part`], *optional*): The server's blocks, where they are in this process.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_federated import SplitModel
+
+    >>> config = LlamaConfig(
+    ...     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+    ... )
+    >>> whole = LlamaForCausalLM(config)
+    >>> split = SplitModel.from_model(whole, head_blocks=1, tail_blocks=1)
+    >>> tokens = torch.tensor([[1, 2, 3]])
+    >>> bool((split(tokens).logits == whole(tokens).logits).all())
+    True
+    >>> split.part_bytes()
+    {'head': 10240, 'body': 14464, 'tail': 9856}
+    ```
+    """
+
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        client_head: Part,
+        client_tail: Part,
+        boundary: Boundary,
+        server_body: Part | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.client_head = client_head
+        self.server_body = server_body
+        self.client_tail = client_tail
+        self.boundary = boundary
+        # What Trainer counts target tokens by; GPT-2 has none, and is counted otherwise.
+        self.loss_type = client_tail.model.loss_type
+
+    @classmethod
+    def from_model(
+        cls,
+        model_or_name: PreTrainedModel | str,
+        head_blocks: int = 1,
+        tail_blocks: int = 1,
+        *,
+        layout: Layout | None = None,
+        wire_dtype: str = "auto",
+        client_id: str = "client",
+        **kwargs: Any,
+    ) -> SplitModel:
+        """
+        Cut a model.
+
+        Args:
+            model_or_name (`PreTrainedModel` or `str`):
+                A model, whose parameters the parts then share, or a checkpoint: a directory or a Hub id.
+            head_blocks (`int`, *optional*, defaults to `1`): First blocks, which the client keeps.
+            tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which the client keeps.
+            layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
+            wire_dtype (`str`, *optional*, defaults to `"auto"`):
+                The dtype in which hidden states travel: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. By default
+                the model's.
+            client_id (`str`, *optional*, defaults to `"client"`): Whose head and tail they are.
+            kwargs: For a checkpoint: `dtype`, and what `AutoConfig.from_pretrained` takes (`revision`, `token`, …).
+
+        Raises:
+            ValueError: If there is no layout for the model, the cut does not fit it, or weights are missing.
+        """
+        if isinstance(model_or_name, str):
+            dtype = kwargs.pop("dtype", None)
+            config = AutoConfig.from_pretrained(model_or_name, **kwargs)
+            cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
+            parts = load_parts(model_or_name, config, cut, ROLES, layout=layout, dtype=dtype, **kwargs)
+        else:
+            if kwargs:
+                raise TypeError(f"{sorted(kwargs)} are for a checkpoint, and a model was given.")
+            config = model_or_name.config
+            cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
+            weights = model_or_name.state_dict(keep_vars=True)
+            parts = {role: Part(config, cut, role, layout, type(model_or_name)) for role in ROLES}
+            for part in parts.values():
+                part.take(weights)
+        wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
+        boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
+        split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
+        if not isinstance(model_or_name, str):
+            split.train(model_or_name.training)
+            if model_or_name.generation_config is not None:
+                split.generation_config = model_or_name.generation_config
+        return split
+
+    @property
+    def cut(self) -> Cut:
+        """Where the model is cut."""
+        return self.client_head.cut
+
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes of each part's parameters; a tied matrix counts with the head."""
+        counted: set[int] = set()
+        sizes = {}
+        for role, part in (("head", self.client_head), ("body", self.server_body), ("tail", self.client_tail)):
+            if part is None:
+                continue
+            own = {id(parameter): parameter.nbytes for parameter in part.parameters()}
+            sizes[role] = sum(size for name, size in own.items() if name not in counted)
+            counted |= own.keys()
+        return sizes
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The client's word embeddings."""
+        return self.client_head.model.get_submodule(self.client_head.layout.embedding)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The client's output layer."""
+        return self.client_tail.model.get_submodule(self.client_tail.layout.output)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: SplitCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """
+        As the whole model's.
+
+        Args:
+            input_ids (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
+            attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`; sent as bits where it has
+                zeros.
+            position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`; sent where they are not those
+                that the model would give.
+            past_key_values ([`SplitCache`], *optional*): Of the tokens before.
+            inputs_embeds (`torch.Tensor`, *optional*): Shape `(batch, sequence, hidden)`, in place of `input_ids`.
+            labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
+            use_cache (`bool`, *optional*): Whether to go on from `past_key_values`; a new one where none is given.
+            logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`): As in the whole model.
+            kwargs: `num_items_in_batch`, as the loss takes it.
+
+        Raises:
+            ValueError: If the sequence has more tokens than the model has positions.
+            TypeError: If an argument is given that a split model has not.
+        """
+        loss_arguments = _loss_arguments(kwargs)
+        states = input_ids if inputs_embeds is None else inputs_embeds
+        if states is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("Give either input_ids or inputs_embeds.")
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self._check_length(seen + states.shape[1])
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None
+        if position_ids is not None and attention_mask is None and _is_range(position_ids, seen):
+            position_ids = None
+        caches = (None, None) if past_key_values is None else (past_key_values.head, past_key_values.tail)
+        caching = past_key_values is not None
+        hidden = self.client_head(states, attention_mask, position_ids, caches[0], use_cache=caching).logits
+        hidden = self.boundary.cross(
+            hidden,
+            attention_mask,
+            position_ids,
+            training=self.training,
+            cache_id=None if past_key_values is None else past_key_values.number,
+        )
+        output = self.client_tail(
+            hidden,
+            attention_mask,
+            position_ids,
+            caches[1],
+            use_cache=caching,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **loss_arguments,
+        )
+        if past_key_values is not None:
+            past_key_values.length = seen + states.shape[1]
+        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
+
+    def new_cache(self) -> SplitCache:
+        """An empty cache of the three parts."""
+        return SplitCache(self.client_head, self.client_tail, self.boundary)
+
+    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """
+        `GenerationMixin.generate`, greedy or sampling, with a cache in every part. Text stays with the client.
+
+        Raises:
+            ValueError: If another way of generating is asked for.
+        """
+        settings, _ = self._prepare_generation_config(generation_config, **kwargs)
+        mode = settings.get_generation_mode(kwargs.get("assistant_model"))
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(f"A split model generates greedily or by sampling, not by {mode.value}: set num_beams=1.")
+        if settings.cache_implementation not in (None, "dynamic"):
+            raise ValueError(f"A split model has a dynamic cache, not {settings.cache_implementation!r}.")
+        if settings.use_cache and kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = self.new_cache()
+        return super().generate(inputs, generation_config, **kwargs)
+
+    def _check_length(self, length: int) -> None:
+        positions = getattr(self.config, "max_position_embeddings", None)
+        prefix = self.client_head.prefix
+        if prefix is not None:
+            length += prefix.length
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"A sequence of {length} positions{' with its prefix' if prefix else ''} came to a model of "
+                f"{positions}: shorten it."
+            )
+
+
+def load_parts(
+    name: str,
+    config: PretrainedConfig,
+    cut: Cut,
+    roles: tuple[Role, ...],
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> dict[Role, Part]:
+    """
+    Parts of a checkpoint, without reading the others' weights.
+
+    Args:
+        name (`str`): A directory or a Hub id, with safetensors.
+        config (`PretrainedConfig`): The whole model's.
+        cut (`Cut`): Where it is cut.
+        roles (`tuple[str, ...]`): Which parts: `("head", "tail")` for a client, `("body",)` for the server.
+        layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
+        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
+        kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
+
+    Raises:
+        ValueError: If weights are missing or do not fit the config.
+    """
+    parts = {role: Part(config, cut, role, layout) for role in roles}
+    wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
+    tied = {}
+    for part in parts.values():
+        if config.tie_word_embeddings and part.role == "tail":
+            tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
+    weights = read_weights(name, wanted - tied.keys() | set(tied.values()), dtype, **kwargs)
+    for alias, source in tied.items():
+        weights[alias] = weights[source]
+    for part in parts.values():
+        part.take(weights)
+    return parts
+
+
+def _num_blocks(config: PretrainedConfig, layout: Layout | None) -> int:
+    return int(getattr(config, (layout or layout_of(config)).num_blocks))
+
+
+def _wire_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if name in WIRE_DTYPES else "float32"
+
+
+def _is_range(position_ids: torch.Tensor, start: int) -> bool:
+    """Whether these are the positions that the model gives without being told."""
+    expected = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
+    return bool((position_ids == expected).all())
+
+
+def _loss_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What of a call's other arguments is for the loss; everything else is refused."""
+    left = {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT and value is not None}
+    for name in ("output_attentions", "output_hidden_states"):
+        if left.pop(name, False):
+            raise ValueError(f"{name}=True: the server's are not sent. Look into the unsplit model.")
+    arguments: dict[str, Any] = {
+        name: left.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in left
+    }
+    if left:
+        raise TypeError(f"A split model takes no {sorted(left)}: nothing that is not declared leaves the client.")
+    return arguments

@@ -1,0 +1,86 @@
+"""Tiny decoder models of every family that can be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+
+VOCABULARY = 50
+NUM_BLOCKS = 5
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+
+DECODERS: dict[str, Any] = {
+    "glm": lambda: GlmConfig(**_GROUPED, head_dim=8),
+    "glm4": lambda: Glm4Config(**_GROUPED, head_dim=8),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=NUM_BLOCKS,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "llama-tied": lambda: LlamaConfig(**_GROUPED, tie_word_embeddings=True),
+    "mistral-window": lambda: MistralConfig(**_GROUPED, head_dim=8, sliding_window=4),
+    "opt": lambda: OPTConfig(**_SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, attention_dropout=0.0),
+    "opt-projected": lambda: OPTConfig(
+        **_SIZES, ffn_dim=48, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0
+    ),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen2-windows": lambda: Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=8),
+}
+
+
+def decoder(name: str, seed: int = 0) -> PreTrainedModel:
+    """A model of one of `DECODERS`, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(DECODERS[name]()).eval()
+
+
+def batch(padding: str | None, rows: int = 3, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Token ids, mask and labels; the first row is three tokens shorter where there is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if padding is not None:
+        mask = torch.ones_like(ids)
+        padded = slice(0, 3) if padding == "left" else slice(length - 3, length)
+        mask[0, padded] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"][mask == 0] = -100
+        if padding == "left":
+            # Otherwise a pad position would predict the row's first token.
+            inputs["labels"][0, 3] = -100
+    return inputs

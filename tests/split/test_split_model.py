@@ -1,0 +1,257 @@
+"""A split model is the model that it was made from."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from datasets import Dataset
+from decoders import DECODERS, NUM_BLOCKS, VOCABULARY, batch, decoder
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from hf_federated import SplitModel
+from hf_federated.split import Cut, Layout, LocalLink
+
+
+CUTS = [(1, 1), (2, 1), (1, 3), (0, 1)]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_loss_and_gradients_are_those_of_the_whole_model(name, cut):
+    whole = decoder(name)
+    split = SplitModel.from_model(whole, *cut)
+    for padding in (None, "left", "right"):
+        inputs = batch(padding)
+        whole.zero_grad()
+        expected = whole(**inputs)
+        expected.loss.backward()
+        expected_gradients = gradients(whole)
+        whole.zero_grad()
+        output = split(**inputs)
+        output.loss.backward()
+        tokens = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
+        assert (output.loss - expected.loss).abs() <= 1e-6
+        # The parts share the whole model's parameters, so their gradients are there.
+        found = gradients(whole)
+        assert found.keys() == expected_gradients.keys()
+        for parameter, gradient in found.items():
+            assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-5, parameter
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt", "qwen2-windows"])
+def test_ten_steps_of_a_trainer_end_where_the_whole_models_end(name, tmp_path):
+    ids = torch.randint(3, VOCABULARY, (40, 8), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    whole, again = decoder(name), decoder(name)
+    losses = []
+    for model in (whole, SplitModel.from_model(again)):
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=10,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            max_grad_norm=0.5,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            use_cpu=True,
+        )
+        losses.append(Trainer(model=model, args=args, train_dataset=rows).train().training_loss)
+    assert losses[0] == losses[1]
+    for (parameter, expected), found in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert (expected - found).abs().max() <= 1e-6, parameter
+    assert not torch.equal(whole.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_generation_is_that_of_the_whole_model(name):
+    whole = decoder(name)
+    split = SplitModel.from_model(whole, 2, 1)
+    for padding in (None, "left"):
+        inputs = batch(padding)
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        expected = whole.generate(inputs["input_ids"], **settings)
+        assert torch.equal(split.generate(inputs["input_ids"], **settings), expected)
+        assert torch.equal(split.generate(inputs["input_ids"], use_cache=False, **settings), expected)
+
+
+def test_sampling_draws_what_the_whole_model_draws():
+    whole = decoder("llama")
+    split = SplitModel.from_model(whole)
+    ids = batch(None)["input_ids"]
+    settings = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9, "eos_token_id": None}
+    drawn = []
+    for model in (whole, split):
+        torch.manual_seed(3)
+        drawn.append(model.generate(ids, **settings))
+    assert torch.equal(*drawn)
+
+
+def test_the_server_sends_one_tokens_states_a_step_and_drops_the_cache_afterwards():
+    split = SplitModel.from_model(decoder("llama"))
+    sizes: list[int] = []
+    server = split.boundary.link.server
+    split.boundary.link = LocalLink(server, lambda message, answer: sizes.append(len(message)))
+    split.generate(batch(None)["input_ids"], max_new_tokens=5, do_sample=False, eos_token_id=None)
+    prompt, *others = sizes[:5]
+    assert prompt > 9 * 3 * 32 * 4 > max(others) > 3 * 32 * 4
+    gc.collect()
+    assert not server._caches
+
+
+def test_ways_of_generating_that_a_server_cannot_follow_are_refused():
+    split = SplitModel.from_model(decoder("llama"))
+    ids = batch(None)["input_ids"]
+    with pytest.raises(ValueError, match="num_beams=1"):
+        split.generate(ids, num_beams=2, max_new_tokens=2)
+    with pytest.raises(ValueError, match="dynamic cache"):
+        split.generate(ids, cache_implementation="static", max_new_tokens=2)
+
+
+def test_a_frozen_head_leaves_the_servers_gradients_as_they_are():
+    whole = decoder("llama")
+    split = SplitModel.from_model(whole)
+    inputs = batch("right")
+    whole(**inputs).loss.backward()
+    expected = gradients(split.server_body)
+    whole.zero_grad()
+    split.client_head.requires_grad_(False)
+    split(**inputs).loss.backward()
+    found = gradients(split.server_body)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_activation_checkpointing_in_the_parts_changes_no_gradient():
+    whole = decoder("llama").train()
+    split = SplitModel.from_model(whole, 2, 2)
+    inputs = batch("right")
+    whole(**inputs).loss.backward()
+    expected = gradients(whole)
+    whole.zero_grad()
+    for part in (split.client_head, split.server_body, split.client_tail):
+        part.model.activation_checkpointing_enable()
+    split(**inputs).loss.backward()
+    assert all((gradient - expected[name]).abs().max() <= 1e-6 for name, gradient in gradients(whole).items())
+
+
+def test_autocast_reaches_the_server():
+    whole = decoder("llama")
+    split = SplitModel.from_model(whole, wire_dtype="float32")
+    inputs = batch("right")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = whole(**inputs).logits
+        found = split(**inputs).logits
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, whole(**inputs).logits)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 2e-3), ("bfloat16", 2e-2), ("int8", 5e-2)])
+def test_a_narrow_wire_costs_a_measured_error(dtype, error):
+    whole = decoder("llama")
+    inputs = batch("right")
+    exact = whole(**inputs).logits
+    found = SplitModel.from_model(whole, wire_dtype=dtype)(**inputs).logits
+    relative = (found - exact).norm() / exact.norm()
+    assert 0 < relative < error
+
+
+def test_a_bfloat16_model_travels_as_it_is():
+    whole = decoder("llama").to(torch.bfloat16)
+    # `.to` rounds the frequencies of rotary embeddings too; models are built with exact ones.
+    whole.model.rotary_emb.inv_freq = decoder("llama").model.rotary_emb.inv_freq
+    split = SplitModel.from_model(whole)
+    assert split.boundary.wire.dtype == "bfloat16"
+    inputs = batch("right")
+    assert torch.equal(split(**inputs).logits, whole(**inputs).logits)
+
+
+def test_every_parameter_belongs_to_one_part():
+    whole = decoder("llama-tied")
+    split = SplitModel.from_model(whole, 1, 2)
+    sizes = split.part_bytes()
+    assert sum(sizes.values()) == sum(parameter.nbytes for parameter in whole.parameters())
+    assert split.get_output_embeddings().weight is split.get_input_embeddings().weight
+    block = sum(parameter.nbytes for parameter in whole.model.layers[0].parameters())
+    assert sizes["body"] == (NUM_BLOCKS - 3) * block
+
+
+def test_a_cut_that_does_not_fit_is_refused():
+    for cut, text in (((3, 2), "cannot leave 3 \\+ 2"), ((-1, 1), "not be negative"), ((1, 0), "at least 1")):
+        with pytest.raises(ValueError, match=text):
+            SplitModel.from_model(decoder("llama"), *cut)
+
+
+def test_a_model_without_a_layout_is_refused_and_takes_a_given_one():
+    whole = decoder("llama")
+    whole.config.model_type = "another"
+    with pytest.raises(ValueError, match="No layout for models of type 'another'"):
+        SplitModel.from_model(whole)
+    layout = Layout(
+        blocks="model.layers",
+        embedding="model.embed_tokens",
+        output="lm_head",
+        of_head={"model.embed_tokens": "identity"},
+        of_tail={"model.norm": "identity", "lm_head": "identity"},
+    )
+    split = SplitModel.from_model(whole, layout=layout)
+    ids = batch(None)["input_ids"]
+    assert torch.equal(split(ids).logits, whole(ids).logits)
+
+
+def test_blocks_that_depend_on_their_number_are_refused():
+    config = GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=9, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=False"):
+        SplitModel.from_model(GPT2LMHeadModel(config))
+
+
+def test_a_sequence_longer_than_the_positions_is_refused():
+    split = SplitModel.from_model(decoder("gpt2"))
+    with pytest.raises(ValueError, match="65 positions came to a model of 64"):
+        split(torch.full((1, 65), 3))
+
+
+def test_what_is_not_declared_is_refused_before_it_leaves():
+    split = SplitModel.from_model(decoder("llama"))
+    ids = batch(None)["input_ids"]
+    with pytest.raises(TypeError, match="takes no \\['token_type_ids'\\]"):
+        split(ids, token_type_ids=ids)
+    with pytest.raises(ValueError, match="output_hidden_states=True"):
+        split(ids, output_hidden_states=True)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        split()
+
+
+def test_positions_of_the_users_own_reach_the_server():
+    whole = decoder("llama")
+    split = SplitModel.from_model(whole)
+    ids = batch(None)["input_ids"]
+    # Two packed sequences a row, told by their positions.
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, -1)
+    found = split(ids, position_ids=positions).logits
+    assert (found - whole(ids, position_ids=positions, use_cache=False).logits).abs().max() <= 1e-5
+    assert (found - whole(ids).logits).abs().max() > 1e-2
+
+
+def test_the_parts_keep_the_users_frozen_parameters_frozen():
+    whole = decoder("llama")
+    whole.model.layers[2].requires_grad_(False)
+    before = copy.deepcopy({name: p.requires_grad for name, p in whole.named_parameters()})
+    SplitModel.from_model(whole)
+    assert {name: p.requires_grad for name, p in whole.named_parameters()} == before
+
+
+def test_a_cut_names_the_blocks_of_the_whole_model():
+    cut = Cut(num_blocks=6, head_blocks=2, tail_blocks=1)
+    assert [*cut.blocks("head"), *cut.blocks("body"), *cut.blocks("tail")] == list(range(6))
