@@ -1,5 +1,6 @@
 """Split language models: the first and last blocks are a client's, the others a server's (FL-GLM)."""
 
+from .adapters import adapter_state, add_adapter, load_adapter, merge_adapters, save_adapter, take_adapter
 from .body import BodyServer
 from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
@@ -30,6 +31,12 @@ __all__ = [
     "SplitCache",
     "SplitModel",
     "Wire",
+    "adapter_state",
+    "add_adapter",
     "layout_of",
+    "load_adapter",
     "load_parts",
+    "merge_adapters",
+    "save_adapter",
+    "take_adapter",
 ]

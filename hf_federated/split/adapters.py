@@ -2,7 +2,7 @@
 
 An adapter is described once, by PEFT's config for the whole model. What it means for a part follows from the names of
 the modules that it would adapt there, so `layers_to_transform`, patterns and regular expressions keep their meaning
-although a part's blocks are numbered from 0. Parts' adapters together are one ordinary PEFT adapter of the whole model.
+although a part's blocks are numbered from 0. Parts' adapters together are one PEFT adapter of the whole model.
 """
 
 from __future__ import annotations
@@ -65,11 +65,8 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
             raise ValueError(f"{name} of a LoraConfig is not supported in a split model: leave it out.")
     with init_empty_weights():
         whole = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
-    adapted = {
-        name.removeprefix(_PEFT_PREFIX): module
-        for name, module in whole.named_modules()
-        if isinstance(module, LoraLayer)
-    }
+    layers = [(name, module) for name, module in whole.named_modules() if isinstance(module, LoraLayer)]
+    adapted = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
     for part in parts:
         part.requires_grad_(False)
         _inject(part, peft_config, adapted)

@@ -140,7 +140,8 @@ class _Passage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         boundary: Boundary = ctx.boundary
-        message = Backward(*ctx.passage, boundary.wire.encode(gradient))
+        client_id, step, micro_step = ctx.passage
+        message = Backward(client_id, step, micro_step, boundary.wire.encode(gradient))
         answer = Gradient.from_bytes(boundary.link.exchange(message.to_bytes()))
         _check_passage(answer.passage, ctx.passage)
         states = boundary.wire.decode(answer.gradient, len(gradient), ctx.dtype).to(ctx.device)

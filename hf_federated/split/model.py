@@ -1,7 +1,8 @@
 """`SplitModel`: a decoder model whose first and last blocks are a client's and whose others are a server's.
 
-FL-GLM (Zheng et al. 2024), section 3.1: `h_0 = Block_0(Embedding(x))` leaves the client, the server's
-`h_{N-2} = Block_{1..N-2}(h_0)` comes back, and `Linear(Block_{N-1}(h_{N-2}))` and the loss are the client's again. Any cut may be chosen.
+FL-GLM (Zheng et al. 2024), section 3.1: `h_0 = Block_0(Embedding(x))` leaves the client, the server answers with
+`h_{N-2} = Block_{1..N-2}(h_0)`, and `Linear(Block_{N-1}(h_{N-2}))` and the loss are the client's again. Any cut may be
+chosen.
 
 Raw text and labels stay with the client. Against a server that knows the pretrained weights, hidden states and
 gradients can still reveal text: how much is a thing to measure, not to claim.
@@ -28,6 +29,8 @@ from .wire import WIRE_DTYPES, Wire
 
 # What a caller may pass that changes nothing here.
 _WITHOUT_EFFECT = ("return_dict", "cache_position")
+# What goes to the tail with the labels.
+_FOR_THE_LOSS = ("num_items_in_batch", "shift_labels")
 
 
 class SplitModel(PreTrainedModel, GenerationMixin):
@@ -138,6 +141,12 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         return split
 
     @property
+    def parts(self) -> list[Part]:
+        """The parts that are in this process, from the first block to the last."""
+        parts = (self.client_head, self.server_body, self.client_tail)
+        return [part for part in parts if part is not None]
+
+    @property
     def cut(self) -> Cut:
         """Where the model is cut."""
         return self.client_head.cut
@@ -145,12 +154,10 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     def part_bytes(self) -> dict[str, int]:
         """Bytes of each part's parameters; a tied matrix counts with the head."""
         counted: set[int] = set()
-        sizes = {}
-        for role, part in (("head", self.client_head), ("body", self.server_body), ("tail", self.client_tail)):
-            if part is None:
-                continue
+        sizes: dict[str, int] = {}
+        for part in self.parts:
             own = {id(parameter): parameter.nbytes for parameter in part.parameters()}
-            sizes[role] = sum(size for name, size in own.items() if name not in counted)
+            sizes[part.role] = sum(size for name, size in own.items() if name not in counted)
             counted |= own.keys()
         return sizes
 
@@ -186,7 +193,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             past_key_values ([`SplitCache`], *optional*): Of the tokens before.
             inputs_embeds (`torch.Tensor`, *optional*): Shape `(batch, sequence, hidden)`, in place of `input_ids`.
             labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
-            use_cache (`bool`, *optional*): Whether to go on from `past_key_values`; a new one where none is given.
+            use_cache (`bool`, *optional*): Whether to make a cache where none is given. By default none is made,
+                whatever the config says: the server would have to keep it.
             logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`): As in the whole model.
             kwargs: `num_items_in_batch`, as the loss takes it.
 
@@ -323,9 +331,7 @@ def _loss_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in ("output_attentions", "output_hidden_states"):
         if left.pop(name, False):
             raise ValueError(f"{name}=True: the server's are not sent. Look into the unsplit model.")
-    arguments: dict[str, Any] = {
-        name: left.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in left
-    }
+    arguments: dict[str, Any] = {name: left.pop(name) for name in _FOR_THE_LOSS if name in left}
     if left:
         raise TypeError(f"A split model takes no {sorted(left)}: nothing that is not declared leaves the client.")
     return arguments
