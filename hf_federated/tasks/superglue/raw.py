@@ -1,4 +1,4 @@
-"""The parts of SuperGLUE's raw rows, from both layouts: the benchmark's own JSON lines, and `super_glue` on the Hub."""
+"""The parts of SuperGLUE's raw rows, in the layout of the benchmark's JSON lines or of `super_glue` on the Hub."""
 
 from __future__ import annotations
 
