@@ -89,6 +89,22 @@ def start_tokens(tokenizer: Any) -> list[int]:
     return special[:1] if special[:1] and special[0] in starts else []
 
 
+def end_token(tokenizer: Any) -> int:
+    """
+    The token that ends an answer: the end token, or for a tokenizer in BERT's manner `sep`.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+
+    Raises:
+        ValueError: If it has neither.
+    """
+    token = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if token is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no token that ends an answer. Set its eos_token.")
+    return token
+
+
 def padding_token(tokenizer: Any) -> int:
     """
     The token that rows are padded with: the pad token, or the end token of a tokenizer without one.
@@ -141,23 +157,21 @@ def tokenize_prompts(
     Raises:
         ValueError: If a prompt is too long even without its passage. The message names the row.
     """
-    settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    ids: list[list[int]] = tokenizer(list(prompts), **settings)["input_ids"]
-    long = [place for place, row in enumerate(ids) if len(row) > rooms[place]]
-    if not long:
-        return ids
-    # Offsets take as long as tokens do, and few rows need them.
-    offsets = tokenizer([prompts[place] for place in long], return_offsets_mapping=True, **settings)["offset_mapping"]
-    for place, characters in zip(long, offsets, strict=True):
+    tokens = tokenizer(list(prompts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = tokens["input_ids"]
+    for place, row in enumerate(ids):
+        surplus = int(len(row) - rooms[place])
+        if surplus <= 0:
+            continue
         begin, end = passages[place]
+        characters = tokens.encodings[place].offsets
         inside = [token for token, (first, last) in enumerate(characters) if begin <= first and last <= end]
-        surplus = int(len(ids[place]) - rooms[place])
         if surplus > len(inside):
             raise ValueError(
-                f"{row_name(place, indices)} has {len(ids[place]) - len(inside)} tokens beside the passage, and room"
+                f"{row_name(place, indices)} has {len(row) - len(inside)} tokens beside the passage, and room"
                 f" for {max(0, int(rooms[place]))} with its answer. Raise the number of tokens that are kept of a"
                 " row, or leave the row out."
             )
         dropped = set(inside[len(inside) - surplus :])
-        ids[place] = [token for number, token in enumerate(ids[place]) if number not in dropped]
+        ids[place] = [token for number, token in enumerate(row) if number not in dropped]
     return ids

@@ -23,6 +23,7 @@ from .causal import (
     IGNORED,
     CausalCollator,
     check_is_fast,
+    end_token,
     padding_token,
     start_tokens,
     tokenize_answers,
@@ -148,8 +149,7 @@ class Summarization(Task):
 
     def _read_answers(self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None) -> list[list[int]]:
         """The tokens of each row's first target, and the end token."""
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no end token, which ends a summary. Set its eos_token.")
+        end = end_token(tokenizer)
         targets = [golds[0] for golds in read_targets(batch, self.target_column, indices)]
         answers = tokenize_answers(targets, tokenizer)
         for position, ids in enumerate(answers):
@@ -158,7 +158,7 @@ class Summarization(Task):
                     f"{row_name(position, indices)} has the target {targets[position]!r}, of which the tokenizer"
                     " leaves nothing. Drop the row, or take a tokenizer that knows it."
                 )
-        return [ids[: self.max_target_length - 1] + [tokenizer.eos_token_id] for ids in answers]
+        return [ids[: self.max_target_length - 1] + [end] for ids in answers]
 
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """The pretrained model, which generates `max_target_length` tokens at most. See [`Task.load_model`]."""

@@ -20,6 +20,7 @@ from ..causal import (
     IGNORED,
     CausalCollator,
     check_is_fast,
+    end_token,
     padding_token,
     start_tokens,
     tokenize_answers,
@@ -40,8 +41,8 @@ class SuperGlueCloze(Task):
 
     - where nothing but punctuation follows ``[M]`` (BoolQ, COPA, MultiRC, WiC, WSC), the answer stands in its place,
       and that punctuation is left out;
-    - where text follows it (CB, RTE, ReCoRD), `blank` stands in its place, and the answer behind the whole question
-      and `slot`. Put in the place of ``[M]``, an answer would be predicted from half of the question.
+    - where text follows it (CB, RTE, most queries of ReCoRD), `blank` stands in its place, and the answer behind the
+      whole question and `slot`. Put in the place of ``[M]``, an answer would be predicted from half of the question.
 
     Answers begin with a space. Those of several words (COPA, ReCoRD, WSC) end with the tokenizer's end token, as GLM
     ends them with its own: otherwise "Ada" would always be likelier than "Ada Lund".
@@ -98,7 +99,7 @@ class SuperGlueCloze(Task):
     end_answers: bool = True
 
     model_class: ClassVar[Any] = AutoModelForCausalLM
-    label_column: ClassVar[str] = "label"
+    label_column: ClassVar[str] = "target"
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -206,16 +207,9 @@ class SuperGlueCloze(Task):
                     f"{row_name(position, indices)} has candidates that are the same tokens: {', '.join(row)}. Take a"
                     " tokenizer that knows these words."
                 )
-            end = [] if task in WORDS or not self.end_answers else [self._end_token(tokenizer)]
+            end = [] if task in WORDS or not self.end_answers else [end_token(tokenizer)]
             rows.append([ids_of[text] + end for text in row])
         return rows
-
-    def _end_token(self, tokenizer: Any) -> int:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"{type(tokenizer).__name__} has no end token. Set tokenizer.eos_token, or `end_answers=False`."
-            )
-        return tokenizer.eos_token_id
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
         """Pads rows on the right. Shapes: `(batch, length)`. See [`Task.data_collator`]."""
