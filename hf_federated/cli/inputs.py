@@ -24,7 +24,9 @@ from hf_federated.tasks import (
     QuestionAnswering,
     Seq2Seq,
     SequenceTagging,
+    Summarization,
     SuperGlueClassification,
+    SuperGlueCloze,
     SuperGlueSeq2Seq,
     Task,
     TextClassification,
@@ -37,7 +39,9 @@ LORA_TASKS: dict[type[Task], TaskType] = {
     SequenceTagging: TaskType.TOKEN_CLS,
     QuestionAnswering: TaskType.QUESTION_ANS,
     Seq2Seq: TaskType.SEQ_2_SEQ_LM,
+    Summarization: TaskType.CAUSAL_LM,
     SuperGlueClassification: TaskType.SEQ_CLS,
+    SuperGlueCloze: TaskType.CAUSAL_LM,
     SuperGlueSeq2Seq: TaskType.SEQ_2_SEQ_LM,
 }
 

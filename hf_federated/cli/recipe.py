@@ -26,7 +26,7 @@ from hf_federated.cli.schema import RecipeError, RecipeField, check_section, dat
 from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
 from hf_federated.distillation import build_distillation
-from hf_federated.tasks import TASKS, Task
+from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq, Task
 
 
 DEFAULT_TEST_CLIENTS = 0.2
@@ -145,6 +145,11 @@ class Choice:
         """Of a task: whether it is evaluated on texts that its model writes."""
         return self.cls.trainer_class is Seq2SeqTrainer
 
+    @property
+    def joins_models(self) -> bool:
+        """Of a task: whether its model can be an encoder and a decoder, joined."""
+        return issubclass(self.cls, (Seq2Seq, SuperGlueSeq2Seq))
+
 
 @dataclass
 class Recipe:
@@ -199,7 +204,7 @@ class Recipe:
             raise RecipeError(
                 f"training.predict_with_generate is false; the task {self.task.name} is evaluated on what it writes."
             )
-        if self.model.decoder_name_or_path is not None and not self.task.writes:
+        if self.model.decoder_name_or_path is not None and not self.task.joins_models:
             raise RecipeError(f"model.decoder_name_or_path is for tasks of seq2seq; this one is {self.task.name}.")
         if self.public is not None and self.partition is None:
             raise RecipeError("public sets rows aside before they are cut into clients; name a partition.")

@@ -14,7 +14,13 @@ from hf_federated.cli.run_log import finite
 from hf_federated.cli.runs import Run, build_run, run_baseline, run_federated
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.data.plots import plot_learning_curve, plot_partition
-from hf_federated.tasks import SequenceTagging, SuperGlueClassification, SuperGlueSeq2Seq, TextClassification
+from hf_federated.tasks import (
+    SequenceTagging,
+    SuperGlueClassification,
+    SuperGlueCloze,
+    SuperGlueSeq2Seq,
+    TextClassification,
+)
 
 
 RESULTS_NAME = "results.json"
@@ -141,6 +147,9 @@ def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
         column = task.tags_column
     elif isinstance(task, (SuperGlueClassification, SuperGlueSeq2Seq)):
         column = "task"  # as figure 3 of FedDRS
+    elif isinstance(task, SuperGlueCloze):
+        # Of one task its labels, as figure 5 of FL-GLM.
+        column = "task" if len(run.inputs.raw.test.unique("task")) > 1 else task.label_column
     if column is not None:
         counts = label_counts(clients, column)
         by_client = dict(zip(counts.client_ids, counts.counts.tolist(), strict=True))

@@ -5,7 +5,14 @@ from .language_modeling import LanguageModeling
 from .question_answering import QuestionAnswering
 from .seq2seq import Seq2Seq
 from .sequence_tagging import SequenceTagging
-from .superglue import SuperGlueClassification, SuperGlueSeq2Seq, superglue_rows
+from .summarization import Summarization
+from .superglue import (
+    SuperGlueClassification,
+    SuperGlueCloze,
+    SuperGlueSeq2Seq,
+    superglue_cloze_rows,
+    superglue_rows,
+)
 from .text_classification import TextClassification
 
 
@@ -16,8 +23,10 @@ TASKS: dict[str, type[Task]] = {
     "question-answering": QuestionAnswering,
     "seq2seq": Seq2Seq,
     "language-modeling": LanguageModeling,
+    "summarization": Summarization,
     "superglue-classification": SuperGlueClassification,
     "superglue-seq2seq": SuperGlueSeq2Seq,
+    "superglue-cloze": SuperGlueCloze,
 }
 
 __all__ = [
@@ -26,9 +35,12 @@ __all__ = [
     "QuestionAnswering",
     "Seq2Seq",
     "SequenceTagging",
+    "Summarization",
     "SuperGlueClassification",
+    "SuperGlueCloze",
     "SuperGlueSeq2Seq",
     "Task",
     "TextClassification",
+    "superglue_cloze_rows",
     "superglue_rows",
 ]

@@ -26,8 +26,9 @@ class Task(ABC):
     """
     A task formulation: how raw rows become model inputs, and predictions metrics.
 
-    Those of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`] and
-    [`LanguageModeling`]; of SuperGLUE [`SuperGlueClassification`] and [`SuperGlueSeq2Seq`]. Every one of them has:
+    Those of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`],
+    [`LanguageModeling`] and [`Summarization`]; of SuperGLUE [`SuperGlueClassification`], [`SuperGlueSeq2Seq`] and
+    [`SuperGlueCloze`]. Every one of them has:
 
     - `model_class`: the `AutoModelFor…` that it trains, and `model_kwargs` for its `from_pretrained`;
     - `columns`: the raw columns that it reads, and `one_feature_a_row`: whether their number stays;
@@ -115,7 +116,8 @@ class Task(ABC):
 
         Args:
             tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
-            features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] needs it.
+            features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] and
+                [`SuperGlueCloze`] need it.
             rows (`Dataset`, *optional*): The raw evaluation data set; tasks with `needs_rows` need it.
         """
 
@@ -170,7 +172,8 @@ class Task(ABC):
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
-        Encoded rows as they are evaluated, which is the same in every evaluation.
+        Encoded rows as they are evaluated, which is the same in every evaluation: with tokens masked (language
+        modelling), for each candidate (cloze questions), as prompts (summaries); of other tasks as they are.
 
         Args:
             features (`datasets.Dataset`): What [`~Task.prepare`] returned.

@@ -100,7 +100,7 @@ class Seq2Seq(Task):
     def find_empty(self, batch: Batch) -> list[bool]:
         """Rows without a source or a target, or with an empty one among several."""
         rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
-        return [is_blank(source) or _is_empty_target(target) for source, target in rows]
+        return [is_blank(source) or is_empty_target(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
@@ -108,7 +108,7 @@ class Seq2Seq(Task):
         """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
         sources = [self.prefix + source for source in read_texts(batch, self.source_column, indices)]
         # Targets before sources: a bad row is named before the longer half of the work.
-        targets = [golds[0] for golds in self._read_targets(batch, indices)] if with_labels else None
+        targets = [golds[0] for golds in read_targets(batch, self.target_column, indices)] if with_labels else None
         encoded = dict(
             tokenizer(sources, truncation=True, max_length=self.max_source_length, return_attention_mask=True).items()
         )
@@ -116,19 +116,6 @@ class Seq2Seq(Task):
             labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)
             encoded["labels"] = labels["input_ids"]
         return encoded
-
-    def _read_targets(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
-        """The targets of each row, at least one and none of them empty."""
-        rows = []
-        for position, value in enumerate(read_column(batch, self.target_column)):
-            targets = [value] if isinstance(value, str) else list(value or [])
-            if _is_empty_target(value):
-                raise ValueError(
-                    f"{row_name(position, indices)} has no target or an empty one in the column"
-                    f" {self.target_column!r}. Drop such rows, or encode with `with_labels=False`."
-                )
-            rows.append(targets)
-        return rows
 
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """
@@ -180,7 +167,7 @@ class Seq2Seq(Task):
         the labels, which `max_target_length` may have cut.
         """
         metric = Rouge(use_stemmer=self.use_stemmer)
-        targets = None if rows is None else self._read_targets(rows[:], None)
+        targets = None if rows is None else read_targets(rows[:], self.target_column, None)
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
             generated = first_output(prediction.predictions)
@@ -197,7 +184,31 @@ class Seq2Seq(Task):
         return compute_metrics
 
 
-def _is_empty_target(value: Any) -> bool:
+def read_targets(batch: Batch, column: str, indices: Sequence[int] | None) -> list[list[str]]:
+    """
+    The targets of each row, at least one and none of them empty.
+
+    Args:
+        batch (`Mapping[str, Sequence]`): Raw columns.
+        column (`str`): The column with a target, or a list of them, for each row.
+        indices (`Sequence[int]`, *optional*): The rows' numbers.
+
+    Raises:
+        ValueError: If a row has none, or an empty one. The message names the row.
+    """
+    rows = []
+    for position, value in enumerate(read_column(batch, column)):
+        if is_empty_target(value):
+            raise ValueError(
+                f"{row_name(position, indices)} has no target or an empty one in the column {column!r}. Drop such"
+                " rows, or encode with `with_labels=False`."
+            )
+        rows.append([value] if isinstance(value, str) else list(value))
+    return rows
+
+
+def is_empty_target(value: Any) -> bool:
+    """Whether a target, or a list of them, is missing, or one is nothing but space."""
     targets = [value] if isinstance(value, str) else list(value or [])
     return not targets or any(map(is_blank, targets))
 

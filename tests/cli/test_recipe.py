@@ -94,6 +94,10 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
             ["task.name=superglue-seq2seq", "training.predict_with_generate=false"],
             ["predict_with_generate", "superglue-seq2seq"],
         ),
+        (
+            ["task.name=summarization", "model.decoder_name_or_path=a"],
+            ["decoder_name_or_path is for tasks of seq2seq", "summarization"],
+        ),
         (["task={name: superglue-classification, label_names: [a]}"], ["task.label_names", "max_length"]),
         (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
         (["partition.name=random"], ["partition.name", "'random'", "label-dirichlet"]),

@@ -9,7 +9,9 @@ from hf_federated.tasks import (
     QuestionAnswering,
     Seq2Seq,
     SequenceTagging,
+    Summarization,
     SuperGlueClassification,
+    SuperGlueCloze,
     TextClassification,
 )
 
@@ -57,6 +59,25 @@ CASES = {
         SuperGlueClassification(),
         {"task": "rte", "source": "in rome", "target": "Entailment"},
         [({}, False), ({"source": ""}, True), ({"target": None}, True)],
+    ),
+    "summary": (
+        Summarization(),
+        {"source": "in rome", "target": ["film"]},
+        [({}, False), ({"source": " "}, True), ({"target": ["film", ""]}, True)],
+    ),
+    "cloze": (
+        SuperGlueCloze(),
+        {
+            "id": "1",
+            "task": "rte",
+            "source": "in rome [M]",
+            "mask_start": 8,
+            "passage_start": 0,
+            "passage_end": 0,
+            "candidates": ["warm", "cold"],
+            "label": 0,
+        },
+        [({}, False), ({"source": ""}, True), ({"candidates": []}, True), ({"candidates": ["warm", " "]}, True)],
     ),
     "language": (LanguageModeling(), {"text": "in rome"}, [({}, False), ({"text": ""}, True)]),
 }

@@ -17,7 +17,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hf_federated import FederatedDataset
-from hf_federated.tasks import LanguageModeling, QuestionAnswering, Seq2Seq, SequenceTagging, TextClassification
+from hf_federated.tasks import (
+    LanguageModeling,
+    QuestionAnswering,
+    Seq2Seq,
+    SequenceTagging,
+    Summarization,
+    TextClassification,
+)
 from hf_federated.tasks.base import Task
 from hf_federated.tasks.mapping import fingerprint
 
@@ -185,6 +192,7 @@ TASKS = {
     "tagging": SequenceTagging(["O", "B-LOC", "I-LOC"]),
     "answers": QuestionAnswering(max_length=384, stride=128),
     "seq2seq": Seq2Seq(source_column="text", target_column="question"),
+    "summaries": Summarization(source_column="text", target_column="question"),
     "causal": LanguageModeling(),
     "blocks": LanguageModeling(block_size=128),
     "masked": LanguageModeling("masked"),
@@ -207,5 +215,5 @@ def test_a_row_of_120_words_takes_less_than_a_millisecond(task):
             "answers": [{"text": [text.split()[-1]], "answer_start": [text.rindex(" ") + 1]} for text in texts],
         }
     )
-    tokenizer = large()
+    tokenizer = large(sep_token="[SEP]")
     assert milliseconds_a_row(lambda: task.prepare(data, tokenizer), 300) < 1

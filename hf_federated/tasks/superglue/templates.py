@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, Features, List, Value
 
-from ..base import is_blank
+from .raw import HIGHLIGHT, multirc_answers, read_text, read_value, record_queries
 
 
 # Of each task the raw labels, in the order of their numbers on the Hub, and the names that models learn.
@@ -51,8 +51,6 @@ FEATURES = Features(
         "answers": List(Value("string")),
     }
 )
-
-_HIGHLIGHT = re.compile(r"\s*@highlight\s*")  # ReCoRD's mark between a news text and its summary
 
 
 class Example(NamedTuple):
@@ -164,8 +162,8 @@ def examples(task: str, row: Mapping[str, Any], where: str, mark_span1: bool = F
     elif task == "wsc":
         yield _wsc(row, where, mark_span1)
     else:
-        fields = {column: clean(_text(row, column, where)) for column in COLUMNS[task]}
-        yield Example(fill(task, fields), _value(row, "label", where))
+        fields = {column: clean(read_text(row, column, where)) for column in COLUMNS[task]}
+        yield Example(fill(task, fields), read_value(row, "label", where))
 
 
 def clean(text: str, keep: str = "") -> str:
@@ -232,88 +230,58 @@ def read_label(task: str, value: Any, names: Sequence[str], where: str) -> str:
 
 
 def _multirc(row: Mapping[str, Any], where: str) -> Iterator[Example]:
-    if "passage" not in row:  # the Hub's layout, a row an answer
-        paragraph, asked = clean(_text(row, "paragraph", where)), _text(row, "question", where)
-        place, answer = _value(row, "idx", where), _value(row, "answer", where)
-        source = _multirc_source(asked, answer, paragraph, where)
-        yield Example(source, _value(row, "label", where), f"{place['paragraph']}-{place['question']}", answer)
-        return
-    passage = _value(row, "passage", where)
-    paragraph = clean(_text(passage, "text", where))
-    for question in passage["questions"]:
-        asked, number = _text(question, "question", where), _value(question, "idx", where)
-        for answer in question["answers"]:
-            text = _value(answer, "text", where)
-            yield Example(
-                _multirc_source(asked, text, paragraph, where),
-                # Answers of the unpublished test labels have none.
-                answer.get("label"),
-                f"{row.get('idx')}-{number}",
-                text,
-            )
-
-
-def _multirc_source(question: str, answer: Any, paragraph: str, where: str) -> str:
-    # A few answers of the benchmark are empty, and count as the others do.
-    if not isinstance(answer, str):
-        raise ValueError(f"{where} has the answer {answer!r} instead of a text. Correct it, or drop the row.")
-    fields = {"question": clean(question, keep="?"), "answer": clean(answer), "paragraph": paragraph}
-    return fill("multirc", fields)
+    for answer in multirc_answers(row, where):
+        fields = {
+            "question": clean(answer.question, keep="?"),
+            "answer": clean(answer.text),
+            "paragraph": clean(answer.paragraph),
+        }
+        yield Example(fill("multirc", fields), answer.label, answer.place, answer.text)
 
 
 def _record(row: Mapping[str, Any], where: str) -> Iterator[Example]:
-    nested = "qas" in row  # the benchmark's own files; on the Hub a row is a query
-    holder = _value(row, "passage", where) if nested else row
-    text = _text(holder, "text" if nested else "passage", where)
-    entities = _entities(_value(holder, "entities", where), text, where)
-    passage, number = clean(_HIGHLIGHT.sub(" ", text)), _value(row, "idx", where)
-    queries = row["qas"] if nested else [row]
-    for query in queries:
-        asked = clean(_text(query, "query", where), keep="@")
-        if "@placeholder" not in asked:
-            raise ValueError(
-                f"{where} has a query without '@placeholder': {query['query']!r}. Correct it, or drop it."
-            )
-        place = f"{number}-{query['idx']}" if nested else f"{number['passage']}-{number['query']}"
-        found = [answer["text"] if nested else answer for answer in query.get("answers") or []]
-        answers = tuple(dict.fromkeys(found))
-        if unknown := [answer for answer in answers if answer not in entities]:
-            raise ValueError(
-                f"{where} has the answer {unknown[0]!r}, which is none of the passage's entities:"
-                f" {', '.join(map(repr, entities))}."
-            )
-        for entity in entities:
+    for query in record_queries(row, where):
+        asked, passage = clean(query.text, keep="@"), clean(HIGHLIGHT.sub(" ", query.passage))
+        for entity in query.entities:
             source = fill("record", {"answer": clean(entity), "query": asked, "passage": passage})
-            yield Example(source, entity in answers if answers else None, place, entity, answers)
-
-
-def _entities(given: Sequence[Any], text: str, where: str) -> list[str]:
-    """The different entities of a passage: from spans of characters, of which the last counts too, or as texts."""
-    entities = []
-    for entity in given:
-        name = entity if isinstance(entity, str) else text[entity["start"] : entity["end"] + 1]
-        if is_blank(name) or name not in text:
-            raise ValueError(
-                f"{where} has the entity {entity!r}, which is not in its passage of {len(text)} characters."
-            )
-        entities.append(name)
-    return list(dict.fromkeys(entities))
+            label = entity in query.answers if query.answers else None
+            yield Example(source, label, query.place, entity, query.answers)
 
 
 def _wsc(row: Mapping[str, Any], where: str, mark_span1: bool) -> Example:
-    spans = row["target"] if "target" in row else row  # in the benchmark's own files they are an object
-    words = [clean(word) for word in _text(row, "text", where).split()]
+    words = [clean(word) for word in read_text(row, "text", where).split()]
     for span in ("span1", "span2") if mark_span1 else ("span2",):
-        wanted = clean(_text(spans, f"{span}_text", where)).split()
-        first = _find(words, wanted, _value(spans, f"{span}_index", where))
-        if first is None:
-            raise ValueError(
-                f"{where} has {span}_text {spans[f'{span}_text']!r}, which is not in its text: {row['text']!r}."
-            )
+        first, number = find_span(row, span, words, where)
         words[first] = f"* {words[first]}"
-        words[first + len(wanted) - 1] += " *"
+        words[first + number - 1] += " *"
     source = " ".join(["wsc:", *(word for word in words if word)])
-    return Example(source, _value(row, "label", where))
+    return Example(source, read_value(row, "label", where))
+
+
+def find_span(row: Mapping[str, Any], span: str, words: Sequence[str], where: str) -> tuple[int, int]:
+    """
+    Where a span of a WSC row stands in its text.
+
+    Args:
+        row (`Mapping[str, Any]`): The raw row.
+        span (`str`): `"span1"`, the noun, or `"span2"`, the pronoun.
+        words (`Sequence[str]`): The text's words, each [`clean`]ed.
+        where (`str`): How errors name the row.
+
+    Returns:
+        `tuple[int, int]`: The number of the first word, and how many they are.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    spans = row["target"] if "target" in row else row  # in the benchmark's own files they are an object
+    wanted = clean(read_text(spans, f"{span}_text", where)).split()
+    first = _find(words, wanted, read_value(spans, f"{span}_index", where))
+    if first is None:
+        raise ValueError(
+            f"{where} has {span}_text {spans[f'{span}_text']!r}, which is not in its text: {row['text']!r}."
+        )
+    return first, len(wanted)
 
 
 def _find(words: Sequence[str], wanted: Sequence[str], near: int) -> int | None:
@@ -329,16 +297,3 @@ def _find(words: Sequence[str], wanted: Sequence[str], near: int) -> int | None:
     return min(
         places, key=lambda place: (place != near, windows[place] != list(wanted), abs(place - near)), default=None
     )
-
-
-def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
-    if column not in row:
-        raise ValueError(f"{where} has no {column!r}; it has {', '.join(map(repr, row))}.")
-    return row[column]
-
-
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    text = _value(row, column, where)
-    if is_blank(text):
-        raise ValueError(f"{where} has {text!r} instead of a text in {column!r}. Correct it, or drop the row.")
-    return text

@@ -1,0 +1,332 @@
+"""SuperGLUE for causal models: cloze questions encoded, candidates scored, trained and evaluated by a `Trainer`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from causal import bytes_tokenizer, llama, pieces_tokenizer
+from datasets import Dataset, concatenate_datasets
+from measure import milliseconds_a_row
+from superglue_raw import files
+from tiny import arguments
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Trainer
+
+from hf_federated import FederatedConfig, FederatedDataset, federate
+from hf_federated.tasks import SuperGlueCloze, superglue_cloze_rows
+from hf_federated.tasks.superglue import LABELS, score_candidates
+
+
+TASK = SuperGlueCloze(max_length=128)
+ROWS = concatenate_datasets([superglue_cloze_rows(name, files(name)) for name in LABELS])
+ANSWERED = ROWS.filter(lambda row: row["label"] >= 0)
+SEVERAL_WORDS = ("copa", "record", "wsc")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return bytes_tokenizer(ROWS["source"])
+
+
+def batch_of(rows: Dataset, **changes: Any) -> dict[str, list[Any]]:
+    return {**rows[:], **changes}
+
+
+def naive_sums(task: SuperGlueCloze, rows: Dataset, tokenizer: Any, model: Any) -> list[np.ndarray]:
+    """Σ log p of each candidate of each row: texts tokenized whole, one by one, without padding, in float64."""
+    model = model.double().eval()
+    sums = []
+    for prompt, row in zip(task.prompts(rows[:])[0], rows, strict=True):
+        of_row = []
+        for candidate in row["candidates"]:
+            ids = tokenizer(f"{prompt} {candidate}")["input_ids"]
+            ids += [tokenizer.eos_token_id] if row["task"] in SEVERAL_WORDS else []
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0]
+            begin = len(tokenizer(prompt)["input_ids"])
+            of_token = torch.log_softmax(logits, dim=-1)
+            of_row.append(sum(of_token[place - 1, ids[place]].item() for place in range(begin, len(ids))))
+        sums.append(np.array(of_row))
+    model.float()
+    return sums
+
+
+def trainer_of(folder: Any, tokenizer: Any, model: Any, task: SuperGlueCloze = TASK, **kwargs: Any) -> Trainer:
+    features = task.for_evaluation(task.prepare(ROWS, tokenizer), tokenizer)
+    return Trainer(
+        model=model,
+        args=arguments(folder, **kwargs),
+        train_dataset=task.prepare(ANSWERED, tokenizer),
+        eval_dataset=features,
+        data_collator=task.data_collator(tokenizer),
+        compute_metrics=task.build_compute_metrics(tokenizer, features, ROWS),
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+    )
+
+
+# ---- Rows to train on
+
+
+def test_a_question_is_read_whole_before_it_is_answered():
+    prompts = dict(zip(ROWS["task"], TASK.prompts(ROWS[:])[0], strict=True))
+    assert prompts["boolq"].endswith("Question: did the bakery close? Answer:")
+    assert prompts["copa"] == '"he sang" or "he got wet"? It rained, so'
+    assert prompts["rte"] == '"Rome is well-off"? ____ "Snow fell in Rome."\nAnswer:'
+    # This query ends with its blank; the other one goes on.
+    assert prompts["record"].endswith("\nIt was found by")
+    other = SuperGlueCloze(blank="<mask>", slot=" So:").prompts(ROWS[:])
+    assert '"? <mask> "Snow fell in Rome." So:' in other[0][-3 - 2]
+    begin, end = other[1][-3 - 2]
+    assert other[0][-3 - 2][begin:end] == "Snow fell in Rome."
+
+
+def test_labels_are_on_the_answer_alone(tokenizer):
+    for row, encoded in zip(ROWS, TASK.prepare(ROWS, tokenizer), strict=True):
+        labels, ids = encoded["labels"], encoded["input_ids"]
+        answer = [label for label in labels if label != -100]
+        assert len(labels) == len(ids) == len(encoded["attention_mask"])
+        assert ids[len(ids) - len(answer) :] == answer
+        text = f" {row['candidates'][row['label']]}" if row["label"] >= 0 else ""
+        end = "<end>" if text and row["task"] in SEVERAL_WORDS else ""
+        assert tokenizer.decode(answer) == text + end
+
+
+@pytest.mark.parametrize("make", [bytes_tokenizer, pieces_tokenizer])
+def test_tokens_are_those_of_the_whole_text(make):
+    tokenizer = make([*ROWS["source"], "yes no maybe"])
+    task = SuperGlueCloze(end_answers=False)
+    features = task.for_evaluation(task.prepare(ROWS, tokenizer), tokenizer)
+    texts = [
+        f"{prompt} {candidate}"
+        for prompt, row in zip(task.prompts(ROWS[:])[0], ROWS, strict=True)
+        for candidate in row["candidates"]
+    ]
+    assert features["input_ids"][:] == tokenizer(texts)["input_ids"]
+
+
+def test_what_is_too_long_loses_the_end_of_its_passage(tokenizer):
+    whole, row = TASK.prepare(ROWS, tokenizer), 0
+    assert ROWS[row]["task"] == "boolq"
+    ids, length = whole[row]["input_ids"], len(whole[row]["input_ids"])
+    question = tokenizer(". Question: is lund's bakery still open? Answer:")["input_ids"]
+    answer = tokenizer(" no")["input_ids"]
+    # Room is kept for the longest candidate, so that all have the same question.
+    longer = max(map(len, whole[row]["candidates"])) - len(answer)
+    for cut in (1, 10):
+        shorter = SuperGlueCloze(max_length=length + longer - cut).prepare(ROWS.select([row]), tokenizer)[0]
+        passage = length - len(question) - len(answer)
+        assert shorter["input_ids"] == ids[: passage - cut] + question + answer
+        assert shorter["labels"] == [-100] * (length - cut - len(answer)) + answer
+    with pytest.raises(ValueError, match=rf"Row 0 has {len(question)} tokens beside the passage, and room for 5"):
+        SuperGlueCloze(max_length=5 + longer + len(answer)).prepare(ROWS.select([row]), tokenizer)
+
+
+def test_a_passage_behind_the_blank_is_cut_too_and_candidates_have_one_question(tokenizer):
+    rows = superglue_cloze_rows("cb", files("cb"))
+    task = SuperGlueCloze(max_length=26)
+    features = task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
+    for row in features:
+        text = tokenizer.decode(row["input_ids"])
+        assert len(row["input_ids"]) <= 26 and text.startswith('"it is') and '"\nAnswer:' in text
+    for owner in rows["id"]:
+        of_row = features.filter(lambda row, owner=owner: row["id"] == owner)
+        questions = {tuple(row["input_ids"][: row["labels"].count(-100)]) for row in of_row}
+        assert len(of_row) == 3 and len(questions) == 1
+
+
+def test_a_row_without_a_right_answer_is_not_trained_on(tokenizer):
+    collate = TASK.data_collator(tokenizer)
+    with pytest.raises(ValueError, match="no answer to learn from.*answered_only=True"):
+        collate(list(TASK.prepare(ROWS.filter(lambda row: row["label"] < 0), tokenizer)))
+
+
+def test_rows_without_labels_are_scored_as_well(tokenizer):
+    bare = TASK.prepare(ROWS.remove_columns(["label", "target"]), tokenizer, with_labels=False)
+    assert "labels" not in bare.column_names
+    scored = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    assert TASK.for_evaluation(bare, tokenizer).to_list() == scored.to_list()
+
+
+# ---- Scores
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("concat", [True, False])
+def test_a_trainer_scores_candidates_as_they_score_alone(tokenizer, tmp_path, monkeypatch, side, concat):
+    monkeypatch.setattr(tokenizer, "padding_side", side)
+    model = llama(len(tokenizer))
+    trainer = trainer_of(
+        tmp_path, tokenizer, model, per_device_eval_batch_size=7, eval_do_concat_batches=concat, eval_strategy="epoch"
+    )
+    expected = naive_sums(TASK, ROWS, tokenizer, model)
+    predictions = trainer.predict(trainer.eval_dataset)
+    sums = predictions.predictions if concat else np.concatenate(predictions.predictions)
+    assert sums.shape == (sum(map(len, expected)),)
+    np.testing.assert_allclose(sums, np.concatenate(expected), atol=1e-4)
+    # Of the metrics two that are counted by hand.
+    best = [int(of_row.argmax()) for of_row in expected]
+    right = []
+    for row, chosen in zip(ROWS, best, strict=True):
+        if row["task"] == "record":
+            right.append(row["candidates"][chosen] in row["answers"])
+        elif row["task"] == "wsc":
+            right.append((chosen == 0) == (row["target"] == "Same"))
+        else:
+            right.append(chosen == row["label"])
+    assert predictions.metrics["test_accuracy"] == pytest.approx(np.mean(right))
+    of_copa = [value for row, value in zip(ROWS, right, strict=True) if row["task"] == "copa"]
+    assert predictions.metrics["test_copa_accuracy"] == pytest.approx(np.mean(of_copa))
+
+
+def test_right_scores_are_one_and_their_negatives_are_wrong(tokenizer):
+    features = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
+    rows = {row["id"]: row for row in ROWS}
+    is_right = []
+    for name, number in zip(features["id"], features["candidate"], strict=True):
+        row = rows[name]
+        # Where a noun of WSC is wrong, another one is meant.
+        is_right.append(number == row["label"] if row["label"] >= 0 else number == 1)
+    sums = np.where(is_right, -1.0, -9.0)
+    metrics = compute(SimpleNamespace(predictions=sums))
+    assert set(metrics.values()) == {1.0}
+    assert {f"{name}_score" for name in LABELS} < set(metrics)
+    wrong = compute(SimpleNamespace(predictions=-sums))
+    assert wrong["accuracy"] == wrong["record_exact_match"] == wrong["multirc_f1a"] == wrong["cb_accuracy"] == 0.0
+    # In batches, and with more than logits.
+    apart = [(part, "hidden states") for part in np.split(sums, [5, 9])]
+    assert compute(SimpleNamespace(predictions=apart)) == metrics
+
+
+def test_one_word_is_a_share_of_the_candidates_and_several_are_a_sum():
+    sums = np.array([-1000.0, -1001.0, -1003.0])
+    odds = [1.0, np.exp(-1), np.exp(-3)]
+    for name in LABELS:
+        expected = sums if name in SEVERAL_WORDS else np.array(odds) / sum(odds)
+        np.testing.assert_allclose(score_candidates(name, sums), expected)
+
+
+def test_an_end_keeps_a_candidate_from_winning_by_being_short(tokenizer, tmp_path):
+    row = {**ROWS.filter(lambda row: row["task"] == "record")[0], "candidates": ["Ada", "Ada Lund"], "label": 1}
+    rows = Dataset.from_list([row] * 4)
+    sums = {}
+    for end_answers in (True, False):
+        task, model = SuperGlueCloze(end_answers=end_answers), llama(len(tokenizer))
+        args = arguments(tmp_path, num_train_epochs=12)
+        train = task.prepare(rows, tokenizer)
+        collate = task.data_collator(tokenizer)
+        Trainer(model=model, args=args, train_dataset=train, data_collator=collate).train()
+        batch = collate(list(task.for_evaluation(train.select([0]), tokenizer)))
+        with torch.no_grad():
+            logits = model.eval()(**batch).logits
+        sums[end_answers] = task.preprocess_logits_for_metrics(logits, batch["labels"]).tolist()
+    assert sums[True][1] > sums[True][0]
+    assert sums[False][0] >= sums[False][1]  # what begins with it costs more, whatever was learned
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_trainers_learn_all_tasks(tokenizer, tmp_path, federated):
+    trainer = trainer_of(tmp_path, tokenizer, llama(len(tokenizer)), num_train_epochs=15)
+    if federated:
+        number = [place % 2 for place in range(len(ANSWERED))]
+        clients = FederatedDataset.from_column(ANSWERED.add_column("place", number), "place")
+        trainer = federate(Trainer)(
+            model=llama(len(tokenizer)),
+            args=trainer.args,
+            train_dataset=TASK.prepare(clients, tokenizer),
+            eval_dataset=trainer.eval_dataset,
+            data_collator=trainer.data_collator,
+            compute_metrics=trainer.compute_metrics,
+            preprocess_logits_for_metrics=TASK.preprocess_logits_for_metrics,
+            federation=FederatedConfig(num_rounds=5, local_epochs=5),
+        )
+    trainer.train()
+    metrics = trainer.evaluate()
+    # WSC's wrong noun was not trained on.
+    scores = [metrics[f"eval_{name}_score"] for name in LABELS if name != "wsc"]
+    assert np.mean(scores) > 0.9
+
+
+# ---- What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": ["boolq", "qnli"]}, "Row 8 has the task 'qnli'; allowed are 'boolq', .*'wsc'"),
+        ({"label": [0, 2]}, "Row 8 has the label 2; allowed are the numbers of its candidates, 0 to 1"),
+        ({"label": [0, None]}, "Row 8 has the label None"),
+        ({"label": [0, -1]}, "Row 8 has the label -1"),
+        ({"source": ["", "[M]"], "mask_start": [0, 0]}, "Row 7 has an empty text in the column 'source'"),
+        ({"mask_start": [0, 0]}, r"Row 7 has no \[M\] at character 0 of its source"),
+        ({"candidates": [["no", "yes"], []]}, r"Row 8 has the candidates \[\]; give at least one"),
+        ({"candidates": [["no", " "], ["no", "yes"]]}, r"Row 7 has the candidates \['no', ' '\]"),
+    ],
+)
+def test_a_bad_row_is_named(tokenizer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        TASK.encode(batch_of(ROWS.select([0, 1]), **changes), tokenizer, [7, 8])
+
+
+def test_a_missing_column_is_named(tokenizer):
+    with pytest.raises(ValueError, match="There is no column 'candidates'; the columns are 'id'"):
+        TASK.encode(batch_of(ROWS.select([0, 1]).remove_columns("candidates")), tokenizer)
+
+
+def test_candidates_that_a_tokenizer_does_not_know_are_named(tokenizer):
+    without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="has no token that ends an answer. Set its eos_token"):
+        TASK.prepare(ROWS, without)
+    letters = Tokenizer(
+        BPE({letter: place for place, letter in enumerate("is:")}, [])
+    )  # what is no such letter is lost
+    letters.pre_tokenizer = Whitespace()
+    words = PreTrainedTokenizerFast(tokenizer_object=letters)
+    with pytest.raises(ValueError, match="Row 0 has the candidate 'ö', of which the tokenizer leaves nothing"):
+        TASK.encode(batch_of(ROWS.select([0]), candidates=[["ö", "is"]]), words, [0])
+    with pytest.raises(ValueError, match="Row 0 has candidates that are the same tokens: is, iös"):
+        TASK.encode(batch_of(ROWS.select([0]), candidates=[["is", "iös"]]), words, [0])
+
+
+def test_metrics_need_candidates_and_their_rows(tokenizer):
+    prepared = TASK.prepare(ROWS, tokenizer)
+    features = TASK.for_evaluation(prepared, tokenizer)
+    for missing in ((None, ROWS), (features, None), (prepared, ROWS)):
+        with pytest.raises(ValueError, match="The candidates of a row are compared. Give `features`"):
+            TASK.build_compute_metrics(tokenizer, *missing)
+    with pytest.raises(ValueError, match="Features and rows do not belong together"):
+        TASK.build_compute_metrics(tokenizer, features, ROWS.select(range(5)))
+    twice = concatenate_datasets([ROWS, ROWS])
+    with pytest.raises(ValueError, match="Two rows have the same `id`"):
+        TASK.build_compute_metrics(tokenizer, features, twice)
+    compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
+    with pytest.raises(ValueError, match=r"shape \(3, 5, 7\) instead of .*preprocess_logits_for_metrics"):
+        compute(SimpleNamespace(predictions=np.zeros((3, 5, 7))))
+
+
+def test_metrics_do_not_depend_on_the_order_of_rows_or_features(tokenizer):
+    features = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    sums = np.random.default_rng(0).normal(size=len(features))
+    expected = TASK.build_compute_metrics(tokenizer, features, ROWS)(SimpleNamespace(predictions=sums))
+    order = np.random.default_rng(1).permutation(len(features))
+    shuffled = TASK.build_compute_metrics(tokenizer, features.select(order), ROWS.shuffle(seed=2))
+    assert shuffled(SimpleNamespace(predictions=sums[order])) == pytest.approx(expected)
+
+
+def test_a_row_takes_less_than_a_millisecond(tokenizer):
+    rows = superglue_cloze_rows("boolq", Dataset.from_list([files("boolq")[0]] * 400))
+    long = [f"{'It opened in Lund. ' * 20}{source}" for source in rows["source"]]
+    batch = batch_of(
+        rows,
+        source=long,
+        mask_start=[text.index("[M]") for text in long],
+        passage_end=[text.index(". Question") for text in long],
+    )
+    for task in (SuperGlueCloze(), SuperGlueCloze(max_length=64)):
+        assert milliseconds_a_row(lambda task=task: task.encode(batch, tokenizer), 400) < 1
