@@ -132,6 +132,8 @@ def test_the_core_requires_nothing_optional():
         "sklearn",
         "sentence_transformers",
         "seqeval",
+        "cryptography",
+        "grpc",
     ],
 )
 def test_importing_the_package_does_not_import(loaded_by_import, name):

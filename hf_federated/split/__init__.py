@@ -1,0 +1,1 @@
+"""Split language models: clients hold the first and last blocks, a server the rest."""
