@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hmac
 import logging
 import os
 import pickle
@@ -25,7 +26,7 @@ from hf_federated.split.encryption import (
     ServerSession,
     fingerprint,
 )
-from hf_federated.split.handshake import ClientExchange, Parties, Place, ServerExchange
+from hf_federated.split.handshake import ClientExchange, Parties, Place, ServerExchange, _derive
 
 
 MIB = 1 << 20
@@ -430,6 +431,23 @@ def test_keys_follow_from_those_before(parties):
     other = Place(place.session_id, place.epoch, bytes(32))
     object.__setattr__(answers, "_place", other)
     assert answers.complete(finish).client_to_server != keys.client_to_server
+
+
+@pytest.mark.parametrize("chain", [None, bytes(range(32))])
+def test_keys_are_hkdf_of_both_secrets_over_the_transcript(chain):
+    def digest(key: bytes, message: bytes) -> bytes:
+        return hmac.new(key, message, "sha256").digest()
+
+    transcript, info = bytes(range(100, 132)), b"hf-federated split keys 1" + bytes(range(100, 132))
+    place = Place(b"session", 7, chain) if chain else Place()
+    keys = _derive(place, b"c" * 32, b"s" * 32, transcript)
+    # RFC 5869: extract with the salt, which is zeros if there is none, then expand to three blocks.
+    extracted = digest(chain or bytes(32), b"c" * 32 + b"s" * 32)
+    first = digest(extracted, info + b"\1")
+    second = digest(extracted, first + info + b"\2")
+    third = digest(extracted, second + info + b"\3")
+    assert (keys.client_to_server, keys.server_to_client, keys.chain) == (first, second, third)
+    assert (keys.session_id, keys.epoch) == ((b"session", 7) if chain else (transcript, 0))
 
 
 def test_a_key_that_carried_what_it_may_seals_nothing_more(parties, monkeypatch):
