@@ -458,7 +458,7 @@ def test_a_key_that_carried_what_it_may_seals_nothing_more(parties, monkeypatch)
         server.open(client.seal(bytes(33)))  # three blocks and the tag
     assert client.rotation_due and server.rotation_due
     with pytest.raises(RotationDueError, match="carried 2 messages and 8 blocks, and may carry .* and 10"):
-        client.seal(bytes(33))
+        client.seal(bytes(17))  # would be eleven
     server.open(client.seal(bytes(16)))  # fits exactly
     monkeypatch.setattr(sealing, "MAX_BLOCKS", 2**36)
     client._directions[0].number = server._directions[1].number = sealing.MAX_MESSAGES - 1
