@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import struct
+import sys
 import threading
 
 import pytest
@@ -153,10 +154,15 @@ def test_nonces_never_repeat_among_threads(parties):
     threads = [
         threading.Thread(target=lambda: sealed.extend(client.seal(b"states") for _ in range(200))) for _ in range(4)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert len({message[:12] for message in sealed}) == 800
     for message in sorted(sealed):
         assert server.open(message) == b"states"
