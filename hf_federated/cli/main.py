@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import benchmark, inspection, partition
+from hf_federated.cli import benchmark, certificates, inspection, partition
 from hf_federated.cli.errors import CommandError
 from hf_federated.cli.grid import BenchmarkSection, PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
@@ -111,6 +111,13 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
         description="Print who has how many rows of what, and draw it.",
     )
     inspection.add_arguments(inspect_parser)
+    certificates_parser = commands.add_parser(
+        "certificates",
+        help="make certificates for a split model's server and clients",
+        description="Make a private certificate authority, and certificates that it signs for the server of a split"
+        " model and for clients. Run it again to add clients.",
+    )
+    certificates.add_arguments(certificates_parser)
     return parser
 
 
@@ -169,6 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _benchmark(arguments)
         if arguments.command == "inspect":
             inspection.inspect(arguments)
+            return 0
+        if arguments.command == "certificates":
+            certificates.certificates(arguments)
             return 0
         # Training takes a second to import; a mistake in the recipe should not wait for it.
         recipe = load_recipe(arguments.recipe, arguments.overrides)
