@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .aggregation import Accumulator, Aggregation, WeightedMean
 from .distillation import Ask, Cohort, Distillation, DistillationServer, Teachers
 from .messages import ClientUpdate
+from .validation import CheckExtra
 
 
 @dataclass
@@ -33,6 +34,8 @@ class ServerState:
         fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
+        check_extra (`Callable`, *optional*): Raises `ValueError` for one that looks so and holds numbers that the
+            algorithm cannot use. The update is then refused.
         accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
             the updates of all processes when `on_aggregate` fires, and are dropped after it.
         client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
@@ -61,6 +64,7 @@ class ServerState:
     fit_settings: dict[str, Any] = field(default_factory=dict)
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    check_extra: CheckExtra | None = None
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     min_clients: int = 1
@@ -254,6 +258,7 @@ class DistillationCallback(FederatedCallback):
     ) -> None:
         assert server is not None and self._server is not None
         server.expected_extra.update(self.algorithm.expected_extra(self._server))
+        server.check_extra = self.algorithm.check_extra
         self._kept = []
 
     def on_client_end(
