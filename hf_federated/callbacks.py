@@ -92,12 +92,25 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_round_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """Before the cohort's messages are made; `server.cohort` is known."""
 
     def on_client_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, client_id: str, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        client_id: str,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """When a client's message goes out."""
 
@@ -107,6 +120,8 @@ class FederatedCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         update: ClientUpdate,
+        *,
+        server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
         """
@@ -117,17 +132,35 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_aggregate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """When all updates are in; whoever aggregates sets `server.weights`."""
 
     def on_distill(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """After aggregation; the model holds `server.weights`."""
 
     def on_round_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """After the round was evaluated, logged and saved as the arguments say."""
 
@@ -169,14 +202,8 @@ class AggregationCallback(FederatedCallback):
         self._accumulator: Accumulator | None = None
 
     def on_round_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None
         self._accumulator = self.algorithm.accumulator()
         server.accumulators.append(self._accumulator)
         server.fit_settings.update(self.algorithm.fit_settings())
@@ -195,14 +222,9 @@ class AggregationCallback(FederatedCallback):
         self._accumulator.add(update)
 
     def on_aggregate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and self._accumulator is not None
+        assert self._accumulator is not None
         server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
         # A round's sums are as large as the model; they must not lie about until the next round.
         self._accumulator = None
@@ -249,14 +271,9 @@ class DistillationCallback(FederatedCallback):
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and self._server is not None
+        assert self._server is not None
         server.expected_extra.update(self.algorithm.expected_extra(self._server))
         server.check_extra = self.algorithm.check_extra
         self._kept = []
@@ -276,26 +293,15 @@ class DistillationCallback(FederatedCallback):
             self._kept.append(update.client_id)
 
     def on_aggregate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None
         if self.algorithm.returns_parameters:
             self._extra = server.accumulators[0].extra
 
     def on_distill(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and server.ask is not None
+        assert server.ask is not None
         assert self._server is not None
         num_classes = self._server.student.num_classes
         cohort = Cohort(
