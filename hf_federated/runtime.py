@@ -31,7 +31,7 @@ from .checks import (
     resolve_federation,
 )
 from .client_files import load_teachers, save_clients, save_teachers
-from .client_models import Participants
+from .client_models import Participants, check_given_models
 from .clients import RowLimit
 from .config import FederatedConfig
 from .data import FederatedDataset
@@ -108,6 +108,7 @@ class FederationRuntime:
             )
         check_arguments(trainer, self.config, self.aggregation)
         check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
+        check_given_models(participants, trainer.model)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config, participants.task is not None)
         self._builder = FederationBuilder(
             trainer=trainer,
