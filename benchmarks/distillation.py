@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import Dataset
+from distilled import build_trainer, random_rows, size_options, write_numbers
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated import FederatedConfig
 from hf_federated.distillation import (
     chain_rule_feedback,
     chain_rule_surrogate,
@@ -36,13 +34,6 @@ from hf_federated.distillation import (
 
 
 VOCABULARY = 1000
-
-
-def rows(num_rows: int, length: int, seed: int) -> Dataset:
-    """Random tokens and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, VOCABULARY, (num_rows, length), generator=generator)
-    return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": (tokens[:, 0] % 2).tolist()})
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -81,47 +72,25 @@ def bare_round(server: Any, clients: list[Any], options: argparse.Namespace, pub
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-clients", type=int, default=4)
-    parser.add_argument("--num-layers", type=int, default=3)
-    parser.add_argument("--hidden-size", type=int, default=384)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--length", type=int, default=32)
+    parser = size_options(__doc__, num_clients=4, batch_size=16, length=32)
     parser.add_argument("--num-batches", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", help="a JSON file for the numbers")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=max(1, options.hidden_size // 32),
-        intermediate_size=4 * options.hidden_size,
-    )
-    public = rows(options.num_batches * options.batch_size, options.length, 0)
-    labelled = rows(2 * options.batch_size, options.length, 1)
-    model = BertForSequenceClassification(config)
-    bare = [copy.deepcopy(model) for _ in range(1 + options.num_clients)]
-    trainer = FederatedTrainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=options.batch_size,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available(),
-        ),
-        train_dataset={str(number): rows(2, options.length, 2 + number) for number in range(options.num_clients)},
+
+    def rows(num_rows: int, seed: int) -> Dataset:
+        return random_rows(num_rows, options.length, VOCABULARY, seed)
+
+    public, labelled = rows(options.num_batches * options.batch_size, 0), rows(2 * options.batch_size, 1)
+    trainer = build_trainer(
+        options,
+        VOCABULARY,
+        {str(number): rows(2, 2 + number) for number in range(options.num_clients)},
+        FederatedConfig(num_rounds=1 + options.repetitions, distillation="fedid", local_steps=1),
+        {"learning_rate": 1e-4, "lr_scheduler_type": "constant"},
         public_dataset=public.remove_columns("labels"),
         server_dataset=labelled,
-        federation=FederatedConfig(num_rounds=1 + options.repetitions, distillation="fedid", local_steps=1),
     )
+    bare = [copy.deepcopy(trainer.model) for _ in range(1 + options.num_clients)]
     seconds: dict[str, list[float]] = {"library": [], "bare loop": []}
     algorithm = trainer.distillation
     distill = algorithm.distill
@@ -139,9 +108,7 @@ def main() -> None:
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     ratio = medians["library"] / medians["bare loop"]
     print(f"library / bare loop: {ratio:.3f}  ({medians['library']:.3f} s / {medians['bare loop']:.3f} s a round)")
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump({"ratio": ratio, "seconds": seconds, "options": vars(options)}, file, indent=2)
+    write_numbers(options, ratio=ratio, seconds=seconds)
 
 
 if __name__ == "__main__":

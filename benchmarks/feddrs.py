@@ -9,30 +9,19 @@ the clients' models, drawing, moving samples, optimizer steps. Everything runs i
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from distilled import build_trainer, random_rows, size_options, write_numbers
 
-from hf_federated import FedDRS, FederatedConfig, FederatedTrainer
+from hf_federated import FedDRS, FederatedConfig
 from hf_federated.clients import ClientWorker, Student
 from hf_federated.messages import Fit
 
 
 VOCABULARY = 30522
-
-
-def rows(num_rows: int, length: int, seed: int) -> Dataset:
-    """Random tokens and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1000, VOCABULARY, (num_rows, length), generator=generator)
-    return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": (tokens[:, 0] % 2).tolist()})
 
 
 class Clock:
@@ -53,53 +42,26 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-clients", type=int, default=8)
-    parser.add_argument("--num-layers", type=int, default=3)
-    parser.add_argument("--hidden-size", type=int, default=384)
+    parser = size_options(__doc__, num_clients=8, batch_size=32, length=64)
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--sample-length", type=int, default=64)
     parser.add_argument("--num-steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rows", type=int, default=250, help="of the client whose epoch is timed")
-    parser.add_argument("--length", type=int, default=64, help="tokens of its rows")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", help="a JSON file for the numbers")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=max(1, options.hidden_size // 32),
-        intermediate_size=4 * options.hidden_size,
-    )
     sizes = [options.rows] + [2] * (options.num_clients - 1)
-    trainer = FederatedTrainer(
-        model=BertForSequenceClassification(config),
-        args=TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=options.batch_size,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset={str(number): rows(size, options.length, seed=number) for number, size in enumerate(sizes)},
-        federation=FederatedConfig(
-            num_rounds=1,
-            freeze="embeddings",
-            distillation=FedDRS(
-                num_samples=options.num_samples,
-                sample_length=options.sample_length,
-                num_steps=options.num_steps,
-                post_num_iterations=0,
-            ),
-        ),
+    algorithm = FedDRS(
+        num_samples=options.num_samples,
+        sample_length=options.sample_length,
+        num_steps=options.num_steps,
+        post_num_iterations=0,
+    )
+    trainer = build_trainer(
+        options,
+        VOCABULARY,
+        {str(number): random_rows(size, options.length, VOCABULARY, number) for number, size in enumerate(sizes)},
+        FederatedConfig(num_rounds=1, freeze="embeddings", distillation=algorithm),
     )
     epoch, distillation, passes = Clock(), Clock(), Clock()
-    algorithm = trainer.distillation
     algorithm.distill = distillation.around(algorithm.distill)
     handle = ClientWorker.handle
 
@@ -129,10 +91,7 @@ def main() -> None:
     ratio = distillation.seconds / epoch.seconds
     print(f"distillation of {options.num_clients} teachers / an epoch of {options.rows} rows: {ratio:.1f}")
     print(f"outside forward and backward passes: {100 * outside:.1f} %")
-    if options.output:
-        numbers = {"ratio": ratio, "outside": outside, "distillation": distillation.seconds, "epoch": epoch.seconds}
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump({**numbers, "options": vars(options)}, file, indent=2)
+    write_numbers(options, ratio=ratio, outside=outside, distillation=distillation.seconds, epoch=epoch.seconds)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import Trainer, TrainerCallback
 
 from .aggregation import Aggregation, LocalOnly, build_aggregation
@@ -11,6 +12,7 @@ from .callbacks import AggregationCallback, DistillationCallback
 from .checks import check_not_averaged
 from .config import FederatedConfig
 from .distillation import Distillation, build_distillation
+from .postprocessing import Postprocessor, SendChanges
 
 
 def install_distillation(
@@ -65,3 +67,31 @@ def install_aggregation(
         algorithm = LocalOnly()
     trainer.add_callback(AggregationCallback(algorithm))
     return algorithm
+
+
+def exchange_dtype(config: FederatedConfig) -> torch.dtype | None:
+    """The dtype in which parameters travel; `None` for their own."""
+    return None if config.exchange_dtype is None else getattr(torch, config.exchange_dtype)
+
+
+def algorithms_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
+    """
+    What the algorithm does between a client's training and the aggregate, behind the user's own steps.
+
+    Args:
+        algorithm ([`Aggregation`]): The algorithm that averages.
+        config ([`FederatedConfig`]): Says in which dtype parameters travel.
+
+    Raises:
+        ValueError: If a dtype is asked for, and the algorithm packs what travels itself.
+    """
+    steps = algorithm.postprocessors()
+    dtype = exchange_dtype(config)
+    if dtype is None:
+        return steps
+    if steps:
+        raise ValueError(
+            f"exchange_dtype={config.exchange_dtype!r} does not work with {algorithm.name!r}, "
+            "which packs what travels itself: leave it out."
+        )
+    return [SendChanges(dtype)]

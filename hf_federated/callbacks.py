@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .aggregation import Accumulator, Aggregation, WeightedMean
 from .distillation import Ask, Cohort, Distillation, DistillationServer, Teachers
 from .messages import ClientUpdate
+from .validation import CheckExtra
 
 
 @dataclass
@@ -33,6 +34,8 @@ class ServerState:
         fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
+        check_extra (`Callable`, *optional*): Raises `ValueError` for one that looks so and holds numbers that the
+            algorithm cannot use. The update is then refused.
         accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
             the updates of all processes when `on_aggregate` fires, and are dropped after it.
         client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
@@ -61,6 +64,7 @@ class ServerState:
     fit_settings: dict[str, Any] = field(default_factory=dict)
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    check_extra: CheckExtra | None = None
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     min_clients: int = 1
@@ -88,12 +92,25 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_round_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """Before the cohort's messages are made; `server.cohort` is known."""
 
     def on_client_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, client_id: str, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        client_id: str,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """When a client's message goes out."""
 
@@ -103,6 +120,8 @@ class FederatedCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         update: ClientUpdate,
+        *,
+        server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
         """
@@ -113,17 +132,35 @@ class FederatedCallback(TrainerCallback):
         """
 
     def on_aggregate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """When all updates are in; whoever aggregates sets `server.weights`."""
 
     def on_distill(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """After aggregation; the model holds `server.weights`."""
 
     def on_round_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        server: ServerState,
+        **kwargs: Any,
     ) -> TrainerControl | None:
         """After the round was evaluated, logged and saved as the arguments say."""
 
@@ -165,14 +202,8 @@ class AggregationCallback(FederatedCallback):
         self._accumulator: Accumulator | None = None
 
     def on_round_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None
         self._accumulator = self.algorithm.accumulator()
         server.accumulators.append(self._accumulator)
         server.fit_settings.update(self.algorithm.fit_settings())
@@ -191,14 +222,9 @@ class AggregationCallback(FederatedCallback):
         self._accumulator.add(update)
 
     def on_aggregate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and self._accumulator is not None
+        assert self._accumulator is not None
         server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
         # A round's sums are as large as the model; they must not lie about until the next round.
         self._accumulator = None
@@ -245,15 +271,11 @@ class DistillationCallback(FederatedCallback):
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and self._server is not None
+        assert self._server is not None
         server.expected_extra.update(self.algorithm.expected_extra(self._server))
+        server.check_extra = self.algorithm.check_extra
         self._kept = []
 
     def on_client_end(
@@ -271,26 +293,15 @@ class DistillationCallback(FederatedCallback):
             self._kept.append(update.client_id)
 
     def on_aggregate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None
         if self.algorithm.returns_parameters:
             self._extra = server.accumulators[0].extra
 
     def on_distill(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        server: ServerState | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server is not None and server.ask is not None
+        assert server.ask is not None
         assert self._server is not None
         num_classes = self._server.student.num_classes
         cohort = Cohort(

@@ -254,6 +254,19 @@ def check_labels(client_id: str, model: Any, servers: Any) -> None:
     )
 
 
+def check_given_models(participants: Participants, servers: Any) -> None:
+    """
+    [`check_labels`] of the models that there are when a trainer is constructed. Those that a name or a function stands
+    for are compared when they are first built, which is in the first round that asks the client.
+
+    Args:
+        participants ([`Participants`]): Whose clients differ.
+        servers (`PreTrainedModel`): The server's model.
+    """
+    for client_id, spec in participants.clients.items():
+        check_labels(client_id, spec.model, servers)
+
+
 def count_overlap(clients: FederatedDataset, participants: Participants) -> int:
     """
     How many private rows are public too: equal in what both hold of the columns that a model reads.

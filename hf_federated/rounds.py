@@ -162,6 +162,7 @@ class RoundLoop:
         server.cohort = self._sampler(round)
         server.rejected = {}
         server.fit_settings, server.fit_extra, server.expected_extra, server.accumulators = {}, {}, {}, []
+        server.check_extra = None
         self._fire("on_round_begin")
         self._sent = cast_floating(server.weights, self._sent_dtype) if self._sends_state else {}
         self._sent_extra = cast_floating(server.fit_extra, self._sent_dtype)
@@ -237,7 +238,7 @@ class RoundLoop:
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
         update = run_server_side(self._postprocessors, reply, self._expected, self._seed_of(reply.client_id))
-        check_update(update, server.round, self._expected, server.expected_extra)
+        check_update(update, server.round, self._expected, server.expected_extra, server.check_extra)
         return update
 
     def _raise_failed(self, num_accepted: int, cause: Exception | None) -> None:

@@ -6,7 +6,6 @@ trainer; `start` builds what runs the rounds around the model as it is then.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,44 +19,29 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArgum
 
 from .adapters import Exchange, freeze_layers
 from .agreement import check_agreement, describe
-from .algorithms import install_aggregation, install_distillation
+from .algorithms import algorithms_postprocessors, exchange_dtype, install_aggregation, install_distillation
 from .callbacks import ServerState, call_event
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import (
     check_arguments,
     check_clients,
-    check_labelled,
     check_participants,
     check_resumed,
     federation_identity,
     resolve_federation,
 )
-from .client_models import ClientModelBuilder, Participants
-from .clients import (
-    ClientModels,
-    ClientStore,
-    ClientWorker,
-    DiskStore,
-    MemoryStore,
-    OwnModels,
-    RowLimit,
-    SharedModel,
-    Student,
-    batches_per_round,
-)
+from .client_files import load_teachers, save_clients, save_teachers
+from .client_models import Participants, check_given_models
+from .clients import RowLimit
 from .config import FederatedConfig
 from .data import FederatedDataset
-from .distillation import Distillation, DistillationServer, Teachers
-from .engines import Engine, LocalEngine, RankEngine, WatchPeers
+from .distillation import Distillation
+from .federation_builder import FederationBuilder
 from .ledger import Ledger
 from .metrics import spread_over_clients
-from .postprocessing import Postprocessor, SendChanges
+from .postprocessing import Postprocessor
 from .processes import processes
 from .rounds import RoundLoop, RoundSummary
-
-
-CLIENT_STORE_DIR = "client_store"
-TEACHERS_DIR = "teachers"
 
 
 class FederationRuntime:
@@ -98,16 +82,10 @@ class FederationRuntime:
     ) -> None:
         self._trainer = trainer
         self._participants = participants
-        self._arguments = arguments
         self.clients = clients
         self.eval_clients = eval_clients
-        self._train_datasets = train_datasets
-        self._eval_datasets = eval_datasets
         self.config = resolve_federation(config, trainer.args)
         self.postprocessors = list(postprocessors)
-        name = self.config.exchange_dtype
-        self._exchange_dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-        self.client_callbacks = list(client_callbacks)
         self.processes = processes()
         self.processes.meet(trainer.args.ddp_timeout)
         self.ledger = Ledger()
@@ -117,10 +95,12 @@ class FederationRuntime:
         self.decay_parameter_names: list[str] | None = None
         self._flos_per_token: int | None = None
         self._examples_per_step = 0
+        # The model before the first round, where clients need it later.
+        self._initial: dict[str, torch.Tensor] | None = None
         self._loop: RoundLoop | None = None
         self._distillation_callback = install_distillation(trainer, users_callbacks, self.config)
         self.aggregation = install_aggregation(trainer, users_callbacks, self.config, self.distillation)
-        self._append_algorithms_postprocessors()
+        self.postprocessors += algorithms_postprocessors(self.aggregation, self.config)
         if self.aggregation.trains_private_models and self.is_spread and not self.spreads_clients:
             raise ValueError(
                 f"aggregation={self.aggregation.name!r} trains a private model of each client, which the processes of "
@@ -128,7 +108,23 @@ class FederationRuntime:
             )
         check_arguments(trainer, self.config, self.aggregation)
         check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
+        check_given_models(participants, trainer.model)
         self._sampler = check_clients(trainer, clients, eval_clients, self.config, participants.task is not None)
+        self._builder = FederationBuilder(
+            trainer=trainer,
+            arguments=arguments,
+            config=self.config,
+            clients=clients,
+            train_datasets=train_datasets,
+            eval_datasets=eval_datasets,
+            participants=participants,
+            aggregation=self.aggregation,
+            distillation=self.distillation,
+            postprocessors=self.postprocessors,
+            client_callbacks=client_callbacks,
+            processes=self.processes,
+            spreads_clients=self.spreads_clients,
+        )
         self.freeze(trainer.model)
         if self.distillation is not None:
             self.distillation.check_model(trainer.model)
@@ -146,17 +142,6 @@ class FederationRuntime:
     def public_dataset(self) -> Dataset | None:
         """The public rows as the user gave them."""
         return self._participants.public_dataset
-
-    def _append_algorithms_postprocessors(self) -> None:
-        steps = self.aggregation.postprocessors()
-        if self._exchange_dtype is not None:
-            if steps:
-                raise ValueError(
-                    f"exchange_dtype={self.config.exchange_dtype!r} does not work with {self.aggregation.name!r}, "
-                    "which packs what travels itself: leave it out."
-                )
-            steps = [SendChanges(self._exchange_dtype)]
-        self.postprocessors.extend(steps)
 
     def _check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """Raise in all processes if they are about to do different things."""
@@ -227,26 +212,30 @@ class FederationRuntime:
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], self.identity, checkpoint)
-        if self._needs_initial:
-            self._initial = saved.get("initial") or exchange.read()
-        student = self._server_student(args)
+        builder = self._builder
+        self._initial = (saved.get("initial") or exchange.read()) if builder.needs_initial else None
+        student = builder.build_student(args)
         row_limit = RowLimit(self.clients.num_rows, config.balance, config.max_rows_per_round)
-        engine = self._build_engine(args, exchange, student, row_limit)
+        engine = builder.build_engine(args, exchange, student, self._initial, row_limit)
         engine.reset()
         self.aggregation.setup(self.num_rounds, len(self.clients))
-        self._start_distillation(args, student, exchange)
+        if self._distillation_callback is not None and student is not None:
+            server = builder.build_distillation_server(student, exchange, self.num_rounds, self._sampler.num_sampled)
+            self._distillation_callback.start(server, builder.build_teachers(args, student, exchange))
         self.examples_seen = 0
         # What every client's trainer would find out for itself.
         self.decay_parameter_names, self._flos_per_token = None, None
         self._trainer._set_signature_columns_if_needed()
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
+            directory = clients_directory(checkpoint)
             self.aggregation.load_state_dict(saved["aggregation"])
             if self._distillation_callback is not None:
                 self._distillation_callback.load_state_dict(saved["distillation"])
-                self._load_teachers(checkpoint, saved)
+                teachers = self._distillation_callback.teachers
+                load_teachers(directory, saved["teachers"], teachers, self.processes, self.spreads_clients)
             engine.ledger = Ledger.from_dict(saved["ledger"])
-            engine.load(clients_directory(checkpoint), saved["clients"])
+            engine.load(directory, saved["clients"])
             if "weights" in saved:
                 exchange.write(saved["weights"])
         self.ledger = engine.ledger
@@ -260,105 +249,11 @@ class FederationRuntime:
             postprocessors=self.postprocessors,
             fire=self.fire,
             write=exchange.write,
-            sent_dtype=self._exchange_dtype,
-            sends_state=self._sends_state,
+            sent_dtype=exchange_dtype(config),
+            sends_state=builder.sends_state,
             returns_state=self.aggregation.exchanges_parameters,
             row_limit=row_limit,
         )
-
-    @property
-    def _needs_initial(self) -> bool:
-        """
-        Whether clients need the model as it was before the first round, whenever they are first asked: those with
-        models of their own, which may begin as copies of it, and those that compute features with it.
-        """
-        has_other_models = not self.aggregation.exchanges_parameters or self.aggregation.trains_private_models
-        return has_other_models or (self.distillation is not None and self.distillation.needs_features)
-
-    def _build_engine(
-        self, args: TrainingArguments, exchange: Exchange, student: Student | None, row_limit: RowLimit
-    ) -> Engine:
-        config = self.config
-        store: ClientStore = MemoryStore()
-        if config.client_store == "disk":
-            store = self._disk_store(args, CLIENT_STORE_DIR)
-        worker = ClientWorker(
-            models=self._client_models(args, exchange, store, student),
-            train_datasets=self._train_datasets,
-            eval_datasets=self._eval_datasets,
-            algorithm=self.aggregation,
-            config=config,
-            distillation=self.distillation,
-            private_models=self._model_builder(args) if self.aggregation.trains_private_models else None,
-            postprocessors=self.postprocessors,
-            callbacks=[*self.client_callbacks, *([WatchPeers(self.processes)] if self.is_spread else [])],
-        )
-        if not self.is_spread:
-            return LocalEngine(worker)
-        # Balanced clients of a cohort all cost the same, whatever its smallest has.
-        max_rows = row_limit(list(self.clients))
-        costs = batches_per_round(self.clients.num_rows, config.local_epochs, config.local_steps, args, max_rows)
-        return RankEngine(worker, self.processes, config.parallelism, costs)
-
-    @property
-    def _sends_state(self) -> bool:
-        distils_parameters = self.distillation is not None and self.distillation.sends_parameters
-        return self.aggregation.exchanges_parameters or distils_parameters
-
-    def _disk_store(self, args: TrainingArguments, folder: str) -> DiskStore:
-        """A store of this process's own."""
-        own = folder if self.processes.is_main else f"{folder}-{self.processes.rank}"
-        return DiskStore(Path(args.output_dir) / own)
-
-    def _client_models(
-        self, args: TrainingArguments, exchange: Exchange, store: ClientStore, student: Student | None
-    ) -> ClientModels:
-        if self.aggregation.exchanges_parameters:
-            initial = self._initial if self._needs_initial else None
-            return SharedModel(self._trainer, exchange, args, store, student, initial)
-        return OwnModels(self._model_builder(args), store, self.config.max_resident_clients)
-
-    def _model_builder(self, args: TrainingArguments) -> ClientModelBuilder:
-        algorithm, config = self.distillation, self.config
-        return ClientModelBuilder(
-            self._trainer,
-            {**self._arguments, "args": args},
-            self._participants,
-            self._initial,
-            seed=config.federation_seed or 0,
-            exchange=config.exchange,
-            freeze=config.freeze,
-            learning_rate=None if algorithm is None else algorithm.client_learning_rate,
-        )
-
-    def _server_student(self, args: TrainingArguments) -> Student | None:
-        """The server's model over the public rows, where there are any."""
-        if self.distillation is None:
-            return None
-        trainer = self._trainer.outside_rounds(args)
-        rows = self._participants.public_dataset
-        tokenizer = trainer.processing_class
-        public = None if rows is None else self._participants.encode(rows, tokenizer, with_labels=False)
-        return Student(trainer, public, self.distillation.server_learning_rate)
-
-    def _start_distillation(self, args: TrainingArguments, student: Student | None, exchange: Exchange) -> None:
-        callback, participants = self._distillation_callback, self._participants
-        if callback is None or student is None:
-            return
-        labelled = participants.server_dataset
-        if labelled is not None:
-            labelled = student.select_columns(participants.encode(labelled, self._trainer.processing_class))
-            check_labelled(labelled)
-        seed = self.config.federation_seed or 0
-        server = DistillationServer(
-            student, seed, self.num_rounds, exchange, len(self.clients), self._sampler.num_sampled, labelled
-        )
-        teachers = None
-        if callback.algorithm.needs_teachers:
-            gather = self.processes.gather if self.spreads_clients else None
-            teachers = Teachers(student.model, exchange.kind, self._disk_store(args, TEACHERS_DIR), gather)
-            teachers.forget()
-        callback.start(server, teachers)
 
     @property
     def loop(self) -> RoundLoop:
@@ -440,55 +335,29 @@ class FederationRuntime:
         Write the federation's state into a checkpoint that is being made: every process what its clients keep, the
         main process the server's. The main process has made the directory for clients.
         """
-        directory = clients_directory(checkpoint)
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
-                f"{self.processes.rank}: `output_dir` must lie on a file system that all processes share."
-            )
-        digests: dict[str, str] = {}
-        for theirs in self.processes.gather(
-            f"{checkpoint.name}: the clients' files", self.loop.engine.save(directory)
-        ):
-            digests |= theirs
-        teachers = self._save_teachers(directory)
+        directory, callback = clients_directory(checkpoint), self._distillation_callback
+        place = f"{checkpoint.name}: the clients' files"
+        digests = save_clients(directory, self.loop.engine, self.processes, place)
+        sent = save_teachers(
+            directory, None if callback is None else callback.teachers, self.processes, self.spreads_clients
+        )
         if not self.processes.is_main:
             return
         state = {
             "identity": self.identity,
             "aggregation": self.aggregation.state_dict(),
             "ledger": self.ledger.to_dict(),
-            "clients": dict(sorted(digests.items())),
-            "teachers": teachers,
+            "clients": digests,
+            "teachers": sent,
         }
-        if self._distillation_callback is not None:
-            state["distillation"] = self._distillation_callback.state_dict()
-        if self._needs_initial:
+        if callback is not None:
+            state["distillation"] = callback.state_dict()
+        if self._initial is not None:
             # Clients that were never asked so far start from it.
             state["initial"] = self._initial
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)
-
-    def _save_teachers(self, directory: Path) -> dict[str, str]:
-        """What clients sent and the server still needs, into a folder of that of what clients keep; the digests."""
-        teachers = None if self._distillation_callback is None else self._distillation_callback.teachers
-        if teachers is None:
-            return {}
-        writes = self.spreads_clients or self.processes.is_main
-        (directory / TEACHERS_DIR).mkdir(exist_ok=True)
-        digests: dict[str, str] = {}
-        own = teachers.save(directory / TEACHERS_DIR) if writes else {}
-        for theirs in self.processes.gather("what clients sent", own):
-            digests |= theirs
-        return dict(sorted(digests.items()))
-
-    def _load_teachers(self, checkpoint: str, saved: dict[str, Any]) -> None:
-        assert self._distillation_callback is not None
-        teachers = self._distillation_callback.teachers
-        # Of processes that train clients of their own the first has all of them, until they send anew.
-        if teachers is not None and (self.processes.is_main or not self.spreads_clients):
-            teachers.load(clients_directory(checkpoint) / TEACHERS_DIR, saved["teachers"])
 
     def load_weights(self, checkpoint: str) -> None:
         """Put an adapter's exchanged values from a checkpoint into the model."""

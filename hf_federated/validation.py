@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from .messages import ClientUpdate
+
+
+# Raises `ValueError` for what an update has beside its parameters, of the right names, shapes and dtypes.
+CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class RoundFailedError(RuntimeError):
@@ -63,6 +67,7 @@ def check_update(
     round: int,
     reference: Mapping[str, torch.Tensor],
     extra_reference: Mapping[str, torch.Tensor],
+    check_extra: CheckExtra | None = None,
 ) -> None:
     """
     Check an update before it is aggregated.
@@ -72,9 +77,11 @@ def check_update(
         round (`int`): The round that asked for it.
         reference (`Mapping[str, torch.Tensor]`): The global state that was sent; keys, shapes and dtypes must agree.
         extra_reference (`Mapping[str, torch.Tensor]`): The same for what the algorithm sends beside it.
+        check_extra (`Callable`, *optional*): Raises `ValueError` for numbers in it that the algorithm cannot use.
 
     Raises:
-        InvalidUpdateError: If anything differs, a value is not finite, or it answers another round.
+        InvalidUpdateError: If anything differs, a value is not finite, the algorithm cannot use one, or it answers
+            another round.
     """
     where = f"Client {update.client_id!r}, round {round}"
     if update.round != round:
@@ -85,4 +92,11 @@ def check_update(
             "expected at least one example and one step. An update of no data cannot be weighted."
         )
     _check_state(update.state, reference, where)
-    _check_state(update.extra, extra_reference, f"{where}, beside the parameters")
+    beside = f"{where}, beside the parameters"
+    _check_state(update.extra, extra_reference, beside)
+    if check_extra is None:
+        return
+    try:
+        check_extra(update.extra)
+    except ValueError as error:
+        raise InvalidUpdateError(f"{beside}: {error}") from error

@@ -95,13 +95,6 @@ class TroubleInClient(TrainerCallback):
                 raise ValueError("these rows are bad")
 
 
-class Stop(TrainerCallback):
-    """Ends the run after its first round, as a time limit would."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
-
-
 class ClientStops(FederatedCallback):
     """A client's update ends the run. It is seen in one process only."""
 
@@ -139,7 +132,6 @@ class OneProcessEvaluates(TrainerCallback):
 
 
 DECISIONS = {
-    "stop": Stop,
     "slow main": SlowMain,
     "client stops": ClientStops,
     "client saves": ClientSaves,

@@ -103,11 +103,10 @@ class PseudoSampleAudit(FederatedCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        server: ServerState | None = None,
+        server: ServerState,
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        assert server is not None
         if server.round == server.num_rounds - 1:
             self.results = self.measure(self.algorithm.samples, word_embeddings(model))
 

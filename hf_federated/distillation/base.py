@@ -188,6 +188,18 @@ class Distillation:
         """
         return {}
 
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        """
+        Refuse what a client sent beside its parameters. It has the names, shapes and dtypes of `expected_extra`, and
+        finite numbers.
+
+        Args:
+            extra (`Mapping[str, torch.Tensor]`): The client's.
+
+        Raises:
+            ValueError: If the method cannot use it. The client's update is then refused, and its parameters with it.
+        """
+
     def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
         """
         Of a method that needs teachers: whether what clients send in a round will be one.

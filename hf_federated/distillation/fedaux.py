@@ -7,6 +7,7 @@ trainer is given. Its clients with models of several architectures are not here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from .server import DistillationServer
 
 CERTAINTY = "certainty"
 WEIGHTED_LOGITS = "weighted_logits"
+# How much larger a number may come out of bfloat16, relatively.
+ROUNDING = 2**-8
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -131,6 +134,19 @@ class FedAUX(Distillation):
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
         return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
+
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        # Of the mean of scores a zero is divided by, and a negative score or a huge one silences the other clients.
+        scores, largest = extra[CERTAINTY], 1 + self.score_offset
+        wrong = (scores <= 0) | (scores > largest * (1 + ROUNDING))
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"its certainty score of public row {row} is {float(scores[row]):g}, and {int(wrong.sum())} of "
+                f"{len(scores)} are like it; a score is positive and at most {largest:g} (1 + `score_offset`). Give "
+                "this client the same settings and software as the others. What travels in float16 is zero below "
+                "3e-8: then choose a larger `score_offset`, or another `exchange_dtype`."
+            )
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         assert cohort.extra is not None

@@ -43,7 +43,12 @@ def main() -> None:
     columns = ["client", "its own", "other clients'", "where they began", "moved to another word"]
     rows = [[name, found.own, found.others, found.start, found.moved] for name, found in audit.results.items()]
     print(table(columns, rows, numeric=True))
+    trainer.save_model(options.output_dir)
+    trainer.create_model_card(model_name="FedDRS")
     client_id = options.client or next(iter(audit.results))
+    if client_id not in audit.results:
+        names = ", ".join(audit.results)
+        raise SystemExit(f"Client {client_id!r} has no samples of the last round; these have: {names}.")
     weight = word_embeddings(trainer.model).detach().cpu()
     samples, kinds = algorithm.samples[client_id], list(algorithm.sampling)
     known = sorted({token for row in run.inputs.train[client_id]["input_ids"] for token in row})
@@ -53,8 +58,6 @@ def main() -> None:
     tokenizer = trainer.processing_class
     for kind, embeddings in groups.items():
         print(f"{kind}: {tokenizer.decode(nearest_tokens(embeddings[0], weight))}")
-    trainer.save_model(options.output_dir)
-    trainer.create_model_card(model_name="FedDRS")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A tiny model, its tokenizer and a few reviews on disk, as a recipe names them."""
+"""A few reviews and texts on disk, and a recipe that names them and a tiny model."""
 
 from __future__ import annotations
 
@@ -7,42 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from superglue_raw import benchmark
-from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-from hf_federated.tasks.superglue import LABEL_NAMES
+from recipe_inputs import WORDS, model_dir, superglue_dir
 
 
-WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "not"]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer BERT with a WordPiece tokenizer of a few words, and of the label names of SuperGLUE."""
-    folder = tmp_path_factory.mktemp("tiny")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = {word: number for number, word in enumerate([*special, *WORDS, *LABEL_NAMES])}
-    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-    )
-    BertModel(config).save_pretrained(folder)
-    return folder
+__all__ = ["model_dir", "superglue_dir"]
 
 
 @pytest.fixture(scope="session")
@@ -88,15 +56,6 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 }
             )
         Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of SuperGLUE's eight tasks, the same to train and to test."""
-    folder = tmp_path_factory.mktemp("superglue")
-    for split in ("train", "validation"):
-        benchmark().to_parquet(folder / f"{split}.parquet")
     return folder
 
 

@@ -47,6 +47,12 @@ def test_labels_in_another_order_are_refused_with_both_orders(tmp_path):
         trainer.train()
 
 
+def test_a_model_that_is_given_with_labels_in_another_order_is_refused_when_the_trainer_is_built(tmp_path):
+    clients = {"a": ClientSpec(model=named("bad", "good")), "b": ClientSpec(model=named("good", "bad"))}
+    with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
+        distilled(tmp_path, "dsfl", differ=False, model=named("bad", "good"), clients=clients)
+
+
 def test_other_numbers_of_classes_are_refused(tmp_path):
     trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(num_labels=3))
     with pytest.raises(ValueError, match="client 'a' has the labels .*LABEL_2"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from tiny import VOCAB_SIZE, rows, same_weights, tiny_model
 from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification, T5Config, T5ForSequenceClassification
 
-from hf_federated import FedAUX, FederatedCallback
+from hf_federated import FedAUX, FederatedCallback, Postprocessor, RoundFailedError
 from hf_federated.clients.features import base_model_of, pooled_features
-from hf_federated.distillation.certainty import fit_certainty, noise_std, scale_into_unit_ball, sensitivity
+from hf_federated.distillation.certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball, sensitivity
 from hf_federated.messages import ClientUpdate
 
 
@@ -297,6 +299,94 @@ def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
 
 
 # ---- Refused
+
+
+class Altered(Postprocessor):
+    """What client b sends beside its parameters, changed where it leaves the client."""
+
+    def __init__(self, **changes):
+        self.changes = changes
+
+    def client_side(self, update, message):
+        if update.client_id != "b":
+            return update
+        extra = {name: self.changes.get(name, lambda value: value)(value) for name, value in update.extra.items()}
+        return dataclasses.replace(update, extra=extra)
+
+
+class Rejected(FederatedCallback):
+    """Why clients were refused, by round."""
+
+    def __init__(self):
+        self.reasons = []
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.reasons.append(dict(server.rejected))
+
+
+def in_row(row, number):
+    def change(scores):
+        scores = scores.clone()
+        scores[row] = number
+        return scores
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def without_b(tmp_path_factory):
+    """The server's model after a round of the other two clients."""
+    trainer = refusing(tmp_path_factory.mktemp("without"), ["a", "c"])
+    trainer.train()
+    return trainer.model
+
+
+def refusing(directory, client_ids=tuple(SIZES), **others):
+    federation = {"num_rounds": 1, "local_epochs": 1}
+    clients = {client_id: rows(SIZES[client_id], seed=ord(client_id)) for client_id in client_ids}
+    return distilled(directory, "fedaux", federation=federation, train_dataset=clients, **others)
+
+
+RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"certainty": in_row(3, math.nan)}, "'certainty' holds NaN or infinite values"),
+        ({"certainty": in_row(3, math.inf)}, "'certainty' holds NaN or infinite values"),
+        ({"weighted_logits": in_row(3, math.nan)}, "'weighted_logits' holds NaN or infinite values"),
+        ({"certainty": in_row(3, -0.25)}, rf"score of public row 3 is -0.25, and 1 of 10 are like it; {RANGE}"),
+        ({"certainty": torch.zeros_like}, rf"score of public row 0 is 0, and 10 of 10 are like it; {RANGE}"),
+        ({"certainty": in_row(7, 0.0)}, rf"score of public row 7 is 0, and 1 of 10 are like it; {RANGE}"),
+        ({"certainty": in_row(9, 1.5)}, rf"score of public row 9 is 1.5, and 1 of 10 are like it; {RANGE}"),
+        ({"certainty": lambda scores: scores[1:]}, r"'certainty' has shape \(9,\), expected \(10,\)"),
+        ({"certainty": lambda scores: scores[:, None]}, r"'certainty' has shape \(10, 1\), expected \(10,\)"),
+        ({"certainty": torch.Tensor.double}, "'certainty' is torch.float64, expected torch.float32"),
+    ],
+)
+def test_scores_that_cannot_be_used_are_refused_by_name_and_the_round_goes_on(tmp_path, without_b, changes, words):
+    rejected = Rejected()
+    trainer = refusing(tmp_path, postprocessors=[Altered(**changes)])
+    trainer.add_callback(rejected)
+    trainer.train()
+    (reasons,) = rejected.reasons
+    assert list(reasons) == ["b"]
+    assert re.match(f"Client 'b', round 0, beside the parameters: .*{words}", reasons["b"])
+    assert same_weights(trainer.model, without_b)
+
+
+def test_a_round_of_refused_scores_alone_fails(tmp_path):
+    trainer = refusing(tmp_path, ["b"], postprocessors=[Altered(certainty=torch.zeros_like)])
+    with pytest.raises(RoundFailedError, match="0 of 1 clients .*Client 'b', round 0, .*score of public row 0 is 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("offset", "dtype"), [(0.0045, torch.bfloat16), (1e-8, torch.float32)])
+def test_the_largest_score_there_can_be_is_accepted_as_it_travels(offset, dtype):
+    public = torch.tensor([[1.0]], dtype=torch.float64)
+    score = certainty(torch.tensor([1e3], dtype=torch.float64), public, offset).to(dtype).to(torch.float32)
+    FedAUX(score_offset=offset).check_extra({"certainty": score})
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,14 @@ def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
         assert counts == [list(labels).count(0), list(labels).count(1)]
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """The model that the default settings train."""
+    trainer = trainer_of(tmp_path_factory.mktemp("usual"))
+    trainer.train()
+    return trainer.model
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -175,12 +183,11 @@ def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
         {"initialization": "gaussian"},
     ],
 )
-def test_every_way_of_sampling_trains(tmp_path, settings):
-    trainer, usual = trainer_of(tmp_path / "a", **settings), trainer_of(tmp_path / "b")
+def test_every_way_of_sampling_trains(tmp_path, usual, settings):
+    trainer = trainer_of(tmp_path, **settings)
     trainer.train()
-    usual.train()
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-    assert not same_weights(trainer.model, usual.model)
+    assert not same_weights(trainer.model, usual)
 
 
 def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):

@@ -1,0 +1,92 @@
+"""What the benchmarks of distillation share: their options, random rows, and a federation of small BERTs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+from hf_federated import FederatedConfig, FederatedTrainer
+
+
+def size_options(description: str | None, num_clients: int, batch_size: int, length: int) -> argparse.ArgumentParser:
+    """
+    The options of every such benchmark. The default model has MiniLM-L3's size.
+
+    Args:
+        description (`str`, *optional*): The benchmark's docstring.
+        num_clients, batch_size, length (`int`): Defaults.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-clients", type=int, default=num_clients)
+    parser.add_argument("--num-layers", type=int, default=3)
+    parser.add_argument("--hidden-size", type=int, default=384)
+    parser.add_argument("--batch-size", type=int, default=batch_size)
+    parser.add_argument("--length", type=int, default=length, help="tokens of a row")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", help="a JSON file for the numbers")
+    return parser
+
+
+def random_rows(num_rows: int, length: int, vocabulary: int, seed: int) -> Dataset:
+    """Random tokens, with a label that follows from the first."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, vocabulary, (num_rows, length), generator=generator)
+    return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": (tokens[:, 0] % 2).tolist()})
+
+
+def build_trainer(
+    options: argparse.Namespace,
+    vocabulary: int,
+    train_dataset: dict[str, Dataset],
+    federation: FederatedConfig,
+    arguments: dict[str, Any] | None = None,
+    **others: Any,
+) -> FederatedTrainer:
+    """
+    A trainer that has not been trained, with random weights, on the CPU, which writes nothing.
+
+    Args:
+        options (`argparse.Namespace`): Of a parser from [`size_options`]. Its number of threads is set.
+        vocabulary (`int`): Words of the model.
+        train_dataset (`dict[str, Dataset]`): Rows by client.
+        federation ([`FederatedConfig`]): What is benchmarked.
+        arguments (`dict[str, Any]`, *optional*): Further training arguments.
+        others (`Any`): Further arguments of the trainer.
+    """
+    torch.set_num_threads(options.threads)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=options.hidden_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=max(1, options.hidden_size // 32),
+        intermediate_size=4 * options.hidden_size,
+    )
+    return FederatedTrainer(
+        model=BertForSequenceClassification(config),
+        args=TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=options.batch_size,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **(arguments or {}),
+        ),
+        train_dataset=train_dataset,
+        federation=federation,
+        **others,
+    )
+
+
+def write_numbers(options: argparse.Namespace, **numbers: Any) -> None:
+    """Writes what was measured, with the options, where `--output` says; nothing without it."""
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump({**numbers, "options": vars(options)}, file, indent=2)

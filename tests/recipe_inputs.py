@@ -1,0 +1,52 @@
+"""A tiny model with its tokenizer, and SuperGLUE's rows, on disk: fixtures for the folders that run recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from superglue_raw import benchmark
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from hf_federated.tasks.superglue import LABEL_NAMES
+
+
+WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "not"]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer BERT with a WordPiece tokenizer of a few words, and of the label names of SuperGLUE."""
+    folder = tmp_path_factory.mktemp("tiny")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS, *LABEL_NAMES])}
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of SuperGLUE's eight tasks, the same to train and to test."""
+    folder = tmp_path_factory.mktemp("superglue")
+    for split in ("train", "validation"):
+        benchmark().to_parquet(folder / f"{split}.parquet")
+    return folder
