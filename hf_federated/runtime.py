@@ -28,6 +28,7 @@ from .checks import (
     check_clients,
     check_labelled,
     check_participants,
+    check_predictions,
     check_resumed,
     federation_identity,
     resolve_federation,
@@ -132,6 +133,7 @@ class FederationRuntime:
         self.freeze(trainer.model)
         if self.distillation is not None:
             self.distillation.check_model(trainer.model)
+            check_predictions(self.distillation, participants, trainer)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.
@@ -336,10 +338,10 @@ class FederationRuntime:
         if self.distillation is None:
             return None
         trainer = self._trainer.outside_rounds(args)
-        rows = self._participants.public_dataset
-        tokenizer = trainer.processing_class
-        public = None if rows is None else self._participants.encode(rows, tokenizer, with_labels=False)
-        return Student(trainer, public, self.distillation.server_learning_rate)
+        learning_rate = self.distillation.server_learning_rate
+        if self._participants.public_dataset is None:
+            return Student(trainer, None, learning_rate)
+        return self._participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
 
     def _start_distillation(self, args: TrainingArguments, student: Student | None, exchange: Exchange) -> None:
         callback, participants = self._distillation_callback, self._participants

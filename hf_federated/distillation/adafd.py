@@ -81,6 +81,13 @@ class AdaFD(Distillation):
             )
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
 
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        if unit == "token" and self.weighting == LLM:
+            raise ValueError(
+                f"weighting='llm' of AdaFD describes the clients' logits class by class, and this task has the "
+                f"{num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
+            )
+
     @property
     def needs_epoch_losses(self) -> bool:
         return self.weighting in ("rnwc", "enwc", LLM)

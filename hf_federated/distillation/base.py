@@ -1,7 +1,9 @@
 """What every distillation algorithm is made of.
 
 Clients send predictions of public rows instead of parameters, so each may have a model and a tokenizer of its own; the
-one contract is the order of the labels. A round on the server, after the clients' local training, is
+one contract is the order of the labels. Where words are tagged, or tokens predicted, "rows" of predictions are words
+or tokens of public rows (`clients/positions.py`): what is said of one softmax holds of each of them. A round on the
+server, after the clients' local training, is
 
 ```
 cohort.predict(rows)       -> each client's logits of the public rows
@@ -160,6 +162,18 @@ class Distillation:
             ValueError: If so.
         """
 
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        """
+        Refuse predictions of words or tokens, if the method's formula does not hold for them.
+
+        Args:
+            unit (`str`): What a prediction is about: a `"word"` of a public row, or a `"token"` of the vocabulary.
+            num_classes (`int`): Tags, or tokens of the vocabulary.
+
+        Raises:
+            ValueError: If so. The message names what to take instead.
+        """
+
     def settings(self) -> dict[str, Any]:
         """All settings and their values."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
@@ -230,6 +244,7 @@ class Distillation:
             `dict[str, float]`: What goes into the log, under `federated/`.
         """
         predictions = cohort.predict(server.all_rows, server.shape)
+        cohort.check_agreed(server.num_agreed(server.all_rows))
         ensemble = self.ensemble(predictions, cohort)
         logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)

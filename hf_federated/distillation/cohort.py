@@ -15,8 +15,20 @@ import torch
 from transformers.utils import logging
 
 from ..aggregation.weighted_mean import WeightedMean
+from ..clients.positions import Positions
 from ..generators import derived_seed
-from ..messages import CLASS_COUNT, ClientFailure, Distill, Evaluate, Feedback, Message, Metrics, Predict, Predictions
+from ..messages import (
+    CLASS_COUNT,
+    ClientFailure,
+    Distill,
+    Evaluate,
+    Feedback,
+    Message,
+    Metrics,
+    Predict,
+    Predictions,
+    public_order,
+)
 from ..validation import RoundFailedError
 from .client_weights import ClientReport, summarize_logits
 from .teachers import Teachers
@@ -74,6 +86,9 @@ class Cohort:
         extra ([`~hf_federated.aggregation.WeightedMean`], *optional*): Where parameters are averaged, the mean of what
             clients sent beside them.
         teachers ([`Teachers`], *optional*): The clients' models, of a method that needs them.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where in public rows the server's model
+            predicts, if that is not once a row. "Rows" of predictions below are then positions: those that all clients
+            of the cohort, and the server's model, have a place for.
 
     Example: [`Distillation`].
     """
@@ -87,6 +102,7 @@ class Cohort:
     rejected: dict[str, str] = field(default_factory=dict)
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
+    positions: Positions | None = None
 
     @property
     def client_ids(self) -> list[str]:
@@ -103,11 +119,12 @@ class Cohort:
 
         Args:
             rows ([`PublicRows`]): Which.
-            shape (`tuple[int, ...]`): What a client's predictions must look like.
+            shape (`tuple[int, ...]`): What a client's predictions must look like, of all positions of these rows.
             keeps_graph (`bool`, *optional*, defaults to `False`): Whether [`~Cohort.feed_back`] on them follows.
 
         Returns:
-            `dict[str, torch.Tensor]`: Logits by client, of that shape.
+            `dict[str, torch.Tensor]`: Logits by client, of that shape, less the positions that a client or the server
+            has no place for.
 
         Raises:
             RoundFailedError: If fewer than `min_clients` gave valid ones.
@@ -117,14 +134,49 @@ class Cohort:
             return Predict(**self._about(rows, client_id), keeps_graph=keeps_graph)
 
         found: dict[str, torch.Tensor] = {}
+        absent: dict[str, torch.Tensor] = {}
         for client_id, reply in self._send("prediction", message, Predictions).items():
             assert isinstance(reply, Predictions)
             try:
-                found[client_id] = self._read(reply, shape)
+                found[client_id], absent[client_id] = self._read(reply, rows, shape)
+                if not keeps_graph and not len(found[client_id]):
+                    del found[client_id], absent[client_id]
+                    raise ValueError(
+                        f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, and with it "
+                        "nobody could learn one. Raise `max_length` of its tokenizer, or give it another."
+                    )
             except ValueError as error:
                 self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
+        return found if self.positions is None else self._narrow(rows, found, absent)
+
+    def _narrow(
+        self, rows: PublicRows, found: dict[str, torch.Tensor], absent: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Predictions of those positions that all of these clients and the server's model have a place for."""
+        assert self.positions is not None
+        numbers = self._row_numbers(rows)
+        self.positions.agree(numbers)
+        of_all = self.positions.absent_of(numbers).long()
+        of_all = torch.cat([of_all, *absent.values()]).unique()
+        self.positions.agree(numbers, of_all)
+        is_kept = torch.ones(len(self.positions.numbers_of(numbers)), dtype=torch.bool)
+        is_kept[of_all] = False
+        for client_id, values in found.items():
+            is_there = torch.ones_like(is_kept)
+            is_there[absent[client_id]] = False
+            found[client_id] = values[is_kept[is_there]]
         return found
+
+    def _row_numbers(self, rows: PublicRows) -> torch.Tensor:
+        assert self.positions is not None
+        return public_order(self.positions.num_rows, rows.order)[rows.start : rows.stop]
+
+    def _with_absent(self, rows: PublicRows, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Targets, with the positions that they leave out if there are any."""
+        if self.positions is None:
+            return dict(targets)
+        return self.positions.add_absent(self._row_numbers(rows), targets)
 
     def distill(
         self,
@@ -151,7 +203,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Distill(
                 **self._about(rows, client_id, "distillation"),
-                targets=dict(targets),
+                targets=self._with_absent(rows, targets),
                 num_epochs=num_epochs,
                 num_training_epochs=num_training_epochs,
                 settings=dict(settings or {}),
@@ -186,7 +238,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Feedback(
                 **self._about(rows, client_id),
-                targets=dict(targets),
+                targets=self._with_absent(rows, targets),
                 feedback=dict(feedback[client_id]),
                 step=step,
                 num_training_steps=num_training_steps,
@@ -237,8 +289,13 @@ class Cohort:
             self.leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
         return accepted
 
-    def _read(self, reply: Predictions, shape: tuple[int, ...]) -> torch.Tensor:
-        values = self.decode(reply.values)
+    def _read(self, reply: Predictions, rows: PublicRows, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A client's predictions, and the places among all positions of the rows that it has none for."""
+        encoded, absent = reply.values, torch.empty(0, dtype=torch.int64)
+        if self.positions is not None:
+            encoded, absent = self.positions.take_absent(self._row_numbers(rows), encoded)
+            shape = (shape[0] - len(absent), *shape[1:])
+        values = self.decode(encoded)
         if values.shape != shape:
             raise ValueError(
                 f"its predictions have the shape {tuple(values.shape)}, expected {shape}: the rows asked for, and the "
@@ -250,7 +307,7 @@ class Cohort:
                 f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
                 "learning rate, or look at its data."
             )
-        return values
+        return values, absent
 
     def leave_out(self, client_id: str, reason: str) -> None:
         """Go on without a client in this round."""
@@ -268,6 +325,21 @@ class Cohort:
             raise RoundFailedError(
                 f"Round {self.round}: {len(self.metrics)} clients are left for distillation, and "
                 f"min_clients={self.min_clients}. The last failure: {reason}"
+            )
+
+    def check_agreed(self, num_positions: int) -> None:
+        """
+        Args:
+            num_positions (`int`): That all clients of the cohort and the server's model predicted.
+
+        Raises:
+            RoundFailedError: If there are none.
+        """
+        if not num_positions:
+            raise RoundFailedError(
+                f"Round {self.round}: there is no word of the public rows of which the tokenizers of the server and "
+                f"of all {len(self.metrics)} clients keep something. Raise `max_length` of the task, or take other "
+                "rows."
             )
 
 

@@ -127,6 +127,12 @@ class FedAUX(Distillation):
         require_extra("sklearn", "scikit-learn", type(self).__name__)
         base_model_of(model)
 
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        raise ValueError(
+            f"distillation='fedaux' scores public rows as a whole, and this task predicts every {unit} of a row: the "
+            "paper has no score of these. Take distillation='feddf', of which it is the variant with scores."
+        )
+
     # ---- Server side
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:

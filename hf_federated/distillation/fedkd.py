@@ -57,6 +57,13 @@ class FedKD(Distillation):
     def needs_class_counts(self) -> bool:
         return self.weighting == "class_counts"
 
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        if self.needs_class_counts:
+            raise ValueError(
+                f"weighting='class_counts' of FedKD counts rows by their one class, and this task has one for every "
+                f"{unit} of a row: take weighting='size'."
+            )
+
     def setup(self, num_rounds: int) -> None:
         if num_rounds != 1:
             raise ValueError(

@@ -62,7 +62,29 @@ class DistillationServer:
     @property
     def shape(self) -> tuple[int, int]:
         """Of predictions of all public rows: rows and classes."""
-        return self.num_rows, self.student.num_classes
+        return self.shape_of(self.all_rows)
+
+    def shape_of(self, rows: PublicRows) -> tuple[int, int]:
+        """
+        Of predictions of a part of the public rows: rows, or their positions where the model does not predict once a
+        row, and classes.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+        """
+        positions = self.student.positions
+        num_positions = len(rows) if positions is None else len(positions.numbers_of(self.numbers_of(rows)))
+        return num_positions, self.student.num_classes
+
+    def num_agreed(self, rows: PublicRows) -> int:
+        """
+        How many of these the exchange that runs is about: all but the words of which a tokenizer keeps nothing.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+        """
+        positions = self.student.positions
+        return len(rows) if positions is None else len(positions.agreed_of(self.numbers_of(rows)))
 
     @property
     def batches_per_epoch(self) -> int:
