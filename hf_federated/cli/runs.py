@@ -125,7 +125,7 @@ def _rows_of(
             "eval_dataset": raw.test if inputs.test_clients is None else raw.test_clients,
             "public_dataset": raw.public,
             "server_dataset": raw.server,
-            "clients": load_client_specs(recipe, task, args, list(raw.train)),
+            "clients": load_client_specs(recipe, task, args, list(raw.train)) if recipe.client_models else {},
         }
     with recipe_errors("public"):
         public = None if raw.public is None else task.prepare(raw.public, tokenizer, with_labels=False)

@@ -46,7 +46,8 @@ class AdaFD(Distillation):
         kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
 
     Raises:
-        ValueError: If the weighting is unknown, or `generate` does not go with it.
+        ValueError: If the weighting is unknown, or `generate` does not go with it; when a trainer is built, if a
+            language model shall read the logits of a vocabulary.
 
     Example:
 

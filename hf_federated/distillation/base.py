@@ -65,7 +65,9 @@ class Distillation:
         train_on_labelled (`bool`, *optional*, defaults to `False`):
             Whether the server also learns its own labelled rows, in as many passes after those over the public ones.
         top_k (`int`, *optional*):
-            How many classes of a row travel, with what the others have in common; all by default.
+            How many classes of a row travel, with what the others have in common; all by default. Whoever received
+            them holds `rows × classes` float32 numbers of each client again: of a vocabulary let [`FedID`] ask, whose
+            rows are those of a mini-batch.
 
     Raises:
         ValueError: If a setting is out of range, or the method has no use for it.

@@ -67,7 +67,8 @@ class FedAUX(Distillation):
             `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
 
     Raises:
-        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other.
+        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other; when a
+            trainer is built, if its task predicts words or tokens, of which there are no scores.
         ImportError: When a trainer is built, if scikit-learn is not installed.
 
     Example:

@@ -31,7 +31,8 @@ class FedDF(Distillation):
 
     Args:
         kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
-            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
+            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32. (Of a
+            vocabulary that is much: [`FedED`] sends the likely tokens.)
 
     Example:
 

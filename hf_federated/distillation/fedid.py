@@ -47,10 +47,12 @@ class FedID(Distillation):
     | `feedback` | beside `q` | what a client adds |
     |---|---|---|
     | `"chain_rule"` | `∂L_val/∂q`, as many numbers as `q` | the gradient of the server's loss after a plain step |
-    | `"per_example"` | one number a row | an unbiased estimate of it |
+    | `"per_example"` | one number a row | an unbiased estimate of it, which is small over a vocabulary too |
     | `"mpl_sampled"` | one number | an estimate of it, where the server's step is on labels drawn from `q` |
     | `"mpl"` | one number | what the paper's published code does: biased |
     | `"none"` | nothing | nothing: the ablation, and the paper's text taken literally |
+
+    Of tags and tokens a row of the formulas is a word or a token: `B`, over which losses are means, counts these.
 
     Args:
         feedback (`str`, *optional*, defaults to `"chain_rule"`):

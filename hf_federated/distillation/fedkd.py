@@ -31,7 +31,8 @@ class FedKD(Distillation):
             do not distil.
 
     Raises:
-        ValueError: If the weighting is unknown, or the run has more than one round.
+        ValueError: If the weighting is unknown, the run has more than one round, or classes shall be counted in a task
+            that predicts words or tokens.
 
     Example:
 
