@@ -12,7 +12,7 @@ from ..generators import derived_seed, own_draws
 from ..messages import CLASS_COUNT, Distill, Feedback, Metrics, Predict, Predictions, PublicRowsMessage, public_order
 from .models import ClientModel, OwnModel
 from .positions import Positions
-from .student import LABEL_COLUMNS, Student
+from .student import LABEL_COLUMNS, Rows, Student
 
 
 def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
@@ -64,16 +64,17 @@ def predict(message: Predict, model: OwnModel, student: Student, algorithm: Any)
     if message.keeps_graph:
         logits = _training_forward(message, student)
         model.pending = (_place(message), logits)
-        logits = logits.detach().cpu()
+        values = algorithm.encode(logits.detach().cpu())
+    elif student.positions is None:
+        values = algorithm.encode(student.predict(rows))
     else:
-        logits = student.predict(rows)
-    values = algorithm.encode(logits)
+        values = algorithm.joined(student.predict_batches(rows, algorithm.encode))
     if student.positions is not None:
         values = student.positions.add_absent(rows, values)
     return Predictions(message.round, message.client_id, values)
 
 
-def _check_count(targets: torch.Tensor, positions: Positions, rows: torch.Tensor) -> None:
+def _check_count(targets: Rows, positions: Positions, rows: torch.Tensor) -> None:
     if len(targets) != (expected := len(positions.agreed_of(rows))):
         raise ValueError(
             f"There are targets of {len(targets)} positions, and {expected} in the {len(rows)} rows that they are "
@@ -86,8 +87,10 @@ def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any)
     rows = rows_of(message, student)
     steps_an_epoch = -(-len(rows) // student.batch_size)
     student.prepare(message.num_training_epochs * steps_an_epoch, message.round * message.num_epochs * steps_an_epoch)
-    targets = algorithm.decode_targets(_targets(message, student), student.num_classes)
-    if student.positions is not None:
+    if student.positions is None:
+        targets = algorithm.decode_targets(message.targets, student.num_classes)
+    else:
+        targets = algorithm.unpack_targets(_targets(message, student), student.num_classes)
         _check_count(targets, student.positions, rows)
     with model.restored_on_failure():
         loss = student.fit(

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
@@ -30,6 +30,27 @@ LABEL_COLUMNS = ("label", "labels", "label_ids")
 
 # Among the inputs of a batch, where in it the model is asked: bool, of shape `(rows, length)`.
 ASKED = "asked_positions"
+
+
+class Rows(Protocol):
+    """
+    What a tensor of shape `(rows, classes)` is to somebody who takes one batch of its rows after the other.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.clients.student import Rows
+
+    >>> rows: Rows = torch.eye(3)
+    >>> len(rows), rows[torch.tensor([2])]
+    (3, tensor([[0., 0., 1.]]))
+    ```
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Student:
@@ -200,10 +221,21 @@ class Student:
         Returns:
             `torch.Tensor`: Of shape `(rows, classes)`, on the CPU.
         """
+        return torch.cat(self.predict_batches(rows, lambda logits: logits))
+
+    def predict_batches(self, rows: Sequence[int] | torch.Tensor, each: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """
+        What is made of the logits of each batch, where all together are too many to keep.
+
+        Args:
+            rows (`Sequence[int]`): Row numbers.
+            each (`Callable`): Of logits of shape `(rows, classes)` on the CPU, of one batch; of none, once, where
+                there is nothing to predict.
+        """
         asked = self.with_positions(rows)
         if not len(asked):
-            return torch.empty(0, self.num_classes)
-        return self._evaluate(len(asked), lambda batch: self.forward(self.inputs(asked[batch])))
+            return [each(torch.empty(0, self.num_classes))]
+        return self._evaluate(len(asked), lambda batch: each(self.forward(self.inputs(asked[batch])).cpu()))
 
     def with_positions(self, rows: Sequence[int] | torch.Tensor) -> Sequence[int] | torch.Tensor:
         """Those of some rows at which the exchange is about anything: the others never reach the model."""
@@ -226,21 +258,20 @@ class Student:
         def of_batch(batch: slice) -> torch.Tensor:
             inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])
             with self._trainer.compute_loss_context_manager():
-                return pooled_features(self.model, inputs)
+                return pooled_features(self.model, inputs).cpu()
 
-        return self._evaluate(len(encoded), of_batch)
+        return torch.cat(self._evaluate(len(encoded), of_batch))
 
     @torch.no_grad()
-    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """What the model says of rows in evaluation mode, batch by batch, on the CPU."""
+    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], Any]) -> list[Any]:
+        """What the model says of rows in evaluation mode, batch by batch."""
         was_training = self.model.training
         self.model.eval()
         size = self._trainer.args.per_device_eval_batch_size
         try:
-            parts = [of_batch(slice(start, start + size)).cpu() for start in range(0, num_rows, size)]
+            return [of_batch(slice(start, start + size)) for start in range(0, num_rows, size)]
         finally:
             self.model.train(was_training)
-        return torch.cat(parts)
 
     def prepare(self, num_training_steps: int, position: int = 0) -> None:
         """
@@ -299,7 +330,7 @@ class Student:
     def fit(
         self,
         rows: torch.Tensor,
-        targets: torch.Tensor,
+        targets: Rows,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         num_epochs: int,
         seed: int,

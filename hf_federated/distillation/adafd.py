@@ -82,6 +82,10 @@ class AdaFD(Distillation):
             )
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
 
+    @property
+    def ensembles_rows_alone(self) -> bool:
+        return self._llm is None
+
     def check_unit(self, unit: str, num_classes: int) -> None:
         if unit == "token" and self.weighting == LLM:
             raise ValueError(

@@ -20,7 +20,7 @@ but messages: what runs on a client uses the constructor's arguments and the mes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,10 +33,12 @@ from ..messages import Feedback
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .losses import kl_divergence
+from .packed import PackedRows, joined, packed
 from .server import DistillationServer
 
 
 Predictions = Mapping[str, torch.Tensor]
+Targets = torch.Tensor | PackedRows
 
 # Below it a probability counts as this, where its logarithm travels.
 SMALLEST_PROBABILITY = 1e-9
@@ -65,9 +67,9 @@ class Distillation:
         train_on_labelled (`bool`, *optional*, defaults to `False`):
             Whether the server also learns its own labelled rows, in as many passes after those over the public ones.
         top_k (`int`, *optional*):
-            How many classes of a row travel, with what the others have in common; all by default. Whoever received
-            them holds `rows × classes` float32 numbers of each client again: of a vocabulary let [`FedID`] ask, whose
-            rows are those of a mini-batch.
+            How many classes of a row travel, with what the others have in common; all by default. Of tags and tokens
+            they are kept so too, and become rows of all classes a batch at a time; whole are only what the server's
+            model says of all public rows, where clients learn that ([`MHAT`], [`AdaFD`]).
 
     Raises:
         ValueError: If a setting is out of range, or the method has no use for it.
@@ -137,6 +139,11 @@ class Distillation:
     def needs_epoch_losses(self) -> bool:
         """Whether clients report the smallest of their local epochs' mean training losses."""
         return False
+
+    @property
+    def ensembles_rows_alone(self) -> bool:
+        """Whether `ensemble` makes of some rows what it makes of them among all."""
+        return True
 
     @property
     def needs_class_counts(self) -> bool:
@@ -245,9 +252,7 @@ class Distillation:
         Returns:
             `dict[str, float]`: What goes into the log, under `federated/`.
         """
-        predictions = cohort.predict(server.all_rows, server.shape)
-        cohort.check_agreed(server.num_agreed(server.all_rows))
-        ensemble = self.ensemble(predictions, cohort)
+        ensemble = self._ensemble_of_all(cohort, server)
         logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)
         if targets is not None:
@@ -256,12 +261,27 @@ class Distillation:
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
 
-    def train_server(self, targets: torch.Tensor, round: int, server: DistillationServer) -> dict[str, float]:
+    def _ensemble_of_all(self, cohort: Cohort, server: DistillationServer) -> Targets:
+        """What the server learns of all public rows; of a vocabulary, made of some of them where it is needed."""
+        rows = server.all_rows
+        if server.student.positions is None or self.top_k is None or not self.ensembles_rows_alone:
+            predictions = cohort.predict(rows, server.shape)
+            cohort.check_agreed(server.num_agreed(rows))
+            return self.ensemble(predictions, cohort)
+        small = cohort.predict_packed(rows, server.shape)
+        num_agreed = server.num_agreed(rows)
+        cohort.check_agreed(num_agreed)
+        return PackedRows(
+            num_agreed,
+            lambda places: self.ensemble({client_id: values[places] for client_id, values in small.items()}, cohort),
+        )
+
+    def train_server(self, targets: Targets, round: int, server: DistillationServer) -> dict[str, float]:
         """
         Let the server's model learn targets of all public rows, and its own labelled rows if it shall.
 
         Args:
-            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
             round (`int`): Round number, from 0.
             server ([`DistillationServer`]): The server's model and rows.
 
@@ -299,7 +319,7 @@ class Distillation:
         """
         return kl_divergence(logits, targets, self.temperature)
 
-    def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor | None:
+    def broadcast(self, ensemble: Any, server: DistillationServer) -> Any:
         """
         What the clients learn in turn.
 
@@ -325,8 +345,14 @@ class Distillation:
         """What `encode` wrote, of shape `(rows, classes)` and float32."""
         return self._codec.decode(values, num_classes)
 
-    def encode_targets(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What `encode` made of blocks of rows, at least one, as it would have made it of all of them."""
+        return joined(parts)
+
+    def encode_targets(self, targets: Targets) -> dict[str, torch.Tensor]:
         """What is broadcast, of shape `(rows, classes)`, as it travels."""
+        if isinstance(targets, PackedRows):
+            return joined([self.encode_targets(block) for block in targets.blocks()])
         if self.broadcasts == "logits" or self.top_k is None:
             return self._codec.encode(targets)
         # The likeliest classes keep their probabilities, and the others share what is left.
@@ -341,6 +367,12 @@ class Distillation:
             return targets.softmax(-1)
         targets = targets.clamp(min=0)
         return targets / targets.sum(-1, keepdim=True)
+
+    def unpack_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> Targets:
+        """The same as `decode_targets`; where only some classes travelled, a batch at a time."""
+        if self.top_k is None:
+            return self.decode_targets(values, num_classes)
+        return packed(values, lambda part: self.decode_targets(part, num_classes))
 
     # ---- Client side
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging
@@ -31,6 +31,7 @@ from ..messages import (
 )
 from ..validation import RoundFailedError
 from .client_weights import ClientReport, summarize_logits
+from .packed import PackedRows, packed
 from .teachers import Teachers
 
 
@@ -38,6 +39,7 @@ logger = logging.get_logger(__name__)
 
 # `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
+R = TypeVar("R")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -130,43 +132,63 @@ class Cohort:
             RoundFailedError: If fewer than `min_clients` gave valid ones.
         """
 
+        found, places = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
+        return found if self.positions is None else {name: found[name][places[name]] for name in found}
+
+    def predict_packed(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, PackedRows]:
+        """
+        The same as [`~Cohort.predict`], as small as it travelled. The arguments are those of it, and what it raises.
+
+        Returns:
+            `dict[str, PackedRows]`: Logits by client, unpacked where they are asked for.
+        """
+        found, places = self._ask_for_predictions(rows, shape, False, self._check_packed)
+        return found if self.positions is None else {name: found[name].only(places[name]) for name in found}
+
+    def _ask_for_predictions(
+        self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool, read: Callable[..., R]
+    ) -> tuple[dict[str, R], dict[str, torch.Tensor]]:
+        """Each client's predictions, and which of them are of positions that all have a place for."""
+
         def message(client_id: str) -> Message:
             return Predict(**self._about(rows, client_id), keeps_graph=keeps_graph)
 
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, R] = {}
         absent: dict[str, torch.Tensor] = {}
         for client_id, reply in self._send("prediction", message, Predictions).items():
             assert isinstance(reply, Predictions)
             try:
-                found[client_id], absent[client_id] = self._read(reply, rows, shape)
-                if not keeps_graph and not len(found[client_id]):
-                    del found[client_id], absent[client_id]
+                values, missing = reply.values, torch.empty(0, dtype=torch.int64)
+                if self.positions is not None:
+                    values, missing = self.positions.take_absent(self._row_numbers(rows), values)
+                num_there = shape[0] - len(missing)
+                predictions = read(values, (num_there, *shape[1:]))
+                if not keeps_graph and not num_there:
                     raise ValueError(
                         f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, and with it "
                         "nobody could learn one. Raise `max_length` of its tokenizer, or give it another."
                     )
+                found[client_id], absent[client_id] = predictions, missing
             except ValueError as error:
                 self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
-        return found if self.positions is None else self._narrow(rows, found, absent)
+        return found, {} if self.positions is None else self._narrow(rows, absent)
 
-    def _narrow(
-        self, rows: PublicRows, found: dict[str, torch.Tensor], absent: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Predictions of those positions that all of these clients and the server's model have a place for."""
+    def _narrow(self, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The exchange is about what all clients and the server's model have a place for; where each client has it."""
         assert self.positions is not None
         numbers = self._row_numbers(rows)
         self.positions.agree(numbers)
-        of_all = self.positions.absent_of(numbers).long()
-        of_all = torch.cat([of_all, *absent.values()]).unique()
-        self.positions.agree(numbers, of_all)
+        of_any = torch.cat([self.positions.absent_of(numbers).long(), *absent.values()]).unique()
+        self.positions.agree(numbers, of_any)
         is_kept = torch.ones(len(self.positions.numbers_of(numbers)), dtype=torch.bool)
-        is_kept[of_all] = False
-        for client_id, values in found.items():
+        is_kept[of_any] = False
+        places = {}
+        for client_id, missing in absent.items():
             is_there = torch.ones_like(is_kept)
-            is_there[absent[client_id]] = False
-            found[client_id] = values[is_kept[is_there]]
-        return found
+            is_there[missing] = False
+            places[client_id] = is_kept[is_there].nonzero().flatten()
+        return places
 
     def _row_numbers(self, rows: PublicRows) -> torch.Tensor:
         assert self.positions is not None
@@ -289,25 +311,22 @@ class Cohort:
             self.leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
         return accepted
 
-    def _read(self, reply: Predictions, rows: PublicRows, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A client's predictions, and the places among all positions of the rows that it has none for."""
-        encoded, absent = reply.values, torch.empty(0, dtype=torch.int64)
-        if self.positions is not None:
-            encoded, absent = self.positions.take_absent(self._row_numbers(rows), encoded)
-            shape = (shape[0] - len(absent), *shape[1:])
+    def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         values = self.decode(encoded)
-        if values.shape != shape:
-            raise ValueError(
-                f"its predictions have the shape {tuple(values.shape)}, expected {shape}: the rows asked for, and the "
-                "classes of the server's model. All clients must tell the same classes apart, in the same order."
-            )
-        if not bool(values.isfinite().all()):
-            row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
-            raise ValueError(
-                f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
-                "learning rate, or look at its data."
-            )
-        return values, absent
+        _check(values, values.shape, shape)
+        return values
+
+    def _check_packed(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> PackedRows:
+        rows = packed(encoded, self.decode)
+        for start, places in rows.places():
+            try:
+                block = rows[places]
+                _check(block, (len(rows), *block.shape[1:]), shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} (Rows are counted from row {start} here.)" if start else str(error)
+                ) from error
+        return rows
 
     def leave_out(self, client_id: str, reason: str) -> None:
         """Go on without a client in this round."""
@@ -341,6 +360,20 @@ class Cohort:
                 f"of all {len(self.metrics)} clients keep something. Raise `max_length` of the task, or take other "
                 "rows."
             )
+
+
+def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if given != shape:
+        raise ValueError(
+            f"its predictions have the shape {tuple(given)}, expected {shape}: the rows asked for, and the "
+            "classes of the server's model. All clients must tell the same classes apart, in the same order."
+        )
+    if not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+        raise ValueError(
+            f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
+            "learning rate, or look at its data."
+        )
 
 
 def reports(

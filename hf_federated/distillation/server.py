@@ -13,6 +13,7 @@ from ..clients.student import Student
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
 from .cohort import PublicRows
+from .packed import PackedRows
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -153,12 +154,12 @@ class DistillationServer:
                 ]
         return float(torch.stack(losses).mean())
 
-    def fit(self, targets: torch.Tensor, loss: Loss, num_epochs: int, round: int) -> float:
+    def fit(self, targets: torch.Tensor | PackedRows, loss: Loss, num_epochs: int, round: int) -> float:
         """
         Train the server's model on targets of all public rows. [`~DistillationServer.prepare`] comes first.
 
         Args:
-            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
             loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
             num_epochs (`int`): Passes over the rows.
             round (`int`): Round number, from 0.

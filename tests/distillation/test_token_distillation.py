@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.clients.positions import Positions
-from hf_federated.distillation import PredictionCodec
+from hf_federated.distillation import PredictionCodec, packed
 from hf_federated.distillation.cohort import Cohort, PublicRows
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
 from hf_federated.tasks import LanguageModeling, Seq2Seq
@@ -110,9 +110,16 @@ def logged(trainer, name):
 
 @pytest.mark.parametrize(
     ("method", "kwargs"),
-    [("mhat", {}), ("dsfl", {}), ("adafd", {"weighting": "size"}), ("fedid", {"feedback": "none"})],
+    [
+        ("mhat", {}),
+        ("dsfl", {}),
+        ("fedmd", {}),
+        ("adafd", {"weighting": "size"}),
+        ("fedid", {"feedback": "none"}),
+    ],
 )
-def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, method, kwargs):
+def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, monkeypatch, method, kwargs):
+    monkeypatch.setattr(packed, "BLOCK", 3)
     record = Recorder(serialize=True)
     trainer = federation(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
     trainer.train()
@@ -131,6 +138,9 @@ def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, method, kwargs):
             cross_entropy(servers, q),
             lambda z: cross_entropy(z, as_received(q.log()).softmax(-1)),
         )
+    elif method == "fedmd":
+        mean = sum(received.values()) / 2
+        server_loss, client_loss = (servers - mean).abs().mean(), lambda z: (z - as_received(mean)).abs().mean()
     elif method == "adafd":
         mean = sum(SIZES[client_id] / 9 * received[client_id] for client_id in SIZES)
         server_loss, client_loss = (servers - mean).square().mean(), lambda z: kl(z, as_received(servers))
@@ -333,6 +343,9 @@ def test_masked_language_models_are_refused(tmp_path):
 # ---- Clients whose predictions are no use
 
 
+NUM_CLASSES = 2
+
+
 def cohort_of(replies):
     positions = Positions(torch.tensor([2, 1]))
     return Cohort(
@@ -341,13 +354,14 @@ def cohort_of(replies):
         ask=lambda phase, asked, message: {
             client_id: Predictions(0, client_id, replies[client_id]) for client_id in asked
         },
-        decode=lambda values: PredictionCodec().decode(values, 2),
+        decode=lambda values: PredictionCodec().decode(values, NUM_CLASSES),
         seed=0,
         positions=positions,
     )
 
 
-def test_clients_with_predictions_that_are_no_use_are_left_out_by_name():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_clients_with_predictions_that_are_no_use_are_left_out_by_name(is_packed):
     good = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     cohort = cohort_of(
         {
@@ -360,7 +374,11 @@ def test_clients_with_predictions_that_are_no_use_are_left_out_by_name():
             "some": {"values": good[[0, 2]] + 10, "absent": torch.tensor([1], dtype=torch.int32)},
         }
     )
-    found = cohort.predict(PublicRows(0, 2), (3, 2))
+    if is_packed:
+        kept = cohort.predict_packed(PublicRows(0, 2), (3, NUM_CLASSES))
+        found = {client_id: torch.cat(list(rows.blocks())) for client_id, rows in kept.items()}
+    else:
+        found = cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
     assert list(found) == ["good", "some"]
     assert found["good"].tolist() == [[1, 2], [5, 6]] and found["some"].tolist() == [[11, 12], [15, 16]]
     assert cohort.positions.agreed_of([0, 1]).tolist() == [0, 2]
@@ -384,6 +402,6 @@ def test_words_that_nobody_shares_end_the_round_with_a_reason():
             "b": {"values": one, "absent": torch.tensor([0, 2], dtype=torch.int32)},
         }
     )
-    cohort.predict(PublicRows(0, 2), (3, 2))
+    cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
     with pytest.raises(RoundFailedError, match="no word of the public rows of .*all 2 clients keep"):
         cohort.check_agreed(len(cohort.positions.agreed_of([0, 1])))
