@@ -323,8 +323,12 @@ class Distillation:
         """
         What the clients learn in turn.
 
+        Args:
+            ensemble (`torch.Tensor` or `PackedRows`): What the server learned; packed of tags and tokens with `top_k`.
+            server ([`DistillationServer`]): The server's model and rows.
+
         Returns:
-            `torch.Tensor`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back to them.
+            `torch.Tensor` or `PackedRows`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back.
         """
         return server.predict()
 
