@@ -314,10 +314,14 @@ class DistillationCallback(FederatedCallback):
             rejected=server.rejected,
             extra=self._extra,
             teachers=self.teachers,
+            positions=self._server.student.positions,
         )
         if self.teachers is not None:
             self.teachers.settle(cohort.client_ids, self._kept)
         self.logs = self.algorithm.distill(cohort, self._server)
+        if self._server.student.positions is not None:
+            # Fewer than there are, where a tokenizer of the round keeps nothing of some words.
+            self.logs["public_positions"] = self._server.num_agreed(self._server.all_rows)
         self._extra = None
         if self.teachers is not None and not self.algorithm.keeps_teachers(self._server):
             self.teachers.forget()

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from .aggregation import Aggregation, FedAvg, LocalOnly
-from .client_models import Participants, count_overlap
+from .client_models import Participants, check_tokenizers, count_overlap
 from .clients import ClientSampler
 from .clients.student import LABEL_COLUMNS
 from .config import FederatedConfig
@@ -343,6 +343,34 @@ def check_participants(
             f"{num_shared} of the clients' rows are public rows too: what clients say of them is said of what they "
             "were trained on. `split_for_distillation` cuts without overlap."
         )
+
+
+def check_predictions(distillation: Distillation, participants: Participants, trainer: Trainer) -> None:
+    """
+    Check what predictions are about, which the task says, against the algorithm and the clients' tokenizers.
+
+    Args:
+        distillation ([`~hf_federated.Distillation`]): The algorithm.
+        participants ([`Participants`]): The task, and clients that differ.
+        trainer (`transformers.Trainer`): With the server's model and tokenizer.
+
+    Raises:
+        ValueError: It names what does not go together, and what to take instead.
+    """
+    task, unit = participants.task, participants.prediction_unit
+    if task is None or unit == "row" or not distillation.needs_public:
+        return
+    if unit is None:
+        raise ValueError(
+            f"distillation={distillation.name!r} learns distributions over classes, and {task} has none that all who "
+            "hold a public row share. TextClassification, SequenceTagging, Seq2Seq with public targets and causal "
+            "LanguageModeling have. Parameters can be averaged with any task: leave `distillation` out."
+        )
+    config: Any = trainer.model.config
+    by_token = unit == "token"
+    distillation.check_unit(unit, config.get_text_config(decoder=True).vocab_size if by_token else config.num_labels)
+    if by_token:
+        check_tokenizers(participants, trainer.processing_class)
 
 
 def check_labelled(rows: Dataset) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Trainer
 
 from .adapters import Exchange, copy_model, freeze_layers
 from .clients import ClientSpec, Student, client_arguments
+from .clients.positions import Positions
 from .data import FederatedDataset
 from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
@@ -20,6 +21,25 @@ from .tasks import Task
 
 # What encoded rows are told apart by, where no task says what is read.
 INPUT_IDS = "input_ids"
+
+
+@dataclass(frozen=True)
+class PublicRowsEncoded:
+    """
+    The public rows for one tokenizer.
+
+    Args:
+        rows (`datasets.Dataset`): Encoded.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where a model predicts in them, if that
+            is not once a row.
+    """
+
+    rows: Dataset
+    positions: Positions | None = None
+
+    def student(self, trainer: Trainer, learning_rate: float | None) -> Student:
+        """A trainer's model over these rows. Several may share them."""
+        return Student(trainer, self.rows, learning_rate, None if self.positions is None else self.positions.copy())
 
 
 @dataclass
@@ -54,6 +74,21 @@ class Participants:
     def encode(self, dataset: Any, tokenizer: Any, with_labels: bool = True) -> Any:
         """Rows as a model with this tokenizer takes them."""
         return dataset if self.task is None else self.task.prepare(dataset, tokenizer, with_labels)
+
+    @property
+    def prediction_unit(self) -> str | None:
+        """What a prediction is about, as [`Task`] says it. Rows that are encoded already have one each."""
+        return "row" if self.task is None else self.task.prediction_unit
+
+    def encode_public(self, tokenizer: Any) -> PublicRowsEncoded:
+        """The public rows as a model with this tokenizer takes them, and where it predicts in them."""
+        assert self.public_dataset is not None
+        if self.task is None:
+            return PublicRowsEncoded(self.public_dataset)
+        rows = self.task.prepare_public(self.public_dataset, tokenizer)
+        if self.task.prediction_unit == "row":
+            return PublicRowsEncoded(rows)
+        return PublicRowsEncoded(rows, Positions.of(rows, self.task.labels_are_inputs))
 
 
 # What a task fills in of a trainer's arguments, beside its rows.
@@ -159,17 +194,22 @@ class ClientModelBuilder:
         self._freeze = freeze
         self._learning_rate = learning_rate
         # Clients with one tokenizer share the encoded public rows.
-        self._public: dict[int, tuple[Any, Dataset]] = {}
+        self._public: dict[int, tuple[Any, PublicRowsEncoded]] = {}
 
     def __call__(self, client_id: str) -> tuple[Trainer, Exchange, Student | None]:
         spec = self._participants.clients.get(client_id) or ClientSpec()
         tokenizer = self._participants.tokenizer_of(client_id, self._trainer.processing_class)
         model = self._model(client_id, spec)
-        check_labels(client_id, model, self._trainer.model)
+        if self._participants.prediction_unit == "token":
+            check_vocabulary(client_id, model, self._trainer.model)
+        else:
+            check_labels(client_id, model, self._trainer.model)
         trainer = self._build_trainer(model, tokenizer, spec)
         exchange = Exchange(trainer.model, self._exchange)
         public = self._public_rows(tokenizer)
-        student = None if public is None else Student(trainer, public, self._learning_rate)
+        if public is not None and self._participants.prediction_unit == "token":
+            self._check_tokens(client_id, public)
+        student = None if public is None else public.student(trainer, self._learning_rate)
         return trainer, exchange, student
 
     def _model(self, client_id: str, spec: ClientSpec) -> nn.Module:
@@ -219,14 +259,28 @@ class ClientModelBuilder:
         with preserved_generators():
             return type(self._trainer)(**{**given, **own})
 
-    def _public_rows(self, tokenizer: Any) -> Dataset | None:
-        rows = self._participants.public_dataset
-        if rows is None:
+    def _public_rows(self, tokenizer: Any) -> PublicRowsEncoded | None:
+        if self._participants.public_dataset is None:
             return None
         if id(tokenizer) not in self._public:
             # The tokenizer is kept with them, so that no other one can get its number.
-            self._public[id(tokenizer)] = (tokenizer, self._participants.encode(rows, tokenizer, with_labels=False))
+            self._public[id(tokenizer)] = (tokenizer, self._participants.encode_public(tokenizer))
         return self._public[id(tokenizer)][1]
+
+    def _check_tokens(self, client_id: str, public: PublicRowsEncoded) -> None:
+        """Refuse a client whose tokenizer cuts public rows into other tokens than the server's."""
+        servers = self._public_rows(self._trainer.processing_class)
+        assert servers is not None and servers.positions is not None
+        if public is servers:
+            return
+        column = "labels" if servers.positions.feeds_labels else INPUT_IDS
+        for row, (ours, theirs) in enumerate(zip(public.rows[column], servers.rows[column], strict=False)):
+            if list(ours) != list(theirs):
+                raise ValueError(
+                    f"The tokenizer of client {client_id!r} makes {list(ours)[:8]} of public row {row}, and the "
+                    f"server's {list(theirs)[:8]}. Predictions of tokens are aligned by place: all clients need the "
+                    "server's tokenizer."
+                )
 
 
 def check_labels(client_id: str, model: Any, servers: Any) -> None:
@@ -265,6 +319,52 @@ def check_given_models(participants: Participants, servers: Any) -> None:
     """
     for client_id, spec in participants.clients.items():
         check_labels(client_id, spec.model, servers)
+
+
+def check_vocabulary(client_id: str, model: Any, servers: Any) -> None:
+    """
+    Refuse a client whose model predicts another number of tokens than the server's.
+
+    Args:
+        client_id (`str`): The client.
+        model (`PreTrainedModel`): Its model.
+        servers (`PreTrainedModel`): The server's model.
+
+    Raises:
+        ValueError: If so.
+    """
+    here, there = (each.config.get_text_config(decoder=True).vocab_size for each in (model, servers))
+    if here != there:
+        raise ValueError(
+            f"The model of client {client_id!r} predicts {here} tokens, and the server's {there}. Predictions of "
+            "tokens are aligned by place: give all models one vocabulary (`resize_token_embeddings` where only the "
+            "padding differs)."
+        )
+
+
+def check_tokenizers(participants: Participants, servers: Any) -> None:
+    """
+    Refuse clients that number tokens otherwise than the server, where predictions are about tokens.
+
+    Args:
+        participants ([`Participants`]): What clients have.
+        servers (`PreTrainedTokenizerBase`): The server's tokenizer.
+
+    Raises:
+        ValueError: If so. The message names the client.
+    """
+    there = servers.get_vocab()
+    for client_id, spec in participants.clients.items():
+        if spec.processing_class is None or spec.processing_class is servers:
+            continue
+        here = spec.processing_class.get_vocab()
+        if here != there:
+            token = next(token for token in [*here, *there] if here.get(token) != there.get(token))
+            raise ValueError(
+                f"The tokenizer of client {client_id!r} has another vocabulary than the server's: {token!r} is number "
+                f"{here.get(token)} here and {there.get(token)} there. Predictions of tokens are aligned by place: "
+                "give all clients the server's tokenizer. Tags and labels can be distilled between any tokenizers."
+            )
 
 
 def count_overlap(clients: FederatedDataset, participants: Participants) -> int:

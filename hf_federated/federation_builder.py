@@ -137,10 +137,10 @@ class FederationBuilder:
         if self.distillation is None:
             return None
         trainer = self.trainer.outside_rounds(args)
-        rows = self.participants.public_dataset
-        tokenizer = trainer.processing_class
-        public = None if rows is None else self.participants.encode(rows, tokenizer, with_labels=False)
-        return Student(trainer, public, self.distillation.server_learning_rate)
+        learning_rate = self.distillation.server_learning_rate
+        if self.participants.public_dataset is None:
+            return Student(trainer, None, learning_rate)
+        return self.participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
 
     def build_distillation_server(
         self, student: Student, exchange: Exchange, num_rounds: int, num_sampled: int

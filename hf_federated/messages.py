@@ -236,7 +236,8 @@ class Predictions(Message):
         round (`int`): Round number, from 0.
         client_id (`str`): From whom it comes.
         values (`dict[str, torch.Tensor]`): The predictions in the order of the rows, as the algorithm's codec writes
-            them.
+            them. Where words are predicted, those of each row in their order, and `absent`, if there are any: which of
+            them, counted over all rows asked for, the client's tokenizer keeps nothing of (int32).
     """
 
     kind: ClassVar[str] = "predictions"
@@ -252,7 +253,7 @@ class Distill(PublicRowsMessage):
     Args:
         round, client_id, order, start, stop, seed: As in [`PublicRowsMessage`].
         targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
-            writes it.
+            writes it. `absent` as in [`Predictions`]: words that some tokenizer of the cohort keeps nothing of.
         num_epochs (`int`): Passes over the rows.
         num_training_epochs (`int`): Passes over as many rows in all such messages of the run, for the learning-rate
             curve: how many steps that is depends on the client's batch size.
@@ -275,7 +276,7 @@ class Feedback(PublicRowsMessage):
     Args:
         round, client_id, order, start, stop, seed: As in the [`Predict`] that it follows.
         targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
-            writes it.
+            writes it. `absent` as in [`Predictions`]: words that some tokenizer of the cohort keeps nothing of.
         feedback (`dict[str, torch.Tensor]`): What the algorithm says of the client's predictions.
         step (`int`): How many such messages a client that is always asked has had before this one.
         num_training_steps (`int`): How many it has in the whole run, for the learning-rate curve.

@@ -26,6 +26,7 @@ from .checks import (
     check_arguments,
     check_clients,
     check_participants,
+    check_predictions,
     check_resumed,
     federation_identity,
     resolve_federation,
@@ -128,6 +129,7 @@ class FederationRuntime:
         self.freeze(trainer.model)
         if self.distillation is not None:
             self.distillation.check_model(trainer.model)
+            check_predictions(self.distillation, participants, trainer)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.

@@ -32,7 +32,9 @@ class FederatedTrainer(FederatedMixin, Trainer):
             What encodes rows, which are then all raw: each client's with its own tokenizer, the server's with
             `processing_class`. It brings a collator and metrics where none are given.
         public_dataset (`datasets.Dataset`, *optional*):
-            For distillation: rows that server and clients have. Labels in them are not read.
+            For distillation: rows that server and clients have. Labels in them are not read, but for the targets of
+            [`~hf_federated.tasks.Seq2Seq`], which are text that everybody has. Tags and tokens are distilled from raw
+            rows, with `task`.
         server_dataset (`datasets.Dataset`, *optional*):
             For distillation that asks for it: the server's own rows, with labels.
         clients (`Mapping[str, ClientSpec]`, *optional*):

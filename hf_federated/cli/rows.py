@@ -81,7 +81,8 @@ def _set_aside(
 ) -> tuple[DatasetDict, Dataset, Dataset | None]:
     """The splits with what stays private of the training rows, the public rows, and the server's."""
     data = recipe.data
-    label_column = recipe.task.arguments.get("label_column", getattr(recipe.task.cls, "label_column", "label"))
+    argument = "tags_column" if hasattr(recipe.task.cls, "tags_column") else "label_column"
+    label_column = recipe.task.arguments.get(argument, getattr(recipe.task.cls, argument, "label"))
     with recipe_errors("public"):
         parts = split_for_distillation(
             splits[data.train_split],

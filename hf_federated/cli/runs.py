@@ -116,8 +116,8 @@ def _rows_of(
     if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method].needs_public):
         # Rows that were set aside train nobody, so that runs with and without distillation have the same private ones.
         raw = dataclasses.replace(raw, public=None, server=None)
-    if recipe.client_models:
-        # Each client encodes raw rows with its own tokenizer.
+    if recipe.client_models or (raw.public is not None and task.prediction_unit != "row"):
+        # Each client encodes raw rows with its own tokenizer; and where in a row it predicts, the task knows.
         return {
             "processing_class": tokenizer,
             "task": task,
@@ -125,7 +125,7 @@ def _rows_of(
             "eval_dataset": raw.test if inputs.test_clients is None else raw.test_clients,
             "public_dataset": raw.public,
             "server_dataset": raw.server,
-            "clients": load_client_specs(recipe, task, args, list(raw.train)),
+            "clients": load_client_specs(recipe, task, args, list(raw.train)) if recipe.client_models else {},
         }
     with recipe_errors("public"):
         public = None if raw.public is None else task.prepare(raw.public, tokenizer, with_labels=False)

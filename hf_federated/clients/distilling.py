@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from ..generators import derived_seed, own_draws
 from ..messages import CLASS_COUNT, Distill, Feedback, Metrics, Predict, Predictions, PublicRowsMessage, public_order
 from .models import ClientModel, OwnModel
-from .student import LABEL_COLUMNS, Student
+from .positions import Positions
+from .student import LABEL_COLUMNS, Rows, Student
 
 
 def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
@@ -37,19 +39,47 @@ def _place(message: PublicRowsMessage) -> tuple[Any, ...]:
 
 def _training_forward(message: PublicRowsMessage, student: Student) -> torch.Tensor:
     student.model.train()
+    rows = student.with_positions(rows_of(message, student))
+    if not len(rows):
+        return torch.zeros(0, student.num_classes, device=student.device)
     with own_draws(message.seed):
-        return student.forward(student.inputs(rows_of(message, student)))
+        return student.forward(student.inputs(rows))
+
+
+def _targets(message: Distill | Feedback, student: Student) -> dict[str, torch.Tensor]:
+    """The targets of a message, as the algorithm's codec writes them; what they leave out is agreed to."""
+    if student.positions is None:
+        return message.targets
+    rows = rows_of(message, student)
+    targets, absent = student.positions.take_absent(rows, message.targets)
+    student.positions.agree(rows, absent)
+    return targets
 
 
 def predict(message: Predict, model: OwnModel, student: Student, algorithm: Any) -> Predictions:
     """The model's predictions of the rows asked for."""
+    rows = rows_of(message, student)
+    if student.positions is not None:
+        student.positions.agree(rows)
     if message.keeps_graph:
         logits = _training_forward(message, student)
         model.pending = (_place(message), logits)
-        logits = logits.detach().cpu()
+        values = algorithm.encode(logits.detach().cpu())
+    elif student.positions is None:
+        values = algorithm.encode(student.predict(rows))
     else:
-        logits = student.predict(rows_of(message, student))
-    return Predictions(message.round, message.client_id, algorithm.encode(logits))
+        values = algorithm.joined(student.predict_batches(rows, algorithm.encode))
+    if student.positions is not None:
+        values = student.positions.add_absent(rows, values)
+    return Predictions(message.round, message.client_id, values)
+
+
+def _check_count(targets: Rows, positions: Positions, rows: torch.Tensor) -> None:
+    if len(targets) != (expected := len(positions.agreed_of(rows))):
+        raise ValueError(
+            f"There are targets of {len(targets)} positions, and {expected} in the {len(rows)} rows that they are "
+            "for. Server and clients need the same public data set and, where they predict tokens, the same tokenizer."
+        )
 
 
 def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any) -> Metrics:
@@ -57,7 +87,11 @@ def distill(message: Distill, model: OwnModel, student: Student, algorithm: Any)
     rows = rows_of(message, student)
     steps_an_epoch = -(-len(rows) // student.batch_size)
     student.prepare(message.num_training_epochs * steps_an_epoch, message.round * message.num_epochs * steps_an_epoch)
-    targets = algorithm.decode_targets(message.targets, student.num_classes)
+    if student.positions is None:
+        targets = algorithm.decode_targets(message.targets, student.num_classes)
+    else:
+        targets = algorithm.unpack_targets(_targets(message, student), student.num_classes)
+        _check_count(targets, student.positions, rows)
     with model.restored_on_failure():
         loss = student.fit(
             rows,
@@ -78,13 +112,20 @@ def take_feedback(message: Feedback, model: OwnModel, student: Student, algorith
     """
     student.prepare(message.num_training_steps, message.step)
     pending, model.pending = model.pending, None
+    if student.positions is not None:
+        # As it was predicted: all that this model has a place for.
+        student.positions.agree(rows_of(message, student))
     if pending is not None and pending[0] == _place(message):
         logits = pending[1]
     else:
         logits = _training_forward(message, student)
+    if student.positions is not None:
+        rows = rows_of(message, student)
+        message = dataclasses.replace(message, targets=_targets(message, student))
+        logits = logits[student.positions.agreed_among_seen(rows).to(logits.device)]
     loss = student.step(algorithm.feedback_loss(logits, message))
-    rows = message.stop - message.start
-    return Metrics(message.round, message.client_id, num_examples=rows, metrics={"distillation_loss": float(loss)})
+    num_rows = message.stop - message.start
+    return Metrics(message.round, message.client_id, num_examples=num_rows, metrics={"distillation_loss": float(loss)})
 
 
 def compare_features(dataset: Any, model: ClientModel, algorithm: Any, seed: int) -> dict[str, torch.Tensor]:

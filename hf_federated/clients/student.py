@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
@@ -19,12 +19,38 @@ from transformers import Trainer
 
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
+from ..tasks.base import NUM_POSITIONS
 from .features import pooled_features
 from .local_training import place_schedule
+from .positions import Positions
 
 
 # Columns that a public row loses: what it is distilled from is predictions.
 LABEL_COLUMNS = ("label", "labels", "label_ids")
+
+# Among the inputs of a batch, where in it the model is asked: bool, of shape `(rows, length)`.
+ASKED = "asked_positions"
+
+
+class Rows(Protocol):
+    """
+    What a tensor of shape `(rows, classes)` is to somebody who takes one batch of its rows after the other.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.clients.student import Rows
+
+    >>> rows: Rows = torch.eye(3)
+    >>> len(rows), rows[torch.tensor([2])]
+    (3, tensor([[0., 0., 1.]]))
+    ```
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Student:
@@ -38,9 +64,18 @@ class Student:
             The public rows, encoded for this model, where there are any. Label columns are dropped.
         learning_rate (`float`, *optional*):
             Instead of that of the arguments.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*):
+            Where in a public row the model predicts; by default once a row. The public rows then have `labels`, −100
+            but at these places. "Rows" of predictions below are positions.
     """
 
-    def __init__(self, trainer: Trainer, public: Dataset | None, learning_rate: float | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        public: Dataset | None,
+        learning_rate: float | None = None,
+        positions: Positions | None = None,
+    ) -> None:
         # A shallow copy, on which an optimizer can be created without a trace.
         self._trainer = copy.copy(trainer)
         self._trainer.optimizer = None
@@ -49,7 +84,12 @@ class Student:
         if learning_rate is not None:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
-        self._public = None if public is None else self._without_labels(public)
+        self.positions = positions
+        if positions is None:
+            self._public = None if public is None else self._without_labels(public)
+        else:
+            assert public is not None
+            self._public = self.select_columns(public.remove_columns(NUM_POSITIONS))
         self.num_rows = 0 if public is None else len(public)
         self._state: dict[str, Any] | None = None
 
@@ -71,7 +111,22 @@ class Student:
     def num_classes(self) -> int:
         """Classes that the model tells apart."""
         config: Any = self.model.config
-        return self.predict([0]).shape[-1] if self.num_rows else int(config.num_labels)
+        if not self.num_rows:
+            return int(config.num_labels)
+        positions = self.positions
+        try:
+            # Whatever the exchange that runs is about.
+            self.positions = None if positions is None else positions.copy()
+            shape = self.predict([0 if positions is None else positions.first_row()]).shape
+        finally:
+            self.positions = positions
+        if len(shape) != 2:
+            raise ValueError(
+                f"The model's prediction of a public row has the shape {tuple(shape[1:])}, expected one number for "
+                "each class. What is predicted at words or tokens is known to a task: give the trainer raw rows and a "
+                "`task`, such as SequenceTagging or LanguageModeling."
+            )
+        return shape[-1]
 
     @property
     def device(self) -> torch.device:
@@ -89,9 +144,25 @@ class Student:
 
         Args:
             rows (`Sequence[int]`): Row numbers.
+
+        Raises:
+            ValueError: If the collator does not keep labels in their places, where the model predicts there.
         """
         assert self._public is not None
-        return self.collate([self._public[int(row)] for row in rows])
+        inputs = self.collate([self._public[int(row)] for row in rows])
+        if self.positions is None:
+            return inputs
+        marks = inputs["labels"] if self.positions.feeds_labels else inputs.pop("labels")
+        asked = marks >= 0
+        agreed = self.positions.agreed_among_seen(rows)
+        if int(asked.sum()) != len(agreed):
+            raise ValueError(
+                f"{type(self._trainer.data_collator).__name__} makes {int(asked.sum())} labels of {len(agreed)} in "
+                f"{len(rows)} public rows: it must pad labels with -100 and leave them where they are, as "
+                "`data_collator` of the task does. Leave yours out."
+            )
+        asked[asked.clone()] = agreed.to(asked.device)
+        return {**inputs, ASKED: asked}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """Encoded rows as the model takes them, on its device."""
@@ -112,9 +183,22 @@ class Student:
 
         Returns:
             `torch.Tensor`: Of shape `(rows, classes)`.
+
+        Raises:
+            ValueError: If the model is asked at places of its inputs, and predicts at others.
         """
+        asked = inputs.get(ASKED)
+        taken = {name: value for name, value in inputs.items() if name != ASKED}
         with self._trainer.compute_loss_context_manager():
-            logits = (self.model if model is None else model)(**inputs).logits
+            logits = (self.model if model is None else model)(**taken).logits
+        if asked is not None:
+            if logits.shape[:-1] != asked.shape:
+                raise ValueError(
+                    f"The model predicts at places of shape {tuple(logits.shape[:-1])}, and its inputs have the shape "
+                    f"{tuple(asked.shape)}. Distillation at tokens does not go with adapters that put virtual tokens "
+                    "before the inputs (prompt tuning, p-tuning); LoRA and prefix tuning do."
+                )
+            logits = logits[asked]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -137,7 +221,25 @@ class Student:
         Returns:
             `torch.Tensor`: Of shape `(rows, classes)`, on the CPU.
         """
-        return self._evaluate(len(rows), lambda batch: self.forward(self.inputs(rows[batch])))
+        return torch.cat(self.predict_batches(rows, lambda logits: logits))
+
+    def predict_batches(self, rows: Sequence[int] | torch.Tensor, each: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """
+        What is made of the logits of each batch, where all together are too many to keep.
+
+        Args:
+            rows (`Sequence[int]`): Row numbers.
+            each (`Callable`): Of logits of shape `(rows, classes)` on the CPU, of one batch; of none, once, where
+                there is nothing to predict.
+        """
+        asked = self.with_positions(rows)
+        if not len(asked):
+            return [each(torch.empty(0, self.num_classes))]
+        return self._evaluate(len(asked), lambda batch: each(self.forward(self.inputs(asked[batch])).cpu()))
+
+    def with_positions(self, rows: Sequence[int] | torch.Tensor) -> Sequence[int] | torch.Tensor:
+        """Those of some rows at which the exchange is about anything: the others never reach the model."""
+        return rows if self.positions is None else self.positions.with_any(rows)
 
     def features(self, rows: Dataset | None = None) -> torch.Tensor:
         """
@@ -156,21 +258,20 @@ class Student:
         def of_batch(batch: slice) -> torch.Tensor:
             inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])
             with self._trainer.compute_loss_context_manager():
-                return pooled_features(self.model, inputs)
+                return pooled_features(self.model, inputs).cpu()
 
-        return self._evaluate(len(encoded), of_batch)
+        return torch.cat(self._evaluate(len(encoded), of_batch))
 
     @torch.no_grad()
-    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """What the model says of rows in evaluation mode, batch by batch, on the CPU."""
+    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], Any]) -> list[Any]:
+        """What the model says of rows in evaluation mode, batch by batch."""
         was_training = self.model.training
         self.model.eval()
         size = self._trainer.args.per_device_eval_batch_size
         try:
-            parts = [of_batch(slice(start, start + size)).cpu() for start in range(0, num_rows, size)]
+            return [of_batch(slice(start, start + size)) for start in range(0, num_rows, size)]
         finally:
             self.model.train(was_training)
-        return torch.cat(parts)
 
     def prepare(self, num_training_steps: int, position: int = 0) -> None:
         """
@@ -229,7 +330,7 @@ class Student:
     def fit(
         self,
         rows: torch.Tensor,
-        targets: torch.Tensor,
+        targets: Rows,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         num_epochs: int,
         seed: int,
@@ -239,7 +340,8 @@ class Student:
 
         Args:
             rows (`torch.Tensor`): Row numbers, of shape `(rows,)`.
-            targets (`torch.Tensor`): What to learn of each, of shape `(rows, classes)`.
+            targets (`torch.Tensor`): What to learn of each, of shape `(rows, classes)`. Batches are of whole rows, and
+                one without any positions is no step.
             loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
             num_epochs (`int`): Passes over the rows.
             seed (`int`): Of the batches and of dropout.
@@ -249,11 +351,19 @@ class Student:
         """
         self.model.train()
         losses: list[torch.Tensor] = []
+        place_of = None
+        if self.positions is not None:
+            place_of = self.positions.places_among(rows)
         with own_draws(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 losses = []
                 for batch in public_order(len(rows), derived_seed(seed, "epoch", epoch)).split(self.batch_size):
-                    logits = self.forward(self.inputs(rows[batch]))
+                    asked = self.with_positions(rows[batch])
+                    if not len(asked):
+                        continue
+                    if self.positions is not None and place_of is not None:
+                        batch = place_of[self.positions.agreed_of(asked)]
+                    logits = self.forward(self.inputs(asked))
                     losses.append(self.step(loss(logits, targets[batch].to(logits.device))))
         return float(torch.stack(losses).mean())
 

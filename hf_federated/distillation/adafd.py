@@ -46,7 +46,8 @@ class AdaFD(Distillation):
         kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
 
     Raises:
-        ValueError: If the weighting is unknown, or `generate` does not go with it.
+        ValueError: If the weighting is unknown, or `generate` does not go with it; when a trainer is built, if a
+            language model shall read the logits of a vocabulary.
 
     Example:
 
@@ -80,6 +81,17 @@ class AdaFD(Distillation):
                 f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer."
             )
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
+
+    @property
+    def ensembles_rows_alone(self) -> bool:
+        return self._llm is None
+
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        if unit == "token" and self.weighting == LLM:
+            raise ValueError(
+                f"weighting='llm' of AdaFD describes the clients' logits class by class, and this task has the "
+                f"{num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
+            )
 
     @property
     def needs_epoch_losses(self) -> bool:

@@ -1,7 +1,9 @@
 """What every distillation algorithm is made of.
 
 Clients send predictions of public rows instead of parameters, so each may have a model and a tokenizer of its own; the
-one contract is the order of the labels. A round on the server, after the clients' local training, is
+one contract is the order of the labels. Where words are tagged, or tokens predicted, "rows" of predictions are words
+or tokens of public rows (`clients/positions.py`): what is said of one softmax holds of each of them. A round on the
+server, after the clients' local training, is
 
 ```
 cohort.predict(rows)       -> each client's logits of the public rows
@@ -18,7 +20,7 @@ but messages: what runs on a client uses the constructor's arguments and the mes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,10 +33,12 @@ from ..messages import Feedback
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .losses import kl_divergence
+from .packed import PackedRows, joined, packed
 from .server import DistillationServer
 
 
 Predictions = Mapping[str, torch.Tensor]
+Targets = torch.Tensor | PackedRows
 
 # Below it a probability counts as this, where its logarithm travels.
 SMALLEST_PROBABILITY = 1e-9
@@ -63,7 +67,9 @@ class Distillation:
         train_on_labelled (`bool`, *optional*, defaults to `False`):
             Whether the server also learns its own labelled rows, in as many passes after those over the public ones.
         top_k (`int`, *optional*):
-            How many classes of a row travel, with what the others have in common; all by default.
+            How many classes of a row travel, with what the others have in common; all by default. Of tags and tokens
+            they are kept so too, and become rows of all classes a batch at a time; whole are only what the server's
+            model says of all public rows, where clients learn that ([`MHAT`], [`AdaFD`]).
 
     Raises:
         ValueError: If a setting is out of range, or the method has no use for it.
@@ -135,6 +141,11 @@ class Distillation:
         return False
 
     @property
+    def ensembles_rows_alone(self) -> bool:
+        """Whether `ensemble` makes of some rows what it makes of them among all."""
+        return True
+
+    @property
     def needs_class_counts(self) -> bool:
         """Whether clients report how many rows of each class they have."""
         return False
@@ -158,6 +169,18 @@ class Distillation:
 
         Raises:
             ValueError: If so.
+        """
+
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        """
+        Refuse predictions of words or tokens, if the method's formula does not hold for them.
+
+        Args:
+            unit (`str`): What a prediction is about: a `"word"` of a public row, or a `"token"` of the vocabulary.
+            num_classes (`int`): Tags, or tokens of the vocabulary.
+
+        Raises:
+            ValueError: If so. The message names what to take instead.
         """
 
     def settings(self) -> dict[str, Any]:
@@ -241,8 +264,7 @@ class Distillation:
         Returns:
             `dict[str, float]`: What goes into the log, under `federated/`.
         """
-        predictions = cohort.predict(server.all_rows, server.shape)
-        ensemble = self.ensemble(predictions, cohort)
+        ensemble = self._ensemble_of_all(cohort, server)
         logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)
         if targets is not None:
@@ -251,12 +273,27 @@ class Distillation:
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
 
-    def train_server(self, targets: torch.Tensor, round: int, server: DistillationServer) -> dict[str, float]:
+    def _ensemble_of_all(self, cohort: Cohort, server: DistillationServer) -> Targets:
+        """What the server learns of all public rows; of a vocabulary, made of some of them where it is needed."""
+        rows = server.all_rows
+        if server.student.positions is None or self.top_k is None or not self.ensembles_rows_alone:
+            predictions = cohort.predict(rows, server.shape)
+            cohort.check_agreed(server.num_agreed(rows))
+            return self.ensemble(predictions, cohort)
+        small = cohort.predict_packed(rows, server.shape)
+        num_agreed = server.num_agreed(rows)
+        cohort.check_agreed(num_agreed)
+        return PackedRows(
+            num_agreed,
+            lambda places: self.ensemble({client_id: values[places] for client_id, values in small.items()}, cohort),
+        )
+
+    def train_server(self, targets: Targets, round: int, server: DistillationServer) -> dict[str, float]:
         """
         Let the server's model learn targets of all public rows, and its own labelled rows if it shall.
 
         Args:
-            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
             round (`int`): Round number, from 0.
             server ([`DistillationServer`]): The server's model and rows.
 
@@ -294,12 +331,16 @@ class Distillation:
         """
         return kl_divergence(logits, targets, self.temperature)
 
-    def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor | None:
+    def broadcast(self, ensemble: Any, server: DistillationServer) -> Any:
         """
         What the clients learn in turn.
 
+        Args:
+            ensemble (`torch.Tensor` or `PackedRows`): What the server learned; packed of tags and tokens with `top_k`.
+            server ([`DistillationServer`]): The server's model and rows.
+
         Returns:
-            `torch.Tensor`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back to them.
+            `torch.Tensor` or `PackedRows`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back.
         """
         return server.predict()
 
@@ -320,8 +361,14 @@ class Distillation:
         """What `encode` wrote, of shape `(rows, classes)` and float32."""
         return self._codec.decode(values, num_classes)
 
-    def encode_targets(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What `encode` made of blocks of rows, at least one, as it would have made it of all of them."""
+        return joined(parts)
+
+    def encode_targets(self, targets: Targets) -> dict[str, torch.Tensor]:
         """What is broadcast, of shape `(rows, classes)`, as it travels."""
+        if isinstance(targets, PackedRows):
+            return joined([self.encode_targets(block) for block in targets.blocks()])
         if self.broadcasts == "logits" or self.top_k is None:
             return self._codec.encode(targets)
         # The likeliest classes keep their probabilities, and the others share what is left.
@@ -336,6 +383,12 @@ class Distillation:
             return targets.softmax(-1)
         targets = targets.clamp(min=0)
         return targets / targets.sum(-1, keepdim=True)
+
+    def unpack_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> Targets:
+        """The same as `decode_targets`; where only some classes travelled, a batch at a time."""
+        if self.top_k is None:
+            return self.decode_targets(values, num_classes)
+        return packed(values, lambda part: self.decode_targets(part, num_classes))
 
     # ---- Client side
 

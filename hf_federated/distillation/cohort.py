@@ -9,16 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging
 
 from ..aggregation.weighted_mean import WeightedMean
+from ..clients.positions import Positions
 from ..generators import derived_seed
-from ..messages import CLASS_COUNT, ClientFailure, Distill, Evaluate, Feedback, Message, Metrics, Predict, Predictions
+from ..messages import (
+    CLASS_COUNT,
+    ClientFailure,
+    Distill,
+    Evaluate,
+    Feedback,
+    Message,
+    Metrics,
+    Predict,
+    Predictions,
+    public_order,
+)
 from ..validation import RoundFailedError
 from .client_weights import ClientReport, summarize_logits
+from .packed import PackedRows, packed
 from .teachers import Teachers
 
 
@@ -26,6 +39,7 @@ logger = logging.get_logger(__name__)
 
 # `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
+R = TypeVar("R")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -74,6 +88,9 @@ class Cohort:
         extra ([`~hf_federated.aggregation.WeightedMean`], *optional*): Where parameters are averaged, the mean of what
             clients sent beside them.
         teachers ([`Teachers`], *optional*): The clients' models, of a method that needs them.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where in public rows the server's model
+            predicts, if that is not once a row. "Rows" of predictions below are then positions: those that all clients
+            of the cohort, and the server's model, have a place for.
 
     Example: [`Distillation`].
     """
@@ -87,6 +104,7 @@ class Cohort:
     rejected: dict[str, str] = field(default_factory=dict)
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
+    positions: Positions | None = None
 
     @property
     def client_ids(self) -> list[str]:
@@ -103,28 +121,84 @@ class Cohort:
 
         Args:
             rows ([`PublicRows`]): Which.
-            shape (`tuple[int, ...]`): What a client's predictions must look like.
+            shape (`tuple[int, ...]`): What a client's predictions must look like, of all positions of these rows.
             keeps_graph (`bool`, *optional*, defaults to `False`): Whether [`~Cohort.feed_back`] on them follows.
 
         Returns:
-            `dict[str, torch.Tensor]`: Logits by client, of that shape.
+            `dict[str, torch.Tensor]`: Logits by client, of that shape, less the positions that a client or the server
+            has no place for.
 
         Raises:
             RoundFailedError: If fewer than `min_clients` gave valid ones.
         """
 
+        found, places = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
+        return found if self.positions is None else {name: found[name][places[name]] for name in found}
+
+    def predict_packed(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, PackedRows]:
+        """
+        The same as [`~Cohort.predict`], as small as it travelled. The arguments are those of it, and what it raises.
+
+        Returns:
+            `dict[str, PackedRows]`: Logits by client, unpacked where they are asked for.
+        """
+        found, places = self._ask_for_predictions(rows, shape, False, self._check_packed)
+        return found if self.positions is None else {name: found[name].only(places[name]) for name in found}
+
+    def _ask_for_predictions(
+        self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool, read: Callable[..., R]
+    ) -> tuple[dict[str, R], dict[str, torch.Tensor]]:
+        """Each client's predictions, and which of them are of positions that all have a place for."""
+
         def message(client_id: str) -> Message:
             return Predict(**self._about(rows, client_id), keeps_graph=keeps_graph)
 
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, R] = {}
+        absent: dict[str, torch.Tensor] = {}
         for client_id, reply in self._send("prediction", message, Predictions).items():
             assert isinstance(reply, Predictions)
             try:
-                found[client_id] = self._read(reply, shape)
+                values, missing = reply.values, torch.empty(0, dtype=torch.int64)
+                if self.positions is not None:
+                    values, missing = self.positions.take_absent(self._row_numbers(rows), values)
+                num_there = shape[0] - len(missing)
+                predictions = read(values, (num_there, *shape[1:]))
+                if not keeps_graph and not num_there:
+                    raise ValueError(
+                        f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, and with it "
+                        "nobody could learn one. Raise `max_length` of its tokenizer, or give it another."
+                    )
+                found[client_id], absent[client_id] = predictions, missing
             except ValueError as error:
                 self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
-        return found
+        return found, {} if self.positions is None else self._narrow(rows, absent)
+
+    def _narrow(self, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The exchange is about what all clients and the server's model have a place for; where each client has it."""
+        assert self.positions is not None
+        numbers = self._row_numbers(rows)
+        self.positions.agree(numbers)
+        of_any = torch.cat([self.positions.absent_of(numbers).long(), *absent.values()]).unique()
+        self.positions.agree(numbers, of_any)
+        is_kept = torch.ones(len(self.positions.numbers_of(numbers)), dtype=torch.bool)
+        is_kept[of_any] = False
+        places = {}
+        for client_id, missing in absent.items():
+            is_there = torch.ones_like(is_kept)
+            is_there[missing] = False
+            places[client_id] = is_kept[is_there].nonzero().flatten()
+        return places
+
+    def _row_numbers(self, rows: PublicRows) -> torch.Tensor:
+        assert self.positions is not None
+        return public_order(self.positions.num_rows, rows.order)[rows.start : rows.stop]
+
+    def _with_absent(self, rows: PublicRows, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Targets, with the positions that they leave out if there are any."""
+        if self.positions is None:
+            return dict(targets)
+        return self.positions.add_absent(self._row_numbers(rows), targets)
 
     def distill(
         self,
@@ -151,7 +225,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Distill(
                 **self._about(rows, client_id, "distillation"),
-                targets=dict(targets),
+                targets=self._with_absent(rows, targets),
                 num_epochs=num_epochs,
                 num_training_epochs=num_training_epochs,
                 settings=dict(settings or {}),
@@ -186,7 +260,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Feedback(
                 **self._about(rows, client_id),
-                targets=dict(targets),
+                targets=self._with_absent(rows, targets),
                 feedback=dict(feedback[client_id]),
                 step=step,
                 num_training_steps=num_training_steps,
@@ -237,20 +311,22 @@ class Cohort:
             self.leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
         return accepted
 
-    def _read(self, reply: Predictions, shape: tuple[int, ...]) -> torch.Tensor:
-        values = self.decode(reply.values)
-        if values.shape != shape:
-            raise ValueError(
-                f"its predictions have the shape {tuple(values.shape)}, expected {shape}: the rows asked for, and the "
-                "classes of the server's model. All clients must tell the same classes apart, in the same order."
-            )
-        if not bool(values.isfinite().all()):
-            row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
-            raise ValueError(
-                f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
-                "learning rate, or look at its data."
-            )
+    def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        values = self.decode(encoded)
+        _check(values, values.shape, shape)
         return values
+
+    def _check_packed(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> PackedRows:
+        rows = packed(encoded, self.decode)
+        for start, places in rows.places():
+            try:
+                block = rows[places]
+                _check(block, (len(rows), *block.shape[1:]), shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} (Rows are counted from row {start} here.)" if start else str(error)
+                ) from error
+        return rows
 
     def leave_out(self, client_id: str, reason: str) -> None:
         """Go on without a client in this round."""
@@ -269,6 +345,35 @@ class Cohort:
                 f"Round {self.round}: {len(self.metrics)} clients are left for distillation, and "
                 f"min_clients={self.min_clients}. The last failure: {reason}"
             )
+
+    def check_agreed(self, num_positions: int) -> None:
+        """
+        Args:
+            num_positions (`int`): That all clients of the cohort and the server's model predicted.
+
+        Raises:
+            RoundFailedError: If there are none.
+        """
+        if not num_positions:
+            raise RoundFailedError(
+                f"Round {self.round}: there is no word of the public rows of which the tokenizers of the server and "
+                f"of all {len(self.metrics)} clients keep something. Raise `max_length` of the task, or take other "
+                "rows."
+            )
+
+
+def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if given != shape:
+        raise ValueError(
+            f"its predictions have the shape {tuple(given)}, expected {shape}: the rows asked for, and the "
+            "classes of the server's model. All clients must tell the same classes apart, in the same order."
+        )
+    if not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+        raise ValueError(
+            f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
+            "learning rate, or look at its data."
+        )
 
 
 def reports(

@@ -24,6 +24,9 @@ class Cronus(Distillation):
     """
     Everybody learns a mean of the clients' probabilities that a few of them cannot move far, by cross-entropy.
 
+    Where words are tagged, a client that says its tokenizer keeps nothing of a word takes the word from everybody: a
+    mean is robust against what clients say, and not against what they leave out.
+
     In the paper a client trains on its own rows and the public ones together; here it trains on one and then on the
     other in every round, and the server's model, which the paper has not, learns the public ones too.
 

@@ -6,6 +6,7 @@ Training with Non-IID Private Data (IEEE Transactions on Mobile Computing 22, 20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,6 +27,10 @@ class DSFL(Distillation):
 
     Sharpening lowers the entropy of the ensemble, which is high where clients have different labels. An argmax in its
     place would throw away what it keeps.
+
+    `T` divides probabilities, of which none is above 1: a class that everybody is sure of keeps at most
+    `1 / (1 + (C − 1) exp(−1 / T))`. Over a vocabulary, `C` is so large that the paper's `T = 0.1` may flatten instead;
+    for predictions of tokens such a `T` is refused.
 
     Args:
         sharpening_temperature (`float`, *optional*, defaults to `0.1`):
@@ -52,6 +57,15 @@ class DSFL(Distillation):
         super().__post_init__()
         if not self.sharpening_temperature > 0:
             raise ValueError(f"`sharpening_temperature` is {self.sharpening_temperature}; it must be positive.")
+
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        largest = 1 / (1 + (num_classes - 1) * math.exp(-1 / self.sharpening_temperature))
+        if unit == "token" and largest < 0.5:
+            raise ValueError(
+                f"sharpening_temperature={self.sharpening_temperature} flattens over {num_classes} tokens: of an "
+                f"ensemble that is sure of one it leaves it {largest:.2g}. It must be at most 1 / log(tokens - 1), "
+                f"here {1 / math.log(num_classes - 1):.3g}."
+            )
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         probabilities = {client_id: logits.softmax(-1) for client_id, logits in predictions.items()}

@@ -70,7 +70,8 @@ class FedAUX(Distillation):
             `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
 
     Raises:
-        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other.
+        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other; when a
+            trainer is built, if its task predicts words or tokens, of which there are no scores.
         ImportError: When a trainer is built, if scikit-learn is not installed.
 
     Example:
@@ -129,6 +130,12 @@ class FedAUX(Distillation):
     def check_model(self, model: Any) -> None:
         require_extra("sklearn", "scikit-learn", type(self).__name__)
         base_model_of(model)
+
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        raise ValueError(
+            f"distillation='fedaux' scores public rows as a whole, and this task predicts every {unit} of a row: the "
+            "paper has no score of these. Take distillation='feddf', of which it is the variant with scores."
+        )
 
     # ---- Server side
 

@@ -31,7 +31,8 @@ class FedDF(Distillation):
 
     Args:
         kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
-            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
+            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32. (Of a
+            vocabulary that is much: [`FedED`] sends the likely tokens.)
 
     Example:
 
@@ -52,7 +53,8 @@ class FedDF(Distillation):
         return {PUBLIC_LOGITS: student.predict(range(student.num_rows))}
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
-        return {PUBLIC_LOGITS: torch.empty(server.shape)}
+        # All clients have the server's tokenizer, so that what it keeps nothing of is the same for all.
+        return {PUBLIC_LOGITS: torch.empty(server.num_agreed(server.all_rows), server.student.num_classes)}
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         assert cohort.extra is not None

@@ -47,10 +47,12 @@ class FedID(Distillation):
     | `feedback` | beside `q` | what a client adds |
     |---|---|---|
     | `"chain_rule"` | `∂L_val/∂q`, as many numbers as `q` | the gradient of the server's loss after a plain step |
-    | `"per_example"` | one number a row | an unbiased estimate of it |
+    | `"per_example"` | one number a row | an unbiased estimate of it, which is small over a vocabulary too |
     | `"mpl_sampled"` | one number | an estimate of it, where the server's step is on labels drawn from `q` |
     | `"mpl"` | one number | what the paper's published code does: biased |
     | `"none"` | nothing | nothing: the ablation, and the paper's text taken literally |
+
+    Of tags and tokens a row of the formulas is a word or a token: `B`, over which losses are means, counts these.
 
     Args:
         feedback (`str`, *optional*, defaults to `"chain_rule"`):
@@ -112,7 +114,9 @@ class FedID(Distillation):
         for epoch in range(self.public_epochs):
             for number, rows in enumerate(server.mini_batches(cohort.round, epoch)):
                 purpose = (cohort.round, epoch, number)
-                losses.append(self._mini_batch(cohort, server, rows, purpose, num_steps))
+                loss = self._mini_batch(cohort, server, rows, purpose, num_steps)
+                losses += [] if loss is None else [loss]
+        cohort.check_agreed(len(losses))
         return {"server_distillation_loss": float(torch.stack(losses).mean())}
 
     def _mini_batch(
@@ -122,10 +126,12 @@ class FedID(Distillation):
         rows: PublicRows,
         purpose: tuple[int, int, int],
         num_steps: int,
-    ) -> torch.Tensor:
-        """Exchange one mini-batch; the server's loss on it."""
+    ) -> torch.Tensor | None:
+        """Exchange one mini-batch; the server's loss on it. A batch without a word that all know is left out."""
         round, epoch, number = purpose
-        predictions = cohort.predict(rows, (len(rows), server.student.num_classes), keeps_graph=True)
+        predictions = cohort.predict(rows, server.shape_of(rows), keeps_graph=True)
+        if not server.num_agreed(rows):
+            return None
         weights = sizes(cohort)
         total = sum(weights.values())
         targets = self.encode_targets(
@@ -205,7 +211,7 @@ class _ServerStep:
     ) -> None:
         self._algorithm = algorithm
         self._server = server
-        self._inputs = server.student.inputs(server.numbers_of(rows))
+        self._inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
         self._labelled = None
         if algorithm.needs_labelled:
             self._labelled = server.labelled_batch(server.batch_size, *purpose)
@@ -250,6 +256,9 @@ class _ServerStep:
 
     def _labelled_loss(self) -> torch.Tensor:
         assert self._labelled is not None
+        if self._server.student.positions is not None:
+            # Of the words or tokens that have labels, as the model counts them.
+            return self._server.student.loss(self._labelled)
         inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
         return F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
 

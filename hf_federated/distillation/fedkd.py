@@ -31,7 +31,8 @@ class FedKD(Distillation):
             do not distil.
 
     Raises:
-        ValueError: If the weighting is unknown, or the run has more than one round.
+        ValueError: If the weighting is unknown, the run has more than one round, or classes shall be counted in a task
+            that predicts words or tokens.
 
     Example:
 
@@ -56,6 +57,13 @@ class FedKD(Distillation):
     @property
     def needs_class_counts(self) -> bool:
         return self.weighting == "class_counts"
+
+    def check_unit(self, unit: str, num_classes: int) -> None:
+        if self.needs_class_counts:
+            raise ValueError(
+                f"weighting='class_counts' of FedKD counts rows by their one class, and this task has one for every "
+                f"{unit} of a row: take weighting='size'."
+            )
 
     def setup(self, num_rounds: int) -> None:
         if num_rounds != 1:

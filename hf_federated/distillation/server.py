@@ -13,6 +13,7 @@ from ..clients.student import Student
 from ..generators import derived_seed, own_draws
 from ..messages import public_order
 from .cohort import PublicRows
+from .packed import PackedRows
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,7 +63,29 @@ class DistillationServer:
     @property
     def shape(self) -> tuple[int, int]:
         """Of predictions of all public rows: rows and classes."""
-        return self.num_rows, self.student.num_classes
+        return self.shape_of(self.all_rows)
+
+    def shape_of(self, rows: PublicRows) -> tuple[int, int]:
+        """
+        Of predictions of a part of the public rows: rows, or their positions where the model does not predict once a
+        row, and classes.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+        """
+        positions = self.student.positions
+        num_positions = len(rows) if positions is None else len(positions.numbers_of(self.numbers_of(rows)))
+        return num_positions, self.student.num_classes
+
+    def num_agreed(self, rows: PublicRows) -> int:
+        """
+        How many of these the exchange that runs is about: all but the words of which a tokenizer keeps nothing.
+
+        Args:
+            rows ([`PublicRows`]): Which.
+        """
+        positions = self.student.positions
+        return len(rows) if positions is None else len(positions.agreed_of(self.numbers_of(rows)))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -131,12 +154,12 @@ class DistillationServer:
                 ]
         return float(torch.stack(losses).mean())
 
-    def fit(self, targets: torch.Tensor, loss: Loss, num_epochs: int, round: int) -> float:
+    def fit(self, targets: torch.Tensor | PackedRows, loss: Loss, num_epochs: int, round: int) -> float:
         """
         Train the server's model on targets of all public rows. [`~DistillationServer.prepare`] comes first.
 
         Args:
-            targets (`torch.Tensor`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
             loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
             num_epochs (`int`): Passes over the rows.
             round (`int`): Round number, from 0.

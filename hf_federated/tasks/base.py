@@ -18,6 +18,10 @@ from ..data import FederatedDataset
 from .mapping import fingerprint, map_rows, with_arrays
 
 
+IGNORED = -100  # what a loss skips
+# How many predictions a public row has for everybody, beside its encoding.
+NUM_POSITIONS = "num_positions"
+
 Batch = Mapping[str, Sequence[Any]]
 ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
@@ -38,6 +42,8 @@ class Task(ABC):
     - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`, and `needs_rows`: whether
       it cannot do without `rows`;
     - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are;
+    - `prediction_unit`: what a model's prediction is about, and `encode_public` and `prepare_public`: public rows
+      encoded for distillation, with the places of what is predicted;
     - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and its arguments;
     - `main_metric`: the metric that runs are compared by, and `lower_is_better`.
     """
@@ -47,6 +53,11 @@ class Task(ABC):
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     lower_is_better: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = False
+    # What one softmax of the model is about: a `"row"`, a `"word"` of it, or a `"token"` of the model's vocabulary;
+    # `None` if its predictions are none of these, and cannot be distilled.
+    prediction_unit: str | None = "row"
+    # Whether a model is given the labels of public rows, which are then text that everybody has.
+    labels_are_inputs: ClassVar[bool] = False
     preprocess_logits_for_metrics: Any = None
 
     @property
@@ -169,6 +180,45 @@ class Task(ABC):
         clients = FederatedDataset.from_dict(prepared)
         clients.partitioning, clients.origin = dataset.partitioning, dataset.origin
         return clients
+
+    def encode_public(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
+    ) -> dict[str, list[Any]]:
+        """
+        Turns raw public rows into model inputs whose places of prediction are known.
+
+        Where `prediction_unit` is `"row"` that is [`~Task.encode`] without labels. Otherwise there are two columns
+        more: `labels`, −100 but at the places of the model's predictions, and `num_positions`, how many of these the
+        row has for whoever encodes it, whether this tokenizer keeps them or not.
+
+        Args:
+            batch (`Mapping[str, Sequence]`): Raw columns.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+            indices (`Sequence[int]`, *optional*): The rows' numbers, which errors name.
+
+        Raises:
+            NotImplementedError: If the task has units that it does not mark.
+        """
+        if self.prediction_unit == "row":
+            return self.encode(batch, tokenizer, indices, with_labels=False)
+        raise NotImplementedError(f"{type(self).__name__} does not say where in a row its model predicts.")
+
+    def prepare_public(self, dataset: Dataset, tokenizer: Any) -> Dataset:
+        """
+        A public data set encoded for distillation, without its raw columns.
+
+        Args:
+            dataset (`datasets.Dataset`): Raw rows.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        """
+        if self.prediction_unit == "row":
+            return self.prepare(dataset, tokenizer, with_labels=False)
+
+        def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
+            return self.encode_public(batch, tokenizer, indices)
+
+        encode_as_arrays = with_arrays(encode, tokenizer.model_input_names)
+        return map_rows(dataset, encode_as_arrays, fingerprint(tokenizer, self, "public"))
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """

@@ -22,11 +22,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts
+from .base import (
+    IGNORED,
+    NUM_POSITIONS,
+    Batch,
+    ComputeMetrics,
+    Task,
+    check_length,
+    first_output,
+    is_blank,
+    read_column,
+    read_texts,
+)
 from .metrics import Perplexity
 
 
-IGNORED = -100  # what a loss skips
 OBJECTIVES = ("causal", "masked")
 
 
@@ -98,6 +108,11 @@ class LanguageModeling(Task):
         return AutoModelForCausalLM if self.objective == "causal" else AutoModelForMaskedLM
 
     @property
+    def prediction_unit(self) -> str | None:  # type: ignore[override]  # a constant of the other tasks
+        """`"token"` if causal. What is hidden is drawn anew in each batch: no two clients would predict the same."""
+        return "token" if self.objective == "causal" else None
+
+    @property
     def main_metric(self) -> str:
         """The metric that runs are compared by."""
         return "perplexity"
@@ -132,6 +147,23 @@ class LanguageModeling(Task):
         if with_labels and self.objective == "causal":
             encoded["labels"] = [list(ids) for ids in encoded["input_ids"]]
         return encoded
+
+    def encode_public(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
+    ) -> dict[str, list[Any]]:
+        """
+        Ids, attention mask, and `labels` that number the places at which a next token is predicted: all but the last.
+        See [`Task.encode_public`].
+        """
+        if self.objective != "causal":
+            return super().encode_public(batch, tokenizer, indices)
+        encoded = self.encode(batch, tokenizer, indices, with_labels=False)
+        counts = [max(len(ids) - 1, 0) for ids in encoded["input_ids"]]
+        marks = [
+            [*range(count), *[IGNORED] * (len(ids) - count)]
+            for ids, count in zip(encoded["input_ids"], counts, strict=True)
+        ]
+        return {**encoded, "labels": marks, NUM_POSITIONS: counts}
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
         """Pads rows; hides tokens if they are to be. Shapes: `(batch, length)`. See [`Task.data_collator`]."""

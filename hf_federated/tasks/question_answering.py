@@ -95,6 +95,8 @@ class QuestionAnswering(Task):
     answers_column: str = "answers"
 
     model_class: ClassVar[Any] = AutoModelForQuestionAnswering
+    # Starts and ends compete over the tokens of a tokenizer.
+    prediction_unit = None
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

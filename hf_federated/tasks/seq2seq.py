@@ -20,11 +20,20 @@ from transformers import (
     TrainingArguments,
 )
 
-from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts, row_name
+from .base import (
+    IGNORED,
+    NUM_POSITIONS,
+    Batch,
+    ComputeMetrics,
+    Task,
+    check_length,
+    first_output,
+    is_blank,
+    read_column,
+    read_texts,
+    row_name,
+)
 from .metrics import Rouge
-
-
-IGNORED = -100  # what a loss skips
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class Seq2Seq(Task):
     model_class: ClassVar[Any] = AutoModelForSeq2SeqLM
     trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
+    prediction_unit = "token"
+    labels_are_inputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
@@ -116,6 +127,29 @@ class Seq2Seq(Task):
             labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)
             encoded["labels"] = labels["input_ids"]
         return encoded
+
+    def encode_public(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
+    ) -> dict[str, list[Any]]:
+        """
+        Sources and, as `labels`, targets, whose tokens the decoder is given one after the other: a public row needs
+        its target column too. See [`Task.encode_public`].
+        """
+        encoded = self.encode(batch, tokenizer, indices)
+        return {**encoded, NUM_POSITIONS: [len(target) for target in encoded["labels"]]}
+
+    def _read_targets(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
+        """The targets of each row, at least one and none of them empty."""
+        rows = []
+        for position, value in enumerate(read_column(batch, self.target_column)):
+            targets = [value] if isinstance(value, str) else list(value or [])
+            if is_empty_target(value):
+                raise ValueError(
+                    f"{row_name(position, indices)} has no target or an empty one in the column"
+                    f" {self.target_column!r}. Drop such rows, or encode with `with_labels=False`."
+                )
+            rows.append(targets)
+        return rows
 
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """

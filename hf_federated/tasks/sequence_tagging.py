@@ -13,12 +13,15 @@ import torch
 from datasets import ClassLabel, Dataset
 from transformers import (
     AutoModelForTokenClassification,
+    BatchEncoding,
     DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedModel,
 )
 
 from .base import (
+    IGNORED,
+    NUM_POSITIONS,
     Batch,
     ComputeMetrics,
     Task,
@@ -32,9 +35,6 @@ from .base import (
 )
 from .metrics import Accuracy, SpanF1
 from .metrics.span_f1 import has_position
-
-
-IGNORED = -100  # what a loss skips
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class SequenceTagging(Task):
     max_length: int | None = None
 
     model_class: ClassVar[Any] = AutoModelForTokenClassification
+    prediction_unit = "word"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag_names", check_names("tag_names", self.tag_names))
@@ -154,25 +155,43 @@ class SequenceTagging(Task):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
         """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"{type(tokenizer).__name__} does not say which word a token belongs to. Use a fast tokenizer."
-            )
         words = self._read_words(batch, indices)
         tags = self._read_tags(batch, words, indices) if with_labels else None
-        tokens = tokenizer(
-            words,
-            is_split_into_words=True,
-            truncation=True,
-            max_length=self.max_length,
-            return_attention_mask=True,
-        )
+        tokens = self._tokenize(words, tokenizer)
         encoded = dict(tokens.items())
         if tags is not None:
             encoded["labels"] = [
                 _at_first_sub_tokens(tokens.word_ids(position), row_tags) for position, row_tags in enumerate(tags)
             ]
         return encoded
+
+    def encode_public(
+        self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
+    ) -> dict[str, list[Any]]:
+        """
+        The tokenizer's columns; as `labels` each word's number in its row at its first sub-token, so that all
+        tokenizers speak of the same words; and how many words the row has, those of which nothing is kept too. See
+        [`Task.encode_public`].
+        """
+        words = self._read_words(batch, indices)
+        tokens = self._tokenize(words, tokenizer)
+        numbers = [
+            _at_first_sub_tokens(tokens.word_ids(position), np.arange(len(row))) for position, row in enumerate(words)
+        ]
+        return {**tokens, "labels": numbers, NUM_POSITIONS: [len(row) for row in words]}
+
+    def _tokenize(self, words: list[list[str]], tokenizer: Any) -> BatchEncoding:
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{type(tokenizer).__name__} does not say which word a token belongs to. Use a fast tokenizer."
+            )
+        return tokenizer(
+            words,
+            is_split_into_words=True,
+            truncation=True,
+            max_length=self.max_length,
+            return_attention_mask=True,
+        )
 
     def _read_words(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
         rows = list(read_column(batch, self.tokens_column))

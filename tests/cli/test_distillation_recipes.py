@@ -57,6 +57,15 @@ def test_models_are_dealt_out_in_turn_and_trained_as_each_says(recipe, model_dir
     assert load_tokenizer(run.recipe.model).vocab == opened[0].trainer.processing_class.vocab
 
 
+def test_tags_are_distilled_from_raw_rows(recipe):
+    run = build_run(recipe("federation.distillation=dsfl", "task=null", "task.name=sequence-tagging"))
+    assert "tokens" in run.inputs.raw.public.column_names
+    assert {"ner_tags", "labels"}.isdisjoint(run.inputs.raw.public.column_names)
+    assert run_federated(run)["bytes_up"] > 0
+    logged = [entry for entry in run.trainer.state.log_history if "federated/public_positions" in entry]
+    assert logged[0]["federated/public_positions"] == sum(map(len, run.inputs.raw.public["tokens"]))
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

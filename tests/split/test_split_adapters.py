@@ -109,19 +109,19 @@ def test_adapters_of_the_parts_come_back_from_what_was_saved():
 
 def test_a_prefix_keeps_its_place_in_generation():
     split, whole = adapted("llama", ADAPTERS["prefix"]("llama"))
-    for padding in (None, "left"):
-        inputs = batch(padding)
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-        expected = ids
-        # Token by token over the whole sequence, without a cache.
-        for _ in range(6):
-            logits = whole(expected, attention_mask=mask).logits[:, -1]
-            expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        found = split.generate(
-            ids, attention_mask=mask[:, : ids.shape[1]], max_new_tokens=6, do_sample=False, eos_token_id=None
-        )
-        assert torch.equal(found, expected)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = batch(None)["input_ids"]
+    # Token by token over the whole sequence, without a cache.
+    for _ in range(6):
+        expected = torch.cat([expected, whole(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(split.generate(batch(None)["input_ids"], **settings), expected)
+    padded = batch("left")
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    found = split.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(found, split.generate(ids, attention_mask=mask, use_cache=False, **settings))
+    # The padded row goes on as it does alone.
+    alone = split.generate(ids[:1, 3:], **settings)
+    assert torch.equal(found[:1, 9:], alone[:, 6:])
 
 
 def test_an_encoder_of_prefixes_is_one_for_each_part():

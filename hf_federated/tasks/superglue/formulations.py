@@ -251,6 +251,8 @@ class SuperGlueSeq2Seq(SuperGlueTask):
     max_target_length: int = 16
 
     model_class: ClassVar[Any] = AutoModelForSeq2SeqLM
+    # Its targets are labels, which public rows have not.
+    prediction_unit = None
     trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
 

@@ -1,0 +1,407 @@
+"""Distillation of tokens: a vocabulary travels as its likely words, and all speak of one vocabulary.
+
+Reference losses are in float64, from each model's logits of one text at a time. With a learning rate of 0 a run's
+models are those it began with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from distilled import Recorder, same_clients
+from language import WORDS, language_model, texts, tokenizer
+from tiny import arguments, same_weights
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
+from hf_federated.clients.positions import Positions
+from hf_federated.distillation import PredictionCodec, packed
+from hf_federated.distillation.cohort import Cohort, PublicRows
+from hf_federated.messages import Distill, Feedback, Metrics, Predictions
+from hf_federated.tasks import LanguageModeling, Seq2Seq
+from hf_federated.validation import RoundFailedError
+
+
+VOCABULARY, TOP_K = 27, 8
+# The last text has one token, after which nothing is predicted, and the one before has a single place.
+PUBLIC = Dataset.from_dict(
+    {"text": ["snow1 snow2 sand3", "sand1 sand0", "snow4 sand5 sand6 snow7 snow8", "snow9 snow3", "sand2"]}
+)
+NUM_POSITIONS = 2 + 1 + 4 + 1
+SIZES = {"north": 3, "south": 6}
+
+
+def models():
+    return {"north": language_model(8), "south": language_model(24)}
+
+
+def federation(tmp_path, method, kwargs=None, record=None, args=None, rounds=1, **others):
+    settings = {"learning_rate": 0.0, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 2}
+    given = {
+        "model": language_model(),
+        "processing_class": tokenizer(),
+        "task": LanguageModeling(),
+        "train_dataset": {client_id: texts(client_id, size) for client_id, size in SIZES.items()},
+        "public_dataset": PUBLIC,
+        "server_dataset": texts("north", 4),
+        "clients": {client_id: ClientSpec(model=model) for client_id, model in models().items()},
+        **others,
+    }
+    if method in ("feddf", "feded"):
+        del given["clients"]
+    trainer = FederatedTrainer(
+        args=arguments(tmp_path, **{**settings, **(args or {})}),
+        federation=FederatedConfig(num_rounds=rounds, distillation=method, distillation_kwargs=kwargs),
+        callbacks=[] if record is None else [record],
+        **given,
+    )
+    if record is not None:
+        record.trainer = trainer
+    return trainer
+
+
+def by_hand(model):
+    """Logits of every next token of the public texts, of shape `(positions, vocabulary)`."""
+    numbers = tokenizer().get_vocab()
+    found = []
+    for text in PUBLIC["text"]:
+        ids = torch.tensor([[numbers[word] for word in text.split()]])
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=ids).logits[0, :-1].double())
+    return torch.cat(found)
+
+
+def as_received(logits):
+    """The eight likeliest tokens, and for each of the others the log of their mean exponential."""
+    rows = []
+    for row in logits.tolist():
+        kept = sorted(range(VOCABULARY), key=lambda number: -row[number])[:TOP_K]
+        others = [row[number] for number in range(VOCABULARY) if number not in kept]
+        rest = math.log(sum(map(math.exp, others)) / len(others))
+        rows.append([row[number] if number in kept else rest for number in range(VOCABULARY)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def cross_entropy(logits, q):
+    return -(q * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def kl(logits, teacher):
+    q = teacher.softmax(-1)
+    return cross_entropy(logits, q) + (q * q.log()).sum(-1).mean()
+
+
+def of(messages, kind, client_id=None):
+    return [m for m in messages if isinstance(m, kind) and client_id in (None, m.client_id)]
+
+
+def tensor_bytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def logged(trainer, name):
+    return next(entry[f"federated/{name}"] for entry in trainer.state.log_history if f"federated/{name}" in entry)
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs"),
+    [
+        ("mhat", {}),
+        ("dsfl", {}),
+        ("fedmd", {}),
+        ("adafd", {"weighting": "size"}),
+        ("fedid", {"feedback": "none"}),
+    ],
+)
+def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, monkeypatch, method, kwargs):
+    monkeypatch.setattr(packed, "BLOCK", 3)
+    record = Recorder(serialize=True)
+    trainer = federation(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
+    trainer.train()
+    codec = PredictionCodec(top_k=TOP_K)
+    # Eight logits, eight numbers of one byte, and one number for the others.
+    assert codec.num_bytes_per_row(VOCABULARY) == 8 * 4 + 8 * 1 + 4
+    own = {client_id: by_hand(model) for client_id, model in models().items()}
+    received = {client_id: as_received(logits) for client_id, logits in own.items()}
+    servers = by_hand(language_model())
+    by_size = sum(SIZES[client_id] / 9 * received[client_id].softmax(-1) for client_id in SIZES)
+    if method == "mhat":
+        server_loss, client_loss = cross_entropy(servers, by_size), lambda z: kl(z, as_received(servers))
+    elif method == "dsfl":
+        q = (sum(logits.softmax(-1) for logits in received.values()) / 2 / 0.1).softmax(-1)
+        server_loss, client_loss = (
+            cross_entropy(servers, q),
+            lambda z: cross_entropy(z, as_received(q.log()).softmax(-1)),
+        )
+    elif method == "fedmd":
+        mean = sum(received.values()) / 2
+        server_loss, client_loss = (servers - mean).abs().mean(), lambda z: (z - as_received(mean)).abs().mean()
+    elif method == "adafd":
+        mean = sum(SIZES[client_id] / 9 * received[client_id] for client_id in SIZES)
+        server_loss, client_loss = (servers - mean).square().mean(), lambda z: kl(z, as_received(servers))
+    else:
+        q = as_received(by_size.log()).softmax(-1)
+        server_loss, client_loss = cross_entropy(servers, q), lambda z: cross_entropy(z, q)
+    assert logged(trainer, "server_distillation_loss") == pytest.approx(float(server_loss), rel=1e-4)
+    assert logged(trainer, "public_positions") == NUM_POSITIONS
+    for client_id in SIZES:
+        (reply,) = of(record.received, Predictions, client_id)
+        (message,) = of(record.sent, (Distill, Feedback), client_id)
+        for tensors in (reply.values, message.targets):
+            assert tensor_bytes(tensors) == NUM_POSITIONS * codec.num_bytes_per_row(VOCABULARY)
+            assert set(tensors) == {"values", "indices", "rest"}
+        loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
+        assert loss == pytest.approx(float(client_loss(own[client_id])), rel=1e-4, abs=1e-6)
+        if method != "fedid":
+            decoded = codec.decode(reply.values, VOCABULARY).double()
+            torch.testing.assert_close(decoded, received[client_id], atol=1e-5, rtol=1e-4)
+
+
+def test_a_mini_batch_in_which_nothing_is_predicted_is_left_out(tmp_path):
+    record = Recorder()
+    public = Dataset.from_dict({"text": ["sand2", "snow1 snow2", "snow3"]})
+    trainer = federation(
+        tmp_path,
+        "fedid",
+        {"feedback": "per_example", "top_k": TOP_K},
+        record,
+        args={"per_device_train_batch_size": 1, "learning_rate": 1e-2},
+        public_dataset=public,
+        rounds=2,
+    )
+    trainer.train()
+    assert len(of(record.sent, Feedback)) == 2 * 2
+    for message in of(record.sent, Feedback):
+        assert message.feedback["rewards"].shape == (1,)
+        assert tensor_bytes(message.targets) == PredictionCodec(top_k=TOP_K).num_bytes_per_row(VOCABULARY)
+    assert all(
+        math.isfinite(entry.get("federated/server_distillation_loss", 0)) for entry in trainer.state.log_history
+    )
+    assert not same_weights(trainer.model, language_model())
+
+
+@pytest.mark.parametrize("method", ["mhat", "feddf", "feded"])
+def test_a_batch_in_which_nothing_is_predicted_is_no_step(tmp_path, method):
+    public = Dataset.from_dict({"text": ["sand2", "snow1 snow2", "snow3"]})
+    args = {"per_device_train_batch_size": 1, "learning_rate": 1e-2}
+    trainer = federation(tmp_path, method, args=args, public_dataset=public)
+    trainer.train()
+    state = trainer._runtime._distillation_callback._server.student.state_dict()["optimizer"]["state"]
+    assert {int(entry["step"]) for entry in state.values()} == {1}
+
+
+def test_blocks_are_rows(tmp_path):
+    trainer = federation(tmp_path, "mhat", {"top_k": 3}, task=LanguageModeling(block_size=4))
+    trainer.train()
+    # 13 words and the end after each of five texts are 18 tokens: four blocks of 4, and one of 2.
+    assert logged(trainer, "public_positions") == 4 * 3 + 1
+
+
+def test_padding_on_the_left_moves_no_position(tmp_path):
+    record = Recorder()
+    left = tokenizer()
+    left.padding_side = "left"
+    federation(tmp_path, "mhat", record=record, processing_class=left).train()
+    (reply,) = of(record.received, Predictions, "north")
+    # Rotary positions are relative: padding before a text changes nothing.
+    expected = by_hand(models()["north"]).float()
+    torch.testing.assert_close(reply.values["values"], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
+    args = {"save_strategy": "epoch", "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    whole = federation(tmp_path / "a", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
+    whole.train()
+    resumed = federation(tmp_path / "b", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert same_weights(whole.model, resumed.model) and same_clients(whole, resumed)
+    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
+
+
+# ---- Encoder–decoders
+
+
+def translator(seed=0, **config):
+    values = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    values |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return T5ForConditionalGeneration(T5Config(**values))
+
+
+def test_targets_of_an_encoder_decoder_are_predicted_token_by_token(tmp_path):
+    record = Recorder()
+    pairs = Dataset.from_dict(
+        {"source": PUBLIC["text"], "target": ["sand1", "snow1 snow2 snow3", "sand4 sand5", "sand7", "snow1 sand8"]}
+    )
+    specs = {"north": ClientSpec(model=translator(1)), "south": ClientSpec(model=translator(2, d_model=12))}
+    trainer = federation(
+        tmp_path,
+        "mhat",
+        {"top_k": TOP_K},
+        record,
+        model=translator(),
+        task=Seq2Seq(),
+        train_dataset={client_id: pairs.select(range(size)) for client_id, size in (("north", 2), ("south", 4))},
+        public_dataset=pairs,
+        server_dataset=pairs,
+        clients=specs,
+    )
+    trainer.train()
+    numbers = tokenizer().get_vocab()
+
+    def logits(model):
+        found = []
+        for source, target in zip(pairs["source"], pairs["target"], strict=True):
+            ids, wanted = ([numbers[word] for word in text.split()] for text in (source, target))
+            before = torch.tensor([[0, *wanted[:-1]]])
+            with torch.no_grad():
+                outputs = model.eval()(input_ids=torch.tensor([ids]), decoder_input_ids=before)
+            found.append(outputs.logits[0].double())
+        return torch.cat(found)
+
+    received = {client_id: as_received(logits(spec.model)) for client_id, spec in specs.items()}
+    q = received["north"].softmax(-1) / 3 + received["south"].softmax(-1) * 2 / 3
+    expected = cross_entropy(logits(translator()), q)
+    assert len(q) == 9 == logged(trainer, "public_positions")
+    assert logged(trainer, "server_distillation_loss") == pytest.approx(float(expected), rel=1e-4)
+    for client_id, spec in specs.items():
+        loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
+        target = as_received(logits(translator()))
+        assert loss == pytest.approx(float(kl(logits(spec.model), target)), rel=1e-4, abs=1e-6)
+
+
+# ---- Refused
+
+
+def renumbered():
+    words = ["<pad>", "<eos>", "<unk>", *WORDS["south"], *WORDS["north"]]
+    other = tokenizer()
+    other.backend_tokenizer.model = type(other.backend_tokenizer.model)(
+        {word: number for number, word in enumerate(words)}, unk_token="<unk>"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=other.backend_tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def test_another_vocabulary_is_refused_by_client(tmp_path):
+    clients = {"south": ClientSpec(model=language_model(24), processing_class=renumbered())}
+    with pytest.raises(ValueError, match=r"client 'south' has another vocabulary.*'s\w+' is number \d+ here"):
+        federation(tmp_path, "mhat", clients=clients)
+
+
+def test_another_way_to_cut_texts_is_refused_by_client(tmp_path):
+    other = tokenizer()
+    other.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    clients = {"south": ClientSpec(model=language_model(24), processing_class=other)}
+    trainer = federation(tmp_path, "mhat", clients=clients)
+    with pytest.raises(ValueError, match="tokenizer of client 'south' makes .* of public row 0, and the server's"):
+        trainer.train()
+
+
+def test_a_model_of_another_vocabulary_is_refused_by_client(tmp_path):
+    larger = language_model(24)
+    larger.resize_token_embeddings(VOCABULARY + 5)
+    trainer = federation(tmp_path, "mhat", clients={"south": ClientSpec(model=larger)})
+    with pytest.raises(ValueError, match="client 'south' predicts 32 tokens, and the server's 27"):
+        trainer.train()
+
+
+def test_an_equal_tokenizer_of_its_own_is_taken(tmp_path):
+    clients = {"south": ClientSpec(model=language_model(24), processing_class=tokenizer())}
+    federation(tmp_path, "mhat", clients=clients).train()
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs", "words"),
+    [
+        ("dsfl", {"sharpening_temperature": 0.5}, "flattens over 27 tokens: .* at most 1 / log.*, here 0.307"),
+        ("adafd", {"weighting": "llm", "generate": str}, "the 27 tokens of a vocabulary: take weighting='enwc'"),
+        ("fedaux", {}, "every token of a row.*Take distillation='feddf'"),
+        ("fedkd", {}, "one for every token of a row: take weighting='size'"),
+    ],
+)
+def test_settings_that_mean_nothing_over_a_vocabulary_are_refused(tmp_path, method, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        federation(tmp_path, method, kwargs, clients=None)
+
+
+def test_masked_language_models_are_refused(tmp_path):
+    with_mask = tokenizer()
+    with_mask.add_special_tokens({"mask_token": "<mask>"})
+    task = LanguageModeling(objective="masked")
+    with pytest.raises(ValueError, match="objective='masked'.*causal LanguageModeling have"):
+        federation(tmp_path, "mhat", task=task, processing_class=with_mask, clients=None)
+
+
+# ---- Clients whose predictions are no use
+
+
+NUM_CLASSES = 2
+
+
+def cohort_of(replies):
+    positions = Positions(torch.tensor([2, 1]))
+    return Cohort(
+        round=0,
+        metrics={client_id: {"num_examples": 1.0} for client_id in replies},
+        ask=lambda phase, asked, message: {
+            client_id: Predictions(0, client_id, replies[client_id]) for client_id in asked
+        },
+        decode=lambda values: PredictionCodec().decode(values, NUM_CLASSES),
+        seed=0,
+        positions=positions,
+    )
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_clients_with_predictions_that_are_no_use_are_left_out_by_name(is_packed):
+    good = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    cohort = cohort_of(
+        {
+            "good": {"values": good},
+            "blind": {"values": good[:0], "absent": torch.arange(3, dtype=torch.int32)},
+            "few": {"values": good[:2]},
+            "many": {"values": good, "absent": torch.tensor([1], dtype=torch.int32)},
+            "beyond": {"values": good[:2], "absent": torch.tensor([3], dtype=torch.int32)},
+            "nan": {"values": good * torch.nan},
+            "some": {"values": good[[0, 2]] + 10, "absent": torch.tensor([1], dtype=torch.int32)},
+        }
+    )
+    if is_packed:
+        kept = cohort.predict_packed(PublicRows(0, 2), (3, NUM_CLASSES))
+        found = {client_id: torch.cat(list(rows.blocks())) for client_id, rows in kept.items()}
+    else:
+        found = cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
+    assert list(found) == ["good", "some"]
+    assert found["good"].tolist() == [[1, 2], [5, 6]] and found["some"].tolist() == [[11, 12], [15, 16]]
+    assert cohort.positions.agreed_of([0, 1]).tolist() == [0, 2]
+    reasons = {
+        "blind": "keeps nothing of any of the 3 words",
+        "few": r"shape \(2, 2\), expected \(3, 2\)",
+        "many": r"shape \(3, 2\), expected \(2, 2\)",
+        "beyond": "int32 places below 3",
+        "nan": "NaN",
+    }
+    assert set(cohort.rejected) == set(reasons)
+    for client_id, words in reasons.items():
+        assert re.search(f"{client_id!r}, round 0.*{words}", cohort.rejected[client_id])
+
+
+def test_words_that_nobody_shares_end_the_round_with_a_reason():
+    one = torch.tensor([[1.0, 2.0]])
+    cohort = cohort_of(
+        {
+            "a": {"values": one, "absent": torch.tensor([1, 2], dtype=torch.int32)},
+            "b": {"values": one, "absent": torch.tensor([0, 2], dtype=torch.int32)},
+        }
+    )
+    cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
+    with pytest.raises(RoundFailedError, match="no word of the public rows of .*all 2 clients keep"):
+        cohort.check_agreed(len(cohort.positions.agreed_of([0, 1])))
