@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import benchmark, certificates, inspection, partition
+from hf_federated.cli import benchmark, certificates, inspection, partition, split_merge
 from hf_federated.cli.errors import CommandError
 from hf_federated.cli.grid import BenchmarkSection, PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
@@ -118,6 +118,12 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
         " model and for clients. Run it again to add clients.",
     )
     certificates.add_arguments(certificates_parser)
+    merge_parser = commands.add_parser(
+        "split-merge",
+        help="build the whole model from the parts of a split one",
+        description="Build the ordinary whole model, or PEFT adapter, from what the parties of a split model saved.",
+    )
+    split_merge.add_arguments(merge_parser)
     return parser
 
 
@@ -176,6 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _benchmark(arguments)
         if arguments.command == "inspect":
             inspection.inspect(arguments)
+            return 0
+        if arguments.command == "split-merge":
+            split_merge.split_merge(arguments)
             return 0
         if arguments.command == "certificates":
             certificates.certificates(arguments)

@@ -10,6 +10,7 @@ from .messages import Backward, Forget, Forward, Gradient, Hidden
 from .model import SplitModel, load_parts
 from .parts import Part
 from .prefix import Prefix
+from .saving import load_saved_parts, merge_parts, save_parts
 from .wire import Wire
 
 
@@ -36,7 +37,10 @@ __all__ = [
     "layout_of",
     "load_adapter",
     "load_parts",
+    "load_saved_parts",
     "merge_adapters",
+    "merge_parts",
     "save_adapter",
+    "save_parts",
     "take_adapter",
 ]

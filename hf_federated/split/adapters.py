@@ -178,11 +178,23 @@ def save_adapter(
         os.path.join(directory, SAFETENSORS_WEIGHTS_NAME),
         metadata={"format": "pt"},
     )
+    whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(directory))
+
+
+def whole_peft_config(peft_config: PeftConfig, config: PretrainedConfig, num_blocks: int) -> PeftConfig:
+    """
+    The config that belongs to a saved adapter of the whole model.
+
+    Args:
+        peft_config (`PeftConfig`): The one that the adapters were made from. It is not changed.
+        config (`PretrainedConfig`): The whole model's.
+        num_blocks (`int`): Its blocks.
+    """
     saved = copy.deepcopy(peft_config)
     if isinstance(saved, PrefixTuningConfig):
-        saved = _prefix_config(saved, config, parts[0].cut.num_blocks)
+        saved = _prefix_config(saved, config, num_blocks)
     saved.inference_mode = True
-    saved.save_pretrained(os.fspath(directory))
+    return saved
 
 
 def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer]) -> None:

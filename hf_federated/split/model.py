@@ -62,7 +62,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     >>> bool((split(tokens).logits == whole(tokens).logits).all())
     True
     >>> split.part_bytes()
-    {'head': 10240, 'body': 14464, 'tail': 9856}
+    {'head': 11392, 'body': 17664, 'tail': 11456}
     ```
     """
 

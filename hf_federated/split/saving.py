@@ -1,0 +1,184 @@
+"""What a party of a split model saves, and how the parts become one ordinary model or adapter again.
+
+A party writes its own blocks alone, under the names and numbers that they have in the whole model. With an adapter it
+writes that of its blocks and no weight of the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from .adapters import adapter_state, load_adapter, merge_adapters, whole_peft_config
+from .cut import ROLES, Cut
+from .parts import Part
+
+
+PARTS_NAME = "split_parts.json"
+
+
+def save_parts(
+    parts: Sequence[Part],
+    config: PretrainedConfig,
+    directory: str | os.PathLike[str],
+    peft_config: PeftConfig | None = None,
+) -> None:
+    """
+    Write the parts that one party holds.
+
+    Args:
+        parts (`Sequence[Part]`): A client's head and tail, or the server's body.
+        config (`PretrainedConfig`): The whole model's.
+        directory (`str` or `os.PathLike`): Where to. It is created.
+        peft_config (`PeftConfig`, *optional*): What the parts' adapters were made from; then they alone are written.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    if peft_config is None:
+        state = {name: value for part in parts for name, value in _weights(part, config).items()}
+    else:
+        state = {name: value for part in parts for name, value in adapter_state(part).items()}
+        whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(path))
+    _write(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
+    config.save_pretrained(path)
+    described = {
+        "cut": dataclasses.asdict(parts[0].cut),
+        "roles": [part.role for part in parts],
+        "adapter": peft_config is not None,
+    }
+    (path / PARTS_NAME).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def load_saved_parts(parts: Sequence[Part], directory: str | os.PathLike[str]) -> None:
+    """
+    Take back what `save_parts` wrote.
+
+    Args:
+        parts (`Sequence[Part]`): The same parts, with the same adapters.
+        directory (`str` or `os.PathLike`): From where.
+
+    Raises:
+        ValueError: If the directory holds other parts, or a file of it is missing or damaged.
+    """
+    described = _describe(Path(directory))
+    found, own = (described["cut"], described["roles"]), (parts[0].cut, [part.role for part in parts])
+    if found != own:
+        raise ValueError(f"{os.fspath(directory)} holds {found[1]} of {found[0]}, and {own[1]} of {own[0]} is wanted.")
+    state = _read(Path(directory), described["adapter"])
+    if described["adapter"]:
+        load_adapter(parts, state)
+        return
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter in part.originals():
+                stored = name if name in state else f"{part.layout.embedding}.weight"
+                if stored not in state or state[stored].shape != parameter.shape:
+                    raise ValueError(f"{name} of shape {tuple(parameter.shape)} is not in {os.fspath(directory)}.")
+                parameter.copy_(state[stored])
+
+
+def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> None:
+    """
+    Build the ordinary whole model, or PEFT adapter, from what the parties saved. It needs no network.
+
+    The whole model is in memory for this, once.
+
+    Args:
+        directories (`Sequence[str | os.PathLike]`): One for each party: together head, body and tail.
+        output_dir (`str` or `os.PathLike`): Where to. It is created.
+
+    Raises:
+        ValueError: If these are not the parts of one cut of one model, or one is missing or there twice.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    >>> from hf_federated import SplitModel
+    >>> from hf_federated.split import merge_parts, save_parts
+
+    >>> config = LlamaConfig(
+    ...     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+    ... )
+    >>> split = SplitModel.from_model(LlamaForCausalLM(config))
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> save_parts([split.client_head, split.client_tail], config, folder / "client")
+    >>> save_parts([split.server_body], config, folder / "server")
+    >>> merge_parts([folder / "client", folder / "server"], folder / "whole")
+    >>> AutoModelForCausalLM.from_pretrained(folder / "whole").config.num_hidden_layers
+    4
+    ```
+    """
+    paths = [Path(directory) for directory in directories]
+    described = [_describe(path) for path in paths]
+    roles = [role for one in described for role in one["roles"]]
+    if sorted(roles) != sorted(ROLES):
+        raise ValueError(f"A model is merged from one each of {', '.join(ROLES)}; these directories hold {roles}.")
+    for path, one in zip(paths, described, strict=True):
+        for name in ("cut", "adapter"):
+            if one[name] != described[0][name]:
+                raise ValueError(f"{path} has {name}={one[name]} and {paths[0]} has {described[0][name]}.")
+        if _config(path) != _config(paths[0]):
+            raise ValueError(f"{path} and {paths[0]} have the parts of different models: their {CONFIG_NAME} differ.")
+    output = Path(output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    states = [_read(path, described[0]["adapter"]) for path in paths]
+    if described[0]["adapter"]:
+        _write(merge_adapters(states, described[0]["cut"].num_blocks), output / ADAPTER_NAME)
+        shutil.copyfile(paths[0] / "adapter_config.json", output / "adapter_config.json")
+        return
+    whole: dict[str, torch.Tensor] = {}
+    for path, state in zip(paths, states, strict=True):
+        twice = sorted(whole.keys() & state.keys())
+        if twice:
+            raise ValueError(f"{path} has {twice[0]} too: these are not the parts of one cut.")
+        whole.update(state)
+    shutil.copyfile(paths[0] / CONFIG_NAME, output / CONFIG_NAME)
+    save_torch_state_dict(whole, output)
+
+
+def _weights(part: Part, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """A part's weights by their names in the whole model; a tied matrix is the head's."""
+    state = {part.original_name(name): value for name, value in part.model.state_dict().items()}
+    if part.role == "tail" and config.tie_word_embeddings:
+        del state[f"{part.layout.output}.weight"]
+    return state
+
+
+def _write(state: dict[str, torch.Tensor], path: Path) -> None:
+    own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    save_file(own, path, metadata={"format": "pt"})
+
+
+def _read(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
+    name = ADAPTER_NAME if adapter else SAFE_WEIGHTS_NAME
+    if not (path / name).is_file():
+        raise ValueError(f"{path} has no {name}: it is not a whole save of a party.")
+    return load_file(path / name)
+
+
+def _config(path: Path) -> Any:
+    return json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    try:
+        described = json.loads((path / PARTS_NAME).read_text(encoding="utf-8"))
+        return {**described, "cut": Cut(**described["cut"])}
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no save of a split model's party: {error}.") from error

@@ -1,0 +1,128 @@
+"""Parties save their own parts, which become one ordinary model or adapter again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import NUM_BLOCKS, batch, decoder
+from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_federated import SplitModel
+from hf_federated.cli.main import main
+from hf_federated.split import add_adapter, load_saved_parts, merge_parts, save_parts
+
+
+LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+PREFIX = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def changed(name: str, peft_config: object = None, cut: tuple[int, int] = (1, 2)) -> SplitModel:
+    """A split model that is not the one of `decoder(name)` any more."""
+    split = SplitModel.from_model(decoder(name), *cut).eval()
+    if peft_config is not None:
+        add_adapter(split.parts, split.config, peft_config)
+    with torch.no_grad():
+        for parameter in split.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01)
+    return split
+
+
+def save(split: SplitModel, folder: Path, peft_config: object = None) -> tuple[Path, Path]:
+    """What a client and the server save."""
+    save_parts([split.client_head, split.client_tail], split.config, folder / "client", peft_config)
+    save_parts([split.server_body], split.config, folder / "server", peft_config)
+    return folder / "client", folder / "server"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt-projected", "glm"])
+def test_parts_become_the_ordinary_whole_model(name, tmp_path):
+    split = changed(name)
+    merge_parts(save(split, tmp_path), tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    ids = batch(None)["input_ids"]
+    assert torch.equal(whole(ids).logits, split(ids).logits)
+    assert not torch.equal(whole(ids).logits, decoder(name)(ids).logits)
+
+
+@pytest.mark.parametrize("peft_config", [LORA, PREFIX], ids=["lora", "prefix"])
+def test_adapters_become_one_adapter_and_no_weight_of_the_base_is_saved(peft_config, tmp_path):
+    split = changed("llama", peft_config)
+    folders = save(split, tmp_path, peft_config)
+    for folder in folders:
+        assert not (folder / "model.safetensors").exists()
+    merge_parts(folders, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(decoder("llama"), tmp_path / "adapter").eval()
+    ids = batch(None)["input_ids"]
+    assert torch.equal(loaded(ids).logits, split(ids).logits)
+
+
+def test_a_party_saves_its_own_blocks_under_their_numbers(tmp_path):
+    client, server = save(changed("llama-tied"), tmp_path)
+    numbers = []
+    for folder in (client, server):
+        names = load_file(folder / "model.safetensors")
+        numbers.append({int(name.split(".")[2]) for name in names if ".layers." in name})
+    assert numbers == [{0, 3, 4}, {1, 2}]
+    assert "lm_head.weight" not in load_file(client / "model.safetensors")
+    assert not any("embed" in name for name in load_file(server / "model.safetensors"))
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA, PREFIX], ids=["all", "lora", "prefix"])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_a_party_takes_its_parts_back(name, peft_config, tmp_path):
+    split = changed(name, peft_config)
+    client, server = save(split, tmp_path, peft_config)
+    again = SplitModel.from_model(decoder(name), 1, 2).eval()
+    if peft_config is not None:
+        add_adapter(again.parts, again.config, peft_config)
+    ids = batch(None)["input_ids"]
+    assert not torch.equal(again(ids).logits, split(ids).logits)
+    load_saved_parts([again.client_head, again.client_tail], client)
+    load_saved_parts([again.server_body], server)
+    assert torch.equal(again(ids).logits, split(ids).logits)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path):
+    client, server = save(changed("llama"), tmp_path / "one")
+    other_cut, _ = save(changed("llama", cut=(2, 1)), tmp_path / "two")
+    other_model, _ = save(changed("qwen2"), tmp_path / "three")
+    adapter, _ = save(changed("llama", LORA), tmp_path / "four", LORA)
+    out = tmp_path / "out"
+    for folders, text in (
+        ([client], "one each of head, body, tail"),
+        ([client, client], "one each of head, body, tail"),
+        ([client, server, server], "one each of head, body, tail"),
+        ([server, other_cut], "has cut="),
+        ([server, other_model], "config.json differ"),
+        ([server, adapter], "has adapter=True"),
+        ([server, tmp_path], "is no save of a split model's party"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            merge_parts(folders, out)
+    (client / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="not a whole save"):
+        merge_parts([client, server], out)
+    split = changed("llama", cut=(2, 1))
+    with pytest.raises(ValueError, match="is wanted"):
+        load_saved_parts([split.server_body], server)
+
+
+def test_the_command_builds_the_whole_model(tmp_path, capsys):
+    split = changed("llama")
+    folders = [str(folder) for folder in save(split, tmp_path)]
+    assert main(["split-merge", *folders, "--output-dir", str(tmp_path / "whole")]) == 0
+    assert "Written to" in capsys.readouterr().out
+    ids = batch(None)["input_ids"]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    assert whole.config.num_hidden_layers == NUM_BLOCKS
+    assert torch.equal(whole(ids).logits, split(ids).logits)
+    assert main(["split-merge", folders[0], "--output-dir", str(tmp_path / "half")]) == 2
+    assert "one each of head, body, tail" in capsys.readouterr().err
+    described = json.loads((tmp_path / "client" / "split_parts.json").read_text())
+    assert described["cut"] == {"num_blocks": NUM_BLOCKS, "head_blocks": 1, "tail_blocks": 2}
