@@ -6,8 +6,9 @@ from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
 from .cut import Cut
 from .layouts import LAYOUTS, Layout, layout_of
+from .loading import load_parts
 from .messages import Backward, Forget, Forward, Gradient, Hidden
-from .model import SplitModel, load_parts
+from .model import SplitModel
 from .parts import Part
 from .prefix import Prefix
 from .saving import load_saved_parts, merge_parts, save_parts

@@ -1,4 +1,4 @@
-"""A few weights of a checkpoint, from its safetensors, without reading the others."""
+"""Parts of a checkpoint, from its safetensors, without reading the others' weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,52 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
+
+from .cut import Cut, Role
+from .layouts import Layout
+from .parts import Part
+
+
+def load_parts(
+    name: str,
+    config: PretrainedConfig,
+    cut: Cut,
+    roles: tuple[Role, ...],
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> dict[Role, Part]:
+    """
+    Parts of a checkpoint, without reading the others' weights.
+
+    Args:
+        name (`str`): A directory or a Hub id, with safetensors.
+        config (`PretrainedConfig`): The whole model's.
+        cut (`Cut`): Where it is cut.
+        roles (`tuple[str, ...]`): Which parts: `("head", "tail")` for a client, `("body",)` for the server.
+        layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
+        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
+        kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
+
+    Raises:
+        ValueError: If weights are missing or do not fit the config.
+    """
+    parts = {role: Part(config, cut, role, layout) for role in roles}
+    wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
+    tied = {}
+    for part in parts.values():
+        if config.tie_word_embeddings and part.role == "tail":
+            tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
+    weights = read_weights(name, wanted - tied.keys() | set(tied.values()), dtype, **kwargs)
+    for alias, source in tied.items():
+        weights[alias] = weights[source]
+    for part in parts.values():
+        part.take(weights)
+    return parts
 
 
 def read_weights(

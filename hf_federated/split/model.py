@@ -10,20 +10,26 @@ gradients can still reveal text: how much is a thing to measure, not to claim.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .adapters import add_adapter, save_adapter, take_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
-from .cut import ROLES, Cut, Role
+from .cut import ROLES, Cut
 from .layouts import Layout, layout_of
-from .loading import read_weights
+from .loading import load_parts
 from .parts import Part
+from .saving import whole_weights
 from .wire import WIRE_DTYPES, Wire
 
 
@@ -86,11 +92,12 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         self.boundary = boundary
         # What Trainer counts target tokens by; GPT-2 has none, and is counted otherwise.
         self.loss_type = client_tail.model.loss_type
+        self.adapter_config: PeftConfig | None = None
 
     @classmethod
     def from_model(
         cls,
-        model_or_name: PreTrainedModel | str,
+        model_or_name: PreTrainedModel | PeftModel | str,
         head_blocks: int = 1,
         tail_blocks: int = 1,
         *,
@@ -103,8 +110,9 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         Cut a model.
 
         Args:
-            model_or_name (`PreTrainedModel` or `str`):
-                A model, whose parameters the parts then share, or a checkpoint: a directory or a Hub id.
+            model_or_name (`PreTrainedModel`, `PeftModel` or `str`):
+                A model, whose parameters the parts then share, or a checkpoint: a directory or a Hub id. Of a PEFT
+                model they share the base, and have copies of its adapters.
             head_blocks (`int`, *optional*, defaults to `1`): First blocks, which the client keeps.
             tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which the client keeps.
             layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
@@ -125,20 +133,63 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         else:
             if kwargs:
                 raise TypeError(f"{sorted(kwargs)} are for a checkpoint, and a model was given.")
-            config = model_or_name.config
+            whole = model_or_name.get_base_model() if isinstance(model_or_name, PeftModel) else model_or_name
+            config = whole.config
             cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
-            weights = model_or_name.state_dict(keep_vars=True)
-            parts = {role: Part(config, cut, role, layout, type(model_or_name)) for role in ROLES}
+            parts = {role: Part(config, cut, role, layout, type(whole)) for role in ROLES}
             for part in parts.values():
-                part.take(weights)
+                part.take(_base_weights(whole))
         wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
         if not isinstance(model_or_name, str):
+            if isinstance(model_or_name, PeftModel):
+                take_adapter(split.parts, model_or_name)
+                split.adapter_config = model_or_name.active_peft_config
             split.train(model_or_name.training)
-            if model_or_name.generation_config is not None:
-                split.generation_config = model_or_name.generation_config
+            if whole.generation_config is not None:
+                split.generation_config = whole.generation_config
         return split
+
+    def add_adapter(self, adapter_config: PeftConfig, adapter_name: str | None = None) -> None:
+        """
+        Give every part the adapters of its blocks, and freeze everything else.
+
+        Args:
+            adapter_config (`PeftConfig`): For the whole model: a `LoraConfig` or a `PrefixTuningConfig`.
+            adapter_name (`str`, *optional*): There is one adapter, and it has no name.
+
+        Raises:
+            ValueError: If there is an adapter already, or the method is another one.
+        """
+        if self.adapter_config is not None or adapter_name is not None:
+            raise ValueError("A split model has one adapter without a name: this one has it already, or a name came.")
+        add_adapter(self.parts, self.config, adapter_config)
+        self.adapter_config = adapter_config
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """
+        Write the ordinary whole model, or where there is an adapter its ordinary PEFT adapter.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Where to. It is created.
+            kwargs: Nothing of what others take has an effect but `max_shard_size`.
+
+        Raises:
+            ValueError: If the server's blocks are not in this process: `save_parts` writes those that are.
+        """
+        if self.server_body is None:
+            raise ValueError(
+                "The server's blocks are elsewhere: save_parts writes the client's, split-merge joins them."
+            )
+        if self.adapter_config is not None:
+            save_adapter(self.parts, self.config, self.adapter_config, save_directory)
+            return
+        self.config.save_pretrained(save_directory)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(save_directory)
+        shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
+        save_torch_state_dict(whole_weights(self.parts, self.config), Path(save_directory), **shards)
 
     @property
     def parts(self) -> list[Part]:
@@ -271,43 +322,10 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             )
 
 
-def load_parts(
-    name: str,
-    config: PretrainedConfig,
-    cut: Cut,
-    roles: tuple[Role, ...],
-    *,
-    layout: Layout | None = None,
-    dtype: torch.dtype | None = None,
-    **kwargs: Any,
-) -> dict[Role, Part]:
-    """
-    Parts of a checkpoint, without reading the others' weights.
-
-    Args:
-        name (`str`): A directory or a Hub id, with safetensors.
-        config (`PretrainedConfig`): The whole model's.
-        cut (`Cut`): Where it is cut.
-        roles (`tuple[str, ...]`): Which parts: `("head", "tail")` for a client, `("body",)` for the server.
-        layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
-        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
-        kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
-
-    Raises:
-        ValueError: If weights are missing or do not fit the config.
-    """
-    parts = {role: Part(config, cut, role, layout) for role in roles}
-    wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
-    tied = {}
-    for part in parts.values():
-        if config.tie_word_embeddings and part.role == "tail":
-            tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
-    weights = read_weights(name, wanted - tied.keys() | set(tied.values()), dtype, **kwargs)
-    for alias, source in tied.items():
-        weights[alias] = weights[source]
-    for part in parts.values():
-        part.take(weights)
-    return parts
+def _base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's weights by name, without the adapters that PEFT put into it."""
+    weights = model.state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): value for name, value in weights.items() if ".lora_" not in name}
 
 
 def _num_blocks(config: PretrainedConfig, layout: Layout | None) -> int:

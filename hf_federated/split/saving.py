@@ -48,7 +48,7 @@ def save_parts(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     if peft_config is None:
-        state = {name: value for part in parts for name, value in _weights(part, config).items()}
+        state = whole_weights(parts, config)
     else:
         state = {name: value for part in parts for name, value in adapter_state(part).items()}
         whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(path))
@@ -152,11 +152,13 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     save_torch_state_dict(whole, output)
 
 
-def _weights(part: Part, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """A part's weights by their names in the whole model; a tied matrix is the head's."""
-    state = {part.original_name(name): value for name, value in part.model.state_dict().items()}
-    if part.role == "tail" and config.tie_word_embeddings:
-        del state[f"{part.layout.output}.weight"]
+def whole_weights(parts: Sequence[Part], config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Parts' weights by their names in the whole model; a tied matrix is the head's."""
+    state = {}
+    for part in parts:
+        state.update({part.original_name(name): value for name, value in part.model.state_dict().items()})
+        if part.role == "tail" and config.tie_word_embeddings:
+            del state[f"{part.layout.output}.weight"]
     return state
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoders import NUM_BLOCKS, batch, decoder
-from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +86,36 @@ def test_a_party_takes_its_parts_back(name, peft_config, tmp_path):
     load_saved_parts([again.client_head, again.client_tail], client)
     load_saved_parts([again.server_body], server)
     assert torch.equal(again(ids).logits, split(ids).logits)
+
+
+def test_saving_in_one_process_writes_the_ordinary_model_or_adapter(tmp_path):
+    ids = batch(None)["input_ids"]
+    split = changed("llama-tied")
+    split.save_pretrained(tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    assert torch.equal(whole(ids).logits, split(ids).logits)
+    split = SplitModel.from_model(decoder("llama")).eval()
+    split.add_adapter(LORA)
+    split.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(decoder("llama"), tmp_path / "adapter").eval()
+    assert torch.equal(loaded(ids).logits, split(ids).logits)
+    with pytest.raises(ValueError, match="has it already"):
+        split.add_adapter(LORA)
+    split.server_body = None
+    with pytest.raises(ValueError, match="blocks are elsewhere"):
+        split.save_pretrained(tmp_path / "half")
+
+
+@pytest.mark.parametrize("peft_config", [LORA, PREFIX], ids=["lora", "prefix"])
+def test_a_peft_model_is_split_with_its_adapter(peft_config):
+    whole = get_peft_model(decoder("llama-tied"), peft_config).eval()
+    split = SplitModel.from_model(whole, 2, 1)
+    ids = batch(None)["input_ids"]
+    assert torch.equal(split(ids).logits, whole(ids).logits)
+    assert not torch.equal(split(ids).logits, decoder("llama-tied")(ids).logits)
+    assert not split.training
+    trained = [name for name, parameter in split.named_parameters() if parameter.requires_grad]
+    assert trained and all("lora_" in name or "prefix" in name for name in trained)
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path):
