@@ -5,7 +5,8 @@ from .body import BodyServer
 from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
 from .cut import Cut
-from .layouts import LAYOUTS, Layout, layout_of
+from .families import LAYOUTS, layout_of
+from .layouts import BlockRunner, Layout, Places
 from .loading import load_parts
 from .messages import Backward, Forget, Forward, Gradient, Hidden
 from .model import SplitModel
@@ -18,6 +19,7 @@ from .wire import Wire
 __all__ = [
     "LAYOUTS",
     "Backward",
+    "BlockRunner",
     "BodyServer",
     "Boundary",
     "Cut",
@@ -29,6 +31,7 @@ __all__ = [
     "Link",
     "LocalLink",
     "Part",
+    "Places",
     "Prefix",
     "SplitCache",
     "SplitModel",

@@ -79,11 +79,12 @@ class BodyServer:
         if message.mask is not None:
             mask = unpack_mask(message.mask, message.mask_width).to(came.device)
         positions = None if message.position_ids is None else message.position_ids.long().to(came.device)
+        contexts = None if message.context_lengths is None else message.context_lengths.long().to(came.device)
         cache = None if message.cache_id is None else self._cache(message.client_id, message.cache_id)
         self.body.train(message.training)
         came.requires_grad_(message.grad)
         with torch.set_grad_enabled(message.grad), _autocast(came.device, message.autocast):
-            went = self.body(came, mask, positions, cache, use_cache=cache is not None).logits
+            went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if message.grad:
             self._keep(message.passage, came, went)
         return Hidden(*message.passage, hidden=self.wire.encode(went))

@@ -82,6 +82,7 @@ class Boundary:
         position_ids: torch.Tensor | None,
         training: bool,
         cache_id: int | None = None,
+        context_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Hidden states behind the server's blocks, in the graph.
@@ -92,6 +93,7 @@ class Boundary:
             position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, where they cannot be derived.
             training (`bool`): Whether dropout is on.
             cache_id (`int`, *optional*): The server's cache to go on with.
+            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout's runner asks for them.
 
         Returns:
             `torch.Tensor`: Of the shape and dtype of `hidden`.
@@ -107,6 +109,7 @@ class Boundary:
             "mask": None if attention_mask is None else pack_mask(attention_mask),
             "mask_width": 0 if attention_mask is None else attention_mask.shape[1],
             "position_ids": None if position_ids is None else position_ids.to("cpu", torch.int32),
+            "context_lengths": None if context_lengths is None else context_lengths.to("cpu", torch.int32),
             "training": training,
             "grad": torch.is_grad_enabled(),
             "autocast": autocast,

@@ -2,14 +2,15 @@
 
 A part is built as a model of the same class with fewer blocks (`parts.py`), so masks, rotary embeddings, windows and
 caches are those of `transformers`. What a layout says is only which modules the client's first part owns, which its
-last part owns, and what stands in their place elsewhere. A new architecture is one entry of [`LAYOUTS`].
+last part owns, and what stands in their place elsewhere. A new architecture is one entry of
+`LAYOUTS` in `families.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,50 @@ from transformers import PretrainedConfig
 
 # What stands where a part has no module: one that returns what it gets, one that adds nothing, or nothing at all.
 StandIn = Literal["identity", "zero", "none"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """
+    What blocks must know of a batch beside its hidden states.
+
+    Args:
+        attention_mask (`torch.Tensor`, *optional*): Shape `(batch, sequence)`, 1 for tokens.
+        position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, or `(batch, 2, sequence)`.
+        context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`: how many first tokens see one another.
+    """
+
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    context_lengths: torch.Tensor | None = None
+
+
+class BlockRunner(Protocol):
+    """How the blocks of a model are run whose class takes no hidden states in place of token ids."""
+
+    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places) -> Places:
+        """
+        What the blocks of every part must know, from what only the client has.
+
+        Args:
+            config (`PretrainedConfig`): The whole model's.
+            input_ids (`torch.Tensor`): Shape `(batch, sequence)`.
+            places ([`Places`]): What the caller gave.
+        """
+
+    def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
+        """
+        Run the blocks of a part.
+
+        Args:
+            model (`torch.nn.Module`): The part's model.
+            blocks (`Sequence[int]`): The numbers of its blocks in the whole model.
+            states (`torch.Tensor`): Shape `(batch, sequence, hidden)`.
+            places ([`Places`]): Of the batch.
+
+        Returns:
+            `torch.Tensor`: Shape `(batch, sequence, hidden)`.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,6 +83,10 @@ class Layout:
         per_block (`tuple[str, ...]`, *optional*): Lists in the config with one entry a block, which are cut with it.
         by_number (`tuple[str, ...]`, *optional*):
             Settings that make a block depend on its own number, which changes when a model is cut: they must be off.
+        norm (`str`, *optional*): The norm behind the last block. Only a `runner` needs it.
+        runner ([`BlockRunner`], *optional*):
+            Runs the blocks where the model's class takes no `inputs_embeds`, as ChatGLM's own does not. It has no
+            cache: generation computes the whole sequence for every token.
 
     Example:
 
@@ -58,73 +107,8 @@ class Layout:
     num_blocks: str = "num_hidden_layers"
     per_block: tuple[str, ...] = ("layer_types",)
     by_number: tuple[str, ...] = ()
-
-
-_LLAMA = Layout(
-    blocks="model.layers",
-    embedding="model.embed_tokens",
-    output="lm_head",
-    of_head={"model.embed_tokens": "identity"},
-    of_tail={"model.norm": "identity", "lm_head": "identity"},
-)
-
-LAYOUTS: dict[str, Layout] = {
-    "glm": _LLAMA,
-    "glm4": _LLAMA,
-    "gpt2": Layout(
-        blocks="transformer.h",
-        embedding="transformer.wte",
-        output="lm_head",
-        of_head={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
-        of_tail={"transformer.ln_f": "identity", "lm_head": "identity"},
-        by_number=("scale_attn_by_inverse_layer_idx",),
-    ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "opt": Layout(
-        blocks="model.decoder.layers",
-        embedding="model.decoder.embed_tokens",
-        output="lm_head",
-        of_head={
-            "model.decoder.embed_tokens": "identity",
-            "model.decoder.embed_positions": "zero",
-            "model.decoder.project_in": "none",
-        },
-        of_tail={
-            "model.decoder.final_layer_norm": "none",
-            "model.decoder.project_out": "none",
-            "lm_head": "identity",
-        },
-    ),
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
-
-
-def layout_of(config: PretrainedConfig) -> Layout:
-    """
-    The layout of a model.
-
-    Args:
-        config (`PretrainedConfig`): The model's.
-
-    Raises:
-        ValueError: If no entry of `LAYOUTS` has this model type, or a setting of the config makes its blocks depend
-            on their numbers.
-    """
-    layout = LAYOUTS.get(config.model_type)
-    if layout is None:
-        raise ValueError(
-            f"No layout for models of type {config.model_type!r}: known are {sorted(LAYOUTS)}. Add one to "
-            "hf_federated.split.LAYOUTS, or give it: SplitModel.from_model(..., layout=Layout(...))."
-        )
-    for name in layout.by_number:
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}=True makes a block of {config.model_type!r} depend on its own number, which splitting "
-                f"changes: this model cannot be split. Set {name}=False."
-            )
-    return layout
+    norm: str = ""
+    runner: BlockRunner | None = None
 
 
 class AddsNothing(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -26,6 +26,7 @@ def load_parts(
     roles: tuple[Role, ...],
     *,
     layout: Layout | None = None,
+    model_class: type[PreTrainedModel] | None = None,
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> dict[Role, Part]:
@@ -38,13 +39,14 @@ def load_parts(
         cut (`Cut`): Where it is cut.
         roles (`tuple[str, ...]`): Which parts: `("head", "tail")` for a client, `("body",)` for the server.
         layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
+        model_class (`type[PreTrainedModel]`, *optional*): Where `AutoModelForCausalLM` has none for the config.
         dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
         kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
 
     Raises:
         ValueError: If weights are missing or do not fit the config.
     """
-    parts = {role: Part(config, cut, role, layout) for role in roles}
+    parts = {role: Part(config, cut, role, layout, model_class) for role in roles}
     wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
     tied = {}
     for part in parts.values():

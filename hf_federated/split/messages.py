@@ -79,7 +79,9 @@ class Forward(Crossing):
         batch_size (`int`): Rows of the batch.
         mask (`torch.Tensor`, *optional*): As `pack_mask` packs it; `None` where nothing is padded.
         mask_width (`int`): Positions of the mask, those of the cache included; 0 without one.
-        position_ids (`torch.Tensor`, *optional*): int32 of shape `(batch or 1, sequence)` where the user gave some.
+        position_ids (`torch.Tensor`, *optional*): int32 of shape `(batch or 1, sequence)` where the user gave some, or
+            `(batch, 2, sequence)` of a model that counts in two ways.
+        context_lengths (`torch.Tensor`, *optional*): int32 of shape `(batch,)`, of a model that asks for them.
         training (`bool`): Whether dropout is on.
         grad (`bool`): Whether the gradient will come.
         autocast (`str`, *optional*): The client's autocast dtype.
@@ -93,6 +95,7 @@ class Forward(Crossing):
     mask: torch.Tensor | None = None
     mask_width: int = 0
     position_ids: torch.Tensor | None = None
+    context_lengths: torch.Tensor | None = None
     training: bool = False
     grad: bool = False
     autocast: str | None = None
@@ -106,6 +109,7 @@ class Forward(Crossing):
         for name, tensor, dtype in (
             ("mask", self.mask, torch.uint8),
             ("position_ids", self.position_ids, torch.int32),
+            ("context_lengths", self.context_lengths, torch.int32),
         ):
             if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype):
                 raise ValueError(f"{self.kind}: {name} must be {dtype}, got {_described(tensor)}.")
@@ -114,14 +118,17 @@ class Forward(Crossing):
                 f"{self.kind}: a mask of {self.mask_width} positions for {self.batch_size} rows has shape "
                 f"{(self.batch_size, -(-self.mask_width // 8))}, got {tuple(self.mask.shape)}."
             )
-        if self.position_ids is not None and (
-            self.position_ids.ndim != 2
-            or self.position_ids.shape[0] not in (1, self.batch_size)
-            or self.position_ids.shape[1] != rows // self.batch_size
-        ):
+        length = rows // self.batch_size
+        allowed = {(1, length), (self.batch_size, length), (self.batch_size, 2, length)}
+        if self.position_ids is not None and tuple(self.position_ids.shape) not in allowed:
             raise ValueError(
-                f"{self.kind}: position_ids of {self.batch_size} rows have shape "
-                f"({self.batch_size} or 1, {rows // self.batch_size}), got {tuple(self.position_ids.shape)}."
+                f"{self.kind}: position_ids of {self.batch_size} rows of {length} have one of the shapes "
+                f"{sorted(allowed)}, got {tuple(self.position_ids.shape)}."
+            )
+        if self.context_lengths is not None and self.context_lengths.shape != (self.batch_size,):
+            raise ValueError(
+                f"{self.kind}: context_lengths of {self.batch_size} rows have shape ({self.batch_size},), got "
+                f"{tuple(self.context_lengths.shape)}."
             )
 
 

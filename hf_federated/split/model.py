@@ -26,7 +26,8 @@ from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
 from .cut import ROLES, Cut
-from .layouts import Layout, layout_of
+from .families import layout_of
+from .layouts import Layout, Places
 from .loading import load_parts
 from .parts import Part
 from .saving import whole_weights
@@ -102,6 +103,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         tail_blocks: int = 1,
         *,
         layout: Layout | None = None,
+        model_class: type[PreTrainedModel] | None = None,
         wire_dtype: str = "auto",
         client_id: str = "client",
         **kwargs: Any,
@@ -116,6 +118,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             head_blocks (`int`, *optional*, defaults to `1`): First blocks, which the client keeps.
             tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which the client keeps.
             layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
+            model_class (`type[PreTrainedModel]`, *optional*): Of a checkpoint, where `AutoModelForCausalLM` has none.
             wire_dtype (`str`, *optional*, defaults to `"auto"`):
                 The dtype in which hidden states travel: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. By default
                 the model's.
@@ -129,7 +132,9 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             dtype = kwargs.pop("dtype", None)
             config = AutoConfig.from_pretrained(model_or_name, **kwargs)
             cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
-            parts = load_parts(model_or_name, config, cut, ROLES, layout=layout, dtype=dtype, **kwargs)
+            parts = load_parts(
+                model_or_name, config, cut, ROLES, layout=layout, model_class=model_class, dtype=dtype, **kwargs
+            )
         else:
             if kwargs:
                 raise TypeError(f"{sorted(kwargs)} are for a checkpoint, and a model was given.")
@@ -147,7 +152,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
                 take_adapter(split.parts, model_or_name)
                 split.adapter_config = model_or_name.active_peft_config
             split.train(model_or_name.training)
-            if whole.generation_config is not None:
+            if whole.can_generate():
                 split.generation_config = whole.generation_config
         return split
 
@@ -267,19 +272,28 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             position_ids = None
         caches = (None, None) if past_key_values is None else (past_key_values.head, past_key_values.tail)
         caching = past_key_values is not None
-        hidden = self.client_head(states, attention_mask, position_ids, caches[0], use_cache=caching).logits
+        contexts = None
+        runner = self.client_head.layout.runner
+        if runner is not None:
+            if input_ids is None:
+                raise ValueError("This model's positions follow from its tokens: give input_ids.")
+            places = runner.places(self.config, input_ids, Places(attention_mask, position_ids))
+            position_ids, contexts = places.position_ids, places.context_lengths
+        hidden = self.client_head(states, attention_mask, position_ids, caches[0], contexts, use_cache=caching).logits
         hidden = self.boundary.cross(
             hidden,
             attention_mask,
             position_ids,
             training=self.training,
             cache_id=None if past_key_values is None else past_key_values.number,
+            context_lengths=contexts,
         )
         output = self.client_tail(
             hidden,
             attention_mask,
             position_ids,
             caches[1],
+            contexts,
             use_cache=caching,
             labels=labels,
             logits_to_keep=logits_to_keep,
@@ -290,7 +304,14 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
 
     def new_cache(self) -> SplitCache:
-        """An empty cache of the three parts."""
+        """
+        An empty cache of the three parts.
+
+        Raises:
+            ValueError: If this model's layout has none.
+        """
+        if self.client_head.layout.runner is not None:
+            raise ValueError("This model's blocks are run without a cache: set use_cache=False.")
         return SplitCache(self.client_head, self.client_tail, self.boundary)
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:

@@ -10,10 +10,12 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cut import Cut, Role
-from .layouts import Layout, layout_of, stand_in
+from .families import layout_of
+from .layouts import Layout, Places, stand_in
 from .prefix import Prefix
 
 
@@ -116,6 +118,8 @@ class Part(nn.Module):
             owner = self.model.get_submodule(parent)
             if isinstance(own, nn.Parameter) and not isinstance(given, nn.Parameter):
                 given = nn.Parameter(given, requires_grad=own.requires_grad)
+            elif not isinstance(own, nn.Parameter):
+                given = given.detach()
             setattr(owner, attribute, given)
 
     def originals(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -138,6 +142,7 @@ class Part(nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
+        context_lengths: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """
@@ -150,11 +155,14 @@ class Part(nn.Module):
             attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`, 1 for tokens.
             position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`; by default the model's own.
             past_key_values (`Cache`, *optional*): This part's cache.
+            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout has a runner that asks.
             kwargs: As the model's `forward` takes them (`labels`, `use_cache`, …).
 
         Returns:
             `CausalLMOutputWithPast`: `logits` are hidden states of head and body.
         """
+        if self.layout.runner is not None:
+            return self._run(states, Places(attention_mask, position_ids, context_lengths), **kwargs)
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
@@ -163,6 +171,29 @@ class Part(nn.Module):
         return self.model(
             attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
         )
+
+    def _run(
+        self,
+        states: torch.Tensor,
+        places: Places,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """What the model's class would do, block by block."""
+        layout, model = self.layout, self.model
+        assert layout.runner is not None and not use_cache
+        if not states.is_floating_point():
+            states = model.get_submodule(layout.embedding)(states)
+        states = layout.runner.run(model, self.blocks, states, places)
+        if self.role != "tail":
+            return CausalLMOutputWithPast(logits=states)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        states = model.get_submodule(layout.norm)(states)[:, kept]
+        logits = model.get_submodule(layout.output)(states)
+        loss = None if labels is None else ForCausalLMLoss(logits, labels, logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,177 @@
+"""Small models with the attributes and calling conventions of ChatGLM's own classes, both generations.
+
+What is theirs is the layout: names of modules, sequence-first states, tuples, masks and positions made from token ids.
+Attention and feed-forward are the plainest that depend on every argument.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+
+class ChatGlmConfig(PretrainedConfig):
+    model_type = "chatglm"
+
+    def __init__(self, generation: int = 1, num_layers: int = 5, **kwargs: Any) -> None:
+        self.generation = generation
+        self.vocab_size = 40
+        self.hidden_size = 16
+        self.num_layers = num_layers
+        self.seq_length = 32
+        if generation == 1:
+            self.position_encoding_2d = True
+            self.mask_token_id = 36
+            self.gmask_token_id = 37
+        super().__init__(
+            **{"bos_token_id": 38, "eos_token_id": 39, "pad_token_id": 3, "tie_word_embeddings": False, **kwargs}
+        )
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
+    """Attention of one head over `(sequence, batch, hidden)`; `unseen` is `(batch, 1, sequence, sequence)`."""
+    scores = torch.einsum("qbh,kbh->bqk", query, key) / query.shape[-1] ** 0.5
+    if unseen is None:
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1).expand(len(scores), 1, -1, -1)
+    return torch.einsum("bqk,kbh->qbh", scores.masked_fill(unseen.squeeze(1), -1e4).softmax(-1), value)
+
+
+class Block(nn.Module):
+    """What both generations' blocks have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(size)
+        self.query_key_value = nn.Linear(size, 3 * size)
+        self.mlp = nn.Linear(size, size)
+
+    def mix(self, hidden: torch.Tensor, rotate: Any, unseen: torch.Tensor | None) -> torch.Tensor:
+        query, key, value = self.query_key_value(self.input_layernorm(hidden)).chunk(3, dim=-1)
+        hidden = hidden + attend(rotate(query), rotate(key), value, unseen)
+        return hidden + self.mlp(hidden).tanh()
+
+
+class Block1(Block):
+    """The first generation's: two-dimensional positions, and the block's own number."""
+
+    def forward(
+        self, hidden: torch.Tensor, position_ids: Any, attention_mask: Any, layer_id: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor]:
+        # (batch, 2, sequence) -> (sequence, batch, 1)
+        first, second = (ids.float().t().unsqueeze(-1) for ids in position_ids.unbind(1))
+        factor = (first.sin() + 0.5 * second.cos()) * (1 + 0.1 * layer_id)
+        return (self.mix(hidden, lambda states: states * factor, attention_mask),)
+
+
+class Block2(Block):
+    """The others': one rotary table."""
+
+    def forward(
+        self, hidden: torch.Tensor, attention_mask: Any, rotary: torch.Tensor, kv_cache: Any, use_cache: bool
+    ) -> tuple[torch.Tensor, None]:
+        assert kv_cache is None and not use_cache
+        return self.mix(hidden, lambda states: states * rotary, attention_mask), None
+
+
+class ChatGlm(PreTrainedModel):
+    """The first generation."""
+
+    config_class = ChatGlmConfig
+
+    def __init__(self, config: ChatGlmConfig) -> None:
+        super().__init__(config)
+        self.transformer = nn.Module()
+        self.transformer.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer.layers = nn.ModuleList(Block1(config.hidden_size) for _ in range(config.num_layers))
+        self.transformer.final_layernorm = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        masks, positions = [], []
+        for ids in input_ids.tolist():
+            length, context = len(ids), ids.index(self.config.bos_token_id)
+            gmask, mask = self.config.gmask_token_id, self.config.mask_token_id
+            place = ids.index(gmask if gmask in ids else mask)
+            seen = torch.ones(length, length).tril()
+            seen[:, :context] = 1
+            masks.append(seen < 0.5)
+            first = [*range(context), *[place] * (length - context)]
+            second = [*[0] * context, *range(1, length - context + 1)]
+            positions.append([first, second])
+        hidden = self.transformer.word_embeddings(input_ids).transpose(0, 1)
+        for number, layer in enumerate(self.transformer.layers):
+            hidden = layer(
+                hidden,
+                position_ids=torch.tensor(positions),
+                attention_mask=torch.stack(masks).unsqueeze(1),
+                layer_id=torch.tensor(number),
+            )[0]
+        logits = self.lm_head(self.transformer.final_layernorm(hidden)).permute(1, 0, 2).contiguous()
+        loss = None if labels is None else ForCausalLMLoss(logits, labels, self.config.vocab_size)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+class Rotary(nn.Module):
+    """A table of positions with frequencies that are saved with the weights."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / 100 ** (torch.arange(size) / size))
+
+    def forward(self, length: int) -> torch.Tensor:
+        return torch.outer(torch.arange(length).float(), self.inv_freq).cos()
+
+
+class ChatGlm2(PreTrainedModel):
+    """The second and third generation."""
+
+    config_class = ChatGlmConfig
+
+    def __init__(self, config: ChatGlmConfig) -> None:
+        super().__init__(config)
+        self.transformer = nn.Module()
+        self.transformer.embedding = nn.Module()
+        self.transformer.embedding.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer.rotary_pos_emb = Rotary(config.hidden_size)
+        self.transformer.encoder = nn.Module()
+        self.transformer.encoder.layers = nn.ModuleList(Block2(config.hidden_size) for _ in range(config.num_layers))
+        self.transformer.encoder.final_layernorm = nn.LayerNorm(config.hidden_size)
+        self.transformer.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> Any:
+        length = input_ids.shape[1]
+        full = None
+        if attention_mask is not None and not attention_mask.all():
+            full = torch.ones(len(input_ids), length, length).tril() * attention_mask.unsqueeze(1)
+            full = (full - (attention_mask.unsqueeze(-1) - 1) < 0.5).unsqueeze(1)
+        table = self.transformer.rotary_pos_emb(self.config.seq_length)
+        rotary = table[None, :length] if position_ids is None else table[position_ids]
+        rotary = rotary.transpose(0, 1).contiguous()
+        hidden = self.transformer.embedding.word_embeddings(input_ids).transpose(0, 1)
+        for layer in self.transformer.encoder.layers:
+            hidden, _ = layer(hidden, full, rotary, kv_cache=None, use_cache=False)
+        hidden = self.transformer.encoder.final_layernorm(hidden)
+        logits = self.transformer.output_layer(hidden).transpose(0, 1).contiguous()
+        loss = None if labels is None else ForCausalLMLoss(logits, labels, self.config.vocab_size)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def chatglm(generation: int, seed: int = 0) -> PreTrainedModel:
+    """A model of one of the generations, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model_class = ChatGlm if generation == 1 else ChatGlm2
+        return model_class(ChatGlmConfig(generation)).eval()

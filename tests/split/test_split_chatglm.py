@@ -1,0 +1,96 @@
+"""Models with ChatGLM's own layouts are split through a runner of their blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chatglm_layouts import ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
+from transformers import AutoConfig
+
+from hf_federated import SplitModel
+from hf_federated.packing import unpack
+
+
+def first_generation() -> torch.Tensor:
+    """Rows with contexts of different lengths; 37 and 36 are mask tokens, 38 begins the answer."""
+    return torch.tensor([[5, 6, 7, 37, 38, 8, 9, 4], [5, 36, 4, 4, 6, 7, 38, 8]])
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("padding", ["first generation", None, "left", "right"])
+def test_logits_and_gradients_are_those_of_the_whole_model(padding, cut):
+    whole = chatglm(1 if padding == "first generation" else 2)
+    inputs = {"input_ids": first_generation()}
+    inputs["labels"] = inputs["input_ids"].clone()
+    if padding in ("left", "right"):
+        mask = torch.ones(2, 8, dtype=torch.long)
+        mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"][mask == 0] = -100
+        if padding == "left":
+            inputs["labels"][0, 3] = -100
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    split = SplitModel.from_model(whole, *cut)
+    expected = whole(**inputs)
+    expected.loss.backward()
+    expected_gradients = gradients(whole)
+    whole.zero_grad()
+    output = split(**inputs)
+    output.loss.backward()
+    tokens = inputs.get("attention_mask", torch.ones(2, 8)).bool()
+    assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
+    found = gradients(whole)
+    assert found.keys() == expected_gradients.keys()
+    assert all((found[name] - expected_gradients[name]).abs().max() <= 1e-5 for name in found)
+
+
+def test_context_lengths_and_positions_cross_and_token_ids_do_not():
+    split = SplitModel.from_model(chatglm(1))
+    blobs: list[bytes] = []
+    split.boundary.link.watch = lambda *pair: blobs.extend(pair)
+    split(first_generation())
+    fields = unpack(blobs[0])["fields"]
+    assert fields["context_lengths"].tolist() == [4, 6]
+    assert fields["position_ids"].tolist() == [
+        [[0, 1, 2, 3, 3, 3, 3, 3], [0, 0, 0, 0, 1, 2, 3, 4]],
+        [[0, 1, 2, 3, 4, 5, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]],
+    ]
+    assert first_generation().int().numpy().tobytes() not in blobs[0]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_checkpoint_is_read_part_by_part(generation, tmp_path):
+    AutoConfig.register("chatglm", ChatGlmConfig, exist_ok=True)
+    whole = chatglm(generation)
+    whole.save_pretrained(tmp_path)
+    split = SplitModel.from_model(str(tmp_path), 2, 1, model_class=ChatGlm if generation == 1 else ChatGlm2).eval()
+    assert torch.equal(split(first_generation()).logits, whole(first_generation()).logits)
+    # Frequencies that are saved with the weights are no parameters.
+    assert len(list(split.parameters())) == len(list(whole.parameters()))
+
+
+def test_generation_computes_the_whole_sequence_for_every_token():
+    whole = chatglm(2)
+    split = SplitModel.from_model(whole)
+    ids = first_generation()
+    expected = ids
+    for _ in range(4):
+        expected = torch.cat([expected, whole(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(split.generate(ids, use_cache=False, **settings), expected)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        split.generate(ids, **settings)
+
+
+def test_rows_that_this_model_cannot_read_are_refused():
+    split = SplitModel.from_model(chatglm(1))
+    with pytest.raises(ValueError, match="Row 1 has no start token \\(id 38\\)"):
+        split(torch.tensor([[5, 37, 38, 6], [5, 37, 6, 7]]))
+    with pytest.raises(ValueError, match="masks no padding"):
+        split(first_generation(), attention_mask=torch.tensor([[0] + [1] * 7, [1] * 8]))
+    with pytest.raises(ValueError, match="give input_ids"):
+        split(inputs_embeds=torch.zeros(1, 4, 16))
