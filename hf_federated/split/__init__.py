@@ -8,6 +8,7 @@ from .cut import Cut
 from .families import LAYOUTS, layout_of
 from .layouts import BlockRunner, Layout, Places
 from .loading import load_parts
+from .meeting import Meeting
 from .messages import Backward, Forget, Forward, Gradient, Hidden
 from .model import SplitModel
 from .parts import Part
@@ -30,6 +31,7 @@ __all__ = [
     "Layout",
     "Link",
     "LocalLink",
+    "Meeting",
     "Part",
     "Places",
     "Prefix",

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache
 
-from ..messages import Packed
-from ..packing import unpack
-from .messages import REQUESTS, Backward, Forget, Forward, Gradient, Hidden, unpack_mask
+from .messages import Backward, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
 from .parts import Part
 from .wire import Wire
 
 
+# Client, step and micro-step.
+Passage = tuple[str, int, int]
 # Graphs and caches that a client may leave behind before the oldest goes.
 MAX_GRAPHS = 64
 MAX_CACHES = 16
+
+
+@dataclass
+class _Graph:
+    """What came and what went of clients that passed together, and how many rows of what length each has."""
+
+    passages: tuple[Passage, ...]
+    came: torch.Tensor
+    went: torch.Tensor
+    sizes: list[tuple[int, int]]
 
 
 class BodyServer:
@@ -33,14 +45,18 @@ class BodyServer:
         body ([`Part`]): The server's blocks.
         wire ([`Wire`]): How states travel.
 
+    Attributes:
+        num_targets (`int`): Target tokens of the gradients that came since the last `average_gradients`.
+
     Example: see [`SplitModel`], which makes one where both parties are in one process.
     """
 
     def __init__(self, body: Part, wire: Wire) -> None:
         self.body = body
         self.wire = wire
-        # What came in and what went out of passages whose gradient is still to come.
-        self._graphs: OrderedDict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.num_targets = 0
+        # Of passages whose gradient is still to come.
+        self._graphs: OrderedDict[Passage, _Graph] = OrderedDict()
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
 
     def answer(self, blob: bytes) -> bytes:
@@ -57,13 +73,7 @@ class BodyServer:
             ValueError: If the message is damaged, of another kind, holds a field that is not declared, or does not fit
                 this body. Nothing has changed then.
         """
-        tree = unpack(blob)
-        kind = tree.get("kind") if isinstance(tree, dict) else None
-        if kind not in REQUESTS:
-            raise ValueError(f"A server takes messages of the kinds {sorted(REQUESTS)}, got {kind!r}.")
-        return self._answer(REQUESTS[kind]._from_tree(tree))
-
-    def _answer(self, message: Packed) -> bytes:
+        message = read_request(blob)
         if isinstance(message, Forward):
             return self.forward(message).to_bytes()
         if isinstance(message, Backward):
@@ -74,36 +84,91 @@ class BodyServer:
 
     def forward(self, message: Forward) -> Hidden:
         """Hidden states behind the body's blocks."""
-        came = self._states(message.hidden, message.batch_size)
-        mask = None
-        if message.mask is not None:
-            mask = unpack_mask(message.mask, message.mask_width).to(came.device)
-        positions = None if message.position_ids is None else message.position_ids.long().to(came.device)
-        contexts = None if message.context_lengths is None else message.context_lengths.long().to(came.device)
-        cache = None if message.cache_id is None else self._cache(message.client_id, message.cache_id)
-        self.body.train(message.training)
-        came.requires_grad_(message.grad)
-        with torch.set_grad_enabled(message.grad), _autocast(came.device, message.autocast):
-            went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
-        if message.grad:
-            self._keep(message.passage, came, went)
-        return Hidden(*message.passage, hidden=self.wire.encode(went))
+        return self.forward_batch([message])[0]
 
     def backward(self, message: Backward) -> Gradient:
         """The gradient by what came; those of the body's parameters are added to their `grad`."""
-        if message.passage not in self._graphs:
-            raise ValueError(
-                f"No passage {message.passage[1:]} of client {message.client_id!r} waits for its gradient: it was "
-                "answered already, or came before this server was started."
-            )
-        came, went = self._graphs[message.passage]
-        gradient = self._states(message.gradient, len(went))
-        if gradient.shape != went.shape:
-            raise ValueError(f"The gradient has shape {tuple(gradient.shape)}; what was sent has {tuple(went.shape)}.")
-        del self._graphs[message.passage]
-        torch.autograd.backward(went, gradient.to(went.dtype))
-        assert came.grad is not None
-        return Gradient(*message.passage, gradient=self.wire.encode(came.grad))
+        return self.backward_batch([message])[0]
+
+    def forward_batch(self, messages: Sequence[Forward]) -> list[Hidden]:
+        """
+        Several clients' hidden states behind the body's blocks, in one pass.
+
+        Shorter sequences are padded on the right, behind a mask.
+
+        Args:
+            messages (`Sequence[Forward]`): One a client.
+
+        Raises:
+            ValueError: If they ask for different things, or generation is among them.
+        """
+        first = messages[0]
+        for message in messages[1:]:
+            for name in ("training", "grad", "autocast"):
+                if getattr(message, name) != getattr(first, name):
+                    raise ValueError(
+                        f"Clients of one batch must agree: {name} is {getattr(first, name)!r} of {first.client_id!r} "
+                        f"and {getattr(message, name)!r} of {message.client_id!r}."
+                    )
+        if len(messages) > 1 and any(message.cache_id is not None for message in messages):
+            raise ValueError("Generation goes on with a cache, one client at a time.")
+        states = [self._states(message.hidden, message.batch_size) for message in messages]
+        sizes = [(len(own), own.shape[1]) for own in states]
+        length = max(own for _, own in sizes)
+        came = _joined([functional.pad(own, (0, 0, 0, length - own.shape[1])) for own in states])
+        mask, positions, contexts = _join_places(messages, sizes, came.device)
+        cache = None if first.cache_id is None else self._cache(first.client_id, first.cache_id)
+        self.body.train(first.training)
+        came.requires_grad_(first.grad)
+        with torch.set_grad_enabled(first.grad), _autocast(came.device, first.autocast):
+            went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
+        if first.grad:
+            self._keep(_Graph(tuple(message.passage for message in messages), came, went, sizes))
+        answers = _cut(went, sizes)
+        return [Hidden(*m.passage, hidden=self.wire.encode(own)) for m, own in zip(messages, answers, strict=True)]
+
+    def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
+        """
+        The gradients by what came of clients that went through the body together.
+
+        Of a client whose gradient does not come the rows are left out: theirs are zero.
+
+        Args:
+            messages (`Sequence[Backward]`): At most one of each client of the batch.
+
+        Raises:
+            ValueError: If a passage does not wait for its gradient, or they are not of one batch.
+        """
+        graph = self._graph(messages[0])
+        gradient = torch.zeros_like(graph.went)
+        own = _cut(gradient, graph.sizes)
+        places = []
+        for message in messages:
+            if message.passage not in graph.passages or message.passage in places:
+                raise ValueError(f"{message.passage} is not of the batch of {messages[0].passage}, or came twice.")
+            places.append(message.passage)
+            place = own[graph.passages.index(message.passage)]
+            states = self._states(message.gradient, len(place))
+            if states.shape != place.shape:
+                raise ValueError(
+                    f"The gradient has shape {tuple(states.shape)}; what was sent has {tuple(place.shape)}."
+                )
+            place.copy_(states)
+        for passage in graph.passages:
+            del self._graphs[passage]
+        torch.autograd.backward(graph.went, gradient)
+        self.num_targets += sum(message.num_targets or 0 for message in messages)
+        assert graph.came.grad is not None
+        answers = dict(zip(graph.passages, _cut(graph.came.grad, graph.sizes), strict=True))
+        return [Gradient(*m.passage, gradient=self.wire.encode(answers[m.passage])) for m in messages]
+
+    def average_gradients(self) -> None:
+        """Make sums of gradients over target tokens, where clients sent such, means over those that arrived."""
+        if self.num_targets:
+            for parameter in self.body.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= self.num_targets
+        self.num_targets = 0
 
     def _states(self, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         width, expected = encoded["values"].shape[1], self.body.model.config.hidden_size
@@ -112,8 +177,17 @@ class BodyServer:
         parameter = next(self.body.model.parameters())
         return self.wire.decode(encoded, batch_size, self.body.dtype).to(parameter.device)
 
-    def _keep(self, passage: tuple[str, int, int], came: torch.Tensor, went: torch.Tensor) -> None:
-        self._graphs[passage] = (came, went)
+    def _graph(self, message: Backward) -> _Graph:
+        if message.passage not in self._graphs:
+            raise ValueError(
+                f"No passage {message.passage[1:]} of client {message.client_id!r} waits for its gradient: it was "
+                "answered already, or came before this server was started."
+            )
+        return self._graphs[message.passage]
+
+    def _keep(self, graph: _Graph) -> None:
+        for passage in graph.passages:
+            self._graphs[passage] = graph
         while len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
 
@@ -124,6 +198,46 @@ class BodyServer:
             while len(self._caches) > MAX_CACHES:
                 self._caches.popitem(last=False)
         return self._caches[name]
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _cut(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Each client's rows of a batch, without the padding of the batch."""
+    rows = states.split([own for own, _ in sizes])
+    return [own[:, :length] for own, (_, length) in zip(rows, sizes, strict=True)]
+
+
+def _join_places(
+    messages: Sequence[Forward], sizes: Sequence[tuple[int, int]], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Mask, positions and context lengths of a batch; none where no client needs one."""
+    width = max(length for _, length in sizes)
+    masks: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    for message, (rows, length) in zip(messages, sizes, strict=True):
+        if message.mask is None:
+            mask = torch.ones(rows, length, dtype=torch.long)
+        else:
+            mask = unpack_mask(message.mask, message.mask_width)
+        # Alone, a client may have a cache before its sequence.
+        masks.append(functional.pad(mask, (0, width - length)))
+        if message.position_ids is not None:
+            own = message.position_ids.long()
+            own = own if len(messages) == 1 else own.expand(rows, *own.shape[1:])
+        else:
+            own = torch.arange(length).expand(rows, -1)
+        positions.append(functional.pad(own, (0, width - length)))
+    masked = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
+    told = any(message.position_ids is not None for message in messages)
+    contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
+    return (
+        _joined(masks).to(device) if masked else None,
+        _joined(positions).to(device) if told else None,
+        _joined(contexts).to(device) if contexts else None,
+    )
 
 
 @contextlib.contextmanager

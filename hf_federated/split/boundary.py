@@ -61,6 +61,8 @@ class Boundary:
 
     Attributes:
         step (`int`): Optimizer steps done. What trains the model counts it.
+        total_targets (`int`, *optional*): Where several clients share a server's step: this client's target tokens of
+            the whole step, by which its loss is divided. Gradients then travel as those of the summed loss.
     """
 
     def __init__(self, link: Link, wire: Wire, client_id: str) -> None:
@@ -68,11 +70,13 @@ class Boundary:
         self.wire = wire
         self.client_id = client_id
         self.step = 0
+        self.total_targets: int | None = None
         self._micro_step = 0
 
-    def begin_step(self, step: int) -> None:
-        """Passages from now on belong to this optimizer step."""
+    def begin_step(self, step: int, total_targets: int | None = None) -> None:
+        """Passages from now on belong to this optimizer step, of so many target tokens where they must be told."""
         self.step = step
+        self.total_targets = total_targets
         self._micro_step = 0
 
     def cross(
@@ -83,6 +87,7 @@ class Boundary:
         training: bool,
         cache_id: int | None = None,
         context_lengths: torch.Tensor | None = None,
+        num_targets: int | None = None,
     ) -> torch.Tensor:
         """
         Hidden states behind the server's blocks, in the graph.
@@ -94,6 +99,7 @@ class Boundary:
             training (`bool`): Whether dropout is on.
             cache_id (`int`, *optional*): The server's cache to go on with.
             context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout's runner asks for them.
+            num_targets (`int`, *optional*): Target tokens of this passage; told where `total_targets` is given.
 
         Returns:
             `torch.Tensor`: Of the shape and dtype of `hidden`.
@@ -119,7 +125,7 @@ class Boundary:
         # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
         # blocks would get none.
         anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
-        return _Passage.apply(hidden, anchor, self, header)
+        return _Passage.apply(hidden, anchor, self, header, num_targets)
 
     def forget(self, cache_id: int) -> None:
         """The server may drop a cache."""
@@ -131,12 +137,17 @@ class _Passage(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, boundary: Boundary, header: dict[str, Any]
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: torch.Tensor,
+        boundary: Boundary,
+        header: dict[str, Any],
+        num_targets: int | None,
     ) -> torch.Tensor:
         message = Forward(hidden=boundary.wire.encode(hidden), **header)
         answer = Hidden.from_bytes(boundary.link.exchange(message.to_bytes()))
         _check_passage(answer.passage, message.passage)
-        ctx.boundary, ctx.passage = boundary, message.passage
+        ctx.boundary, ctx.passage, ctx.num_targets = boundary, message.passage, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
         return boundary.wire.decode(answer.hidden, len(hidden), hidden.dtype).to(hidden.device)
 
@@ -144,11 +155,16 @@ class _Passage(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         boundary: Boundary = ctx.boundary
         client_id, step, micro_step = ctx.passage
-        message = Backward(client_id, step, micro_step, boundary.wire.encode(gradient))
+        total = boundary.total_targets
+        if total is None:
+            message = Backward(client_id, step, micro_step, boundary.wire.encode(gradient))
+        else:
+            summed = boundary.wire.encode(gradient * total)
+            message = Backward(client_id, step, micro_step, summed, num_targets=ctx.num_targets)
         answer = Gradient.from_bytes(boundary.link.exchange(message.to_bytes()))
         _check_passage(answer.passage, ctx.passage)
         states = boundary.wire.decode(answer.gradient, len(gradient), ctx.dtype).to(ctx.device)
-        return states, None, None, None
+        return states if total is None else states / max(total, 1), None, None, None, None
 
 
 def _check_passage(answered: tuple[str, int, int], asked: tuple[str, int, int]) -> None:

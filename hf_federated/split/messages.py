@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..messages import Packed
+from ..packing import unpack
 
 
 def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -118,6 +119,8 @@ class Forward(Crossing):
                 f"{self.kind}: a mask of {self.mask_width} positions for {self.batch_size} rows has shape "
                 f"{(self.batch_size, -(-self.mask_width // 8))}, got {tuple(self.mask.shape)}."
             )
+        if self.autocast not in (None, "bfloat16", "float16"):
+            raise ValueError(f"{self.kind}: autocast is bfloat16 or float16, got {self.autocast!r}.")
         length = rows // self.batch_size
         allowed = {(1, length), (self.batch_size, length), (self.batch_size, 2, length)}
         if self.position_ids is not None and tuple(self.position_ids.shape) not in allowed:
@@ -156,14 +159,20 @@ class Backward(Crossing):
 
     Args:
         gradient (`dict[str, torch.Tensor]`): As the wire encodes `(batch · sequence, hidden)`.
+        num_targets (`int`, *optional*):
+            Target tokens of this passage, where the gradient is that of the loss summed over them. `None` where it is
+            that of the mean: then the server has no need of the number.
     """
 
     kind: ClassVar[str] = "split_backward"
 
     gradient: dict[str, torch.Tensor]
+    num_targets: int | None = None
 
     def __post_init__(self) -> None:
         _check_states(self, "gradient", self.gradient)
+        if self.num_targets is not None and not (isinstance(self.num_targets, int) and self.num_targets >= 0):
+            raise ValueError(f"{self.kind}: num_targets is a count, got {self.num_targets!r}.")
 
 
 @dataclass(frozen=True)
@@ -229,3 +238,20 @@ def _described(value: object) -> str:
 
 # What a server reads.
 REQUESTS: dict[str, type[Packed]] = {message.kind: message for message in (Forward, Backward, Forget)}
+
+
+def read_request(blob: bytes) -> Packed:
+    """
+    What a client sent.
+
+    Args:
+        blob (`bytes`): A serialised `Forward`, `Backward` or `Forget`.
+
+    Raises:
+        ValueError: If it is damaged, of another kind, or holds a field that is not declared.
+    """
+    tree = unpack(blob)
+    kind = tree.get("kind") if isinstance(tree, dict) else None
+    if kind not in REQUESTS:
+        raise ValueError(f"A server takes messages of the kinds {sorted(REQUESTS)}, got {kind!r}.")
+    return REQUESTS[kind]._from_tree(tree)

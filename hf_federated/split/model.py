@@ -287,6 +287,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             training=self.training,
             cache_id=None if past_key_values is None else past_key_values.number,
             context_lengths=contexts,
+            num_targets=self._count_targets(labels),
         )
         output = self.client_tail(
             hidden,
@@ -330,6 +331,12 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         if settings.use_cache and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
         return super().generate(inputs, generation_config, **kwargs)
+
+    def _count_targets(self, labels: torch.Tensor | None) -> int | None:
+        """Target tokens of a batch, where the server must know them."""
+        if labels is None or self.boundary.total_targets is None:
+            return None
+        return int((labels[:, 1:] != -100).sum())
 
     def _check_length(self, length: int) -> None:
         positions = getattr(self.config, "max_position_embeddings", None)
