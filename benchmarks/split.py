@@ -1,0 +1,138 @@
+"""What it costs to split a language model, in one process: against the unsplit model, and for clients that meet.
+
+    python benchmarks/split.py                                    # SmolLM2-135M's size, LoRA
+    python benchmarks/split.py --hidden-size 64 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
+
+A step is a forward and a backward pass and one of AdamW on the adapters. All sides take turns in this process, and
+ratios are of medians. `meeting` is the step of a server whose clients' rows go through the body together; its rows a
+second stand beside those of the same clients one after the other. Bytes are those of the messages of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_federated import SplitModel
+from hf_federated.split import LocalLink, Meeting
+
+
+def build(options: argparse.Namespace) -> LlamaForCausalLM:
+    """The unsplit model with its adapters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 8 // 3,
+        num_hidden_layers=options.num_blocks,
+        num_attention_heads=options.num_heads,
+        num_key_value_heads=options.num_heads // 3 or 1,
+        tie_word_embeddings=True,
+    )
+    lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(LlamaForCausalLM(config), lora)
+
+
+def batch(options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(options.vocabulary, (options.batch_size, options.length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def stepper(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """A step of one model on one batch."""
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
+    """A step of a server whose clients meet, with heads and tails of their own."""
+    clients = {
+        str(number): SplitModel.from_model(build(options), client_id=str(number)) for number in range(num_clients)
+    }
+    server = clients["0"].boundary.link.server
+    meeting = Meeting(server)
+    inputs = {name: batch(options, int(name)) for name in clients}
+    trained = {id(p): p for part in [server.body, *clients.values()] for p in part.parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
+    for name, client in clients.items():
+        if name != "0":
+            client.server_body = None
+        client.boundary.link = meeting.link(name)
+
+    def work(name: str) -> None:
+        clients[name].boundary.begin_step(0, total_targets=options.batch_size * (options.length - 1))
+        clients[name](**inputs[name]).loss.backward()
+
+    def step() -> None:
+        meeting.run({name: lambda name=name: work(name) for name in clients})
+        server.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def bytes_of_a_step(options: argparse.Namespace, split: SplitModel) -> tuple[int, int]:
+    """Bytes of all messages of a step, and those of the formula without headers."""
+    sizes: list[int] = []
+    link = split.boundary.link
+    split.boundary.link = LocalLink(link.server, lambda *blobs: sizes.extend(map(len, blobs)))
+    split(**batch(options, 0)).loss.backward()
+    split.boundary.link = link
+    wire = split.boundary.wire
+    return sum(sizes), 4 * wire.num_bytes(options.batch_size, options.length, options.hidden_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden-size", type=int, default=576)
+    parser.add_argument("--num-blocks", type=int, default=30)
+    parser.add_argument("--num-heads", type=int, default=9)
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-clients", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="a file for the numbers")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    whole, split = build(options), SplitModel.from_model(build(options))
+    steps = {"unsplit": stepper(whole, batch(options, 0)), "split": stepper(split, batch(options, 0))}
+    steps |= {f"meeting of {number}": meeting_stepper(options, number) for number in options.num_clients}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(1 + options.repetitions):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    # The first step of each builds its optimizer's state and warms caches.
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    print(f"split / unsplit: {medians['split'] / medians['unsplit']:.3f}  ({medians['split']:.3f} s a step)")
+    for number in options.num_clients:
+        ratio = number * medians["split"] / medians[f"meeting of {number}"]
+        print(f"rows a second, {number} clients that meet / one after the other: {ratio:.2f}")
+    sent, formula = bytes_of_a_step(options, split)
+    print(f"bytes of a step / formula without headers: {sent / formula:.4f}  ({sent} / {formula})")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"medians": medians, "seconds": seconds, "bytes": sent, "formula": formula}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
