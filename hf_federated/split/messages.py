@@ -64,6 +64,13 @@ class Crossing(Packed):
     step: int
     micro_step: int
 
+    def __post_init__(self) -> None:
+        for name, kind in (("client_id", str), ("step", int), ("micro_step", int)):
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(
+                    f"{self.kind}: {name} must be {kind.__name__}, got {_described(getattr(self, name))}."
+                )
+
     @property
     def passage(self) -> tuple[str, int, int]:
         """What a reply, or the way back, belongs to."""
@@ -103,10 +110,18 @@ class Forward(Crossing):
     cache_id: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_states(self, "hidden", self.hidden)
         rows = _rows(self.hidden)
         if not isinstance(self.batch_size, int) or self.batch_size < 1 or rows % self.batch_size:
             raise ValueError(f"{self.kind}: {rows} hidden states do not make {self.batch_size!r} rows.")
+        if type(self.mask_width) is not int or self.mask_width < 0:
+            raise ValueError(f"{self.kind}: mask_width is a count, got {self.mask_width!r}.")
+        for name in ("training", "grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{self.kind}: {name} is True or False, got {getattr(self, name)!r}.")
+        if self.cache_id is not None and type(self.cache_id) is not int:
+            raise ValueError(f"{self.kind}: cache_id is a number, got {self.cache_id!r}.")
         for name, tensor, dtype in (
             ("mask", self.mask, torch.uint8),
             ("position_ids", self.position_ids, torch.int32),
@@ -149,6 +164,7 @@ class Hidden(Crossing):
     hidden: dict[str, torch.Tensor]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_states(self, "hidden", self.hidden)
 
 
@@ -170,6 +186,7 @@ class Backward(Crossing):
     num_targets: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_states(self, "gradient", self.gradient)
         if self.num_targets is not None and not (isinstance(self.num_targets, int) and self.num_targets >= 0):
             raise ValueError(f"{self.kind}: num_targets is a count, got {self.num_targets!r}.")
@@ -189,6 +206,7 @@ class Gradient(Crossing):
     gradient: dict[str, torch.Tensor]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_states(self, "gradient", self.gradient)
 
 

@@ -85,6 +85,9 @@ class Wire:
                 f"Hidden states came as {sorted(encoded)} of {values.dtype}, and this wire carries {self.dtype}: give "
                 "both parties the same wire dtype."
             )
+        for name in expected - {"values"}:
+            if encoded[name].shape != values.shape[:1]:
+                raise ValueError(f"{name} has shape {tuple(encoded[name].shape)} for {len(values)} positions.")
         if self.dtype == "int8":
             # A row that was not finite has no scale, and decodes to NaN.
             values = encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (values.float() + 128)

@@ -109,6 +109,11 @@ def test_a_message_with_labels_is_refused_by_the_server():
         ({"batch_size": 0}, "do not make 0 rows"),
         ({"mask": torch.ones(2, 3)}, "mask must be torch.uint8"),
         ({"mask": torch.ones(2, 3, dtype=torch.uint8), "mask_width": 3}, "has shape \\(2, 1\\), got \\(2, 3\\)"),
+        ({"mask_width": -1}, "mask_width is a count, got -1"),
+        ({"training": 1}, "training is True or False, got 1"),
+        ({"cache_id": "0"}, "cache_id is a number, got '0'"),
+        ({"autocast": "load"}, "autocast is bfloat16 or float16, got 'load'"),
+        ({"context_lengths": torch.ones(3, dtype=torch.int32)}, "context_lengths of 2 rows have shape"),
         ({"position_ids": torch.ones(2, 3)}, "position_ids must be torch.int32"),
         ({"position_ids": torch.ones(2, 4, dtype=torch.int32)}, "got \\(2, 4\\)"),
     ],
@@ -116,6 +121,20 @@ def test_a_message_with_labels_is_refused_by_the_server():
 def test_what_does_not_belong_into_a_field_is_refused(changes, text):
     with pytest.raises(ValueError, match=text):
         forward_message(**changes)
+
+
+def test_scales_that_do_not_fit_their_positions_are_refused():
+    encoded = Wire("int8").encode(torch.randn(1, 6, 4))
+    encoded["scale"] = encoded["scale"][:1]
+    with pytest.raises(ValueError, match="scale has shape \\(1,\\) for 6 positions"):
+        Wire("int8").decode(encoded, 1, torch.float32)
+
+
+def test_a_passage_is_named_by_whole_numbers():
+    with pytest.raises(ValueError, match="step must be int, got float"):
+        Hidden("client", 1.0, 0, {"values": torch.zeros(1, 2)})
+    with pytest.raises(ValueError, match="client_id must be str"):
+        Hidden(None, 1, 0, {"values": torch.zeros(1, 2)})
 
 
 def test_the_server_refuses_what_does_not_fit_and_answers_afterwards():
