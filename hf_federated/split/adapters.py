@@ -50,26 +50,61 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
     Raises:
         ValueError: If the method is another one, or trains whole modules beside the adapters.
     """
+    parts = list(parts)
+    check_adapter(peft_config)
     if isinstance(peft_config, PrefixTuningConfig):
+        if parts[0].layout.runner is not None:
+            raise ValueError("Prefixes go into a cache, and this model's blocks are run without one: use LoRA.")
         for part in parts:
             part.requires_grad_(False)
             if len(part.blocks):
-                part.prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks)))
+                prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks)))
+                part.prefix = prefix.to(next(part.model.parameters()).device)
         return
-    if not isinstance(peft_config, LoraConfig):
-        raise ValueError(
-            f"{type(peft_config).__name__}: the parts of a split model take LoRA or prefix tuning (p-tuning v2)."
-        )
-    for name in ("modules_to_save", "trainable_token_indices", "target_parameters"):
-        if getattr(peft_config, name):
-            raise ValueError(f"{name} of a LoraConfig is not supported in a split model: leave it out.")
+    assert isinstance(peft_config, LoraConfig)
     with init_empty_weights():
-        whole = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
+        whole = get_peft_model(type(parts[0].model)(config), copy.deepcopy(peft_config))
     layers = [(name, module) for name, module in whole.named_modules() if isinstance(module, LoraLayer)]
     adapted = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
     for part in parts:
         part.requires_grad_(False)
         _inject(part, peft_config, adapted)
+
+
+def check_adapter(peft_config: PeftConfig) -> None:
+    """
+    Refuse what the parts of a split model cannot have.
+
+    Raises:
+        ValueError: If the method is neither LoRA nor prefix tuning, or trains more than adapters of blocks.
+    """
+    if isinstance(peft_config, PrefixTuningConfig):
+        return
+    if not isinstance(peft_config, LoraConfig):
+        raise ValueError(
+            f"{type(peft_config).__name__}: the parts of a split model take LoRA or prefix tuning (p-tuning v2)."
+        )
+    unsupported = ["modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "use_dora"]
+    for name in unsupported:
+        if getattr(peft_config, name):
+            raise ValueError(f"{name} of a LoraConfig is not supported in a split model: leave it out.")
+    if peft_config.bias != "none":
+        raise ValueError(f'bias={peft_config.bias!r} of a LoraConfig is not supported in a split model: use "none".')
+
+
+def check_peft_model(model: PeftModel) -> None:
+    """
+    Refuse a PEFT model whose adapter the parts could not have as it is.
+
+    Raises:
+        ValueError: If it has no one active adapter, or that one is merged, disabled or of another kind.
+    """
+    if len(model.active_adapters) != 1:
+        raise ValueError(f"A PEFT model with one active adapter can be split, this one has {model.active_adapters}.")
+    check_adapter(model.active_peft_config)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if any(layer.merged or layer.disable_adapters for layer in layers):
+        raise ValueError("The adapter is merged or disabled: call unmerge_adapter() or enable_adapter_layers() first.")
 
 
 def take_adapter(parts: Iterable[Part], model: PeftModel) -> None:
@@ -80,9 +115,14 @@ def take_adapter(parts: Iterable[Part], model: PeftModel) -> None:
         parts (`Iterable[Part]`): Of the model that `model` adapts.
         model (`PeftModel`): With LoRA or prefix tuning.
     """
+    check_peft_model(model)
     parts = list(parts)
-    add_adapter(parts, model.get_base_model().config, model.active_peft_config)
-    load_adapter(parts, get_peft_model_state_dict(model))
+    config = copy.deepcopy(model.active_peft_config)
+    if isinstance(config, LoraConfig):
+        # Others look at the weights of the base, and change them.
+        config.init_lora_weights = True
+    add_adapter(parts, model.get_base_model().config, config)
+    load_adapter(parts, get_peft_model_state_dict(model, adapter_name=model.active_adapter))
 
 
 def adapter_state(part: Part) -> dict[str, torch.Tensor]:

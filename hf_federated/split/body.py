@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
+from .layouts import Places
 from .messages import Backward, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
 from .parts import Part
 from .wire import Wire
@@ -22,7 +24,7 @@ from .wire import Wire
 
 # Client, step and micro-step.
 Passage = tuple[str, int, int]
-# Graphs and caches that a client may leave behind before the oldest goes.
+# Graphs and caches that one client may leave behind before the oldest goes.
 MAX_GRAPHS = 64
 MAX_CACHES = 16
 
@@ -58,6 +60,10 @@ class BodyServer:
         # Of passages whose gradient is still to come.
         self._graphs: OrderedDict[Passage, _Graph] = OrderedDict()
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the same body and no passage or generation under way."""
+        return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "num_targets": 0}
 
     def answer(self, blob: bytes) -> bytes:
         """
@@ -112,18 +118,23 @@ class BodyServer:
                     )
         if len(messages) > 1 and any(message.cache_id is not None for message in messages):
             raise ValueError("Generation goes on with a cache, one client at a time.")
+        passages = tuple(message.passage for message in messages)
+        if len(set(passages)) != len(passages):
+            raise ValueError(f"A passage came twice in one batch: {passages}.")
+        for message in messages:
+            self._check_places(message)
         states = [self._states(message.hidden, message.batch_size) for message in messages]
         sizes = [(len(own), own.shape[1]) for own in states]
         length = max(own for _, own in sizes)
         came = _joined([functional.pad(own, (0, 0, 0, length - own.shape[1])) for own in states])
         mask, positions, contexts = _join_places(messages, sizes, came.device)
-        cache = None if first.cache_id is None else self._cache(first.client_id, first.cache_id)
+        cache = None if first.cache_id is None else self._cache(first)
         self.body.train(first.training)
         came.requires_grad_(first.grad)
         with torch.set_grad_enabled(first.grad), _autocast(came.device, first.autocast):
             went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
-            self._keep(_Graph(tuple(message.passage for message in messages), came, went, sizes))
+            self._keep(_Graph(passages, came, went, sizes))
         answers = _cut(went, sizes)
         return [Hidden(*m.passage, hidden=self.wire.encode(own)) for m, own in zip(messages, answers, strict=True)]
 
@@ -154,12 +165,22 @@ class BodyServer:
                     f"The gradient has shape {tuple(states.shape)}; what was sent has {tuple(place.shape)}."
                 )
             place.copy_(states)
-        for passage in graph.passages:
-            del self._graphs[passage]
-        torch.autograd.backward(graph.went, gradient)
-        self.num_targets += sum(message.num_targets or 0 for message in messages)
-        assert graph.came.grad is not None
-        answers = dict(zip(graph.passages, _cut(graph.came.grad, graph.sizes), strict=True))
+        counted = [message.num_targets for message in messages if message.num_targets is not None]
+        if len(counted) not in (0, len(messages)):
+            raise ValueError("Either all clients of a batch tell their target tokens, or none.")
+        self._drop(graph)
+        trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(graph.went, [graph.came, *trained], gradient, allow_unused=True)
+        if not all(own.isfinite().all() for own in gradients if own is not None):
+            raise ValueError("The gradient that came makes gradients of the server's blocks that are not finite.")
+        for parameter, own_gradient in zip(trained, gradients[1:], strict=True):
+            if own_gradient is not None:
+                if parameter.grad is None:
+                    parameter.grad = own_gradient
+                else:
+                    parameter.grad += own_gradient
+        self.num_targets += sum(counted)
+        answers = dict(zip(graph.passages, _cut(gradients[0], graph.sizes), strict=True))
         return [Gradient(*m.passage, gradient=self.wire.encode(answers[m.passage])) for m in messages]
 
     def average_gradients(self) -> None:
@@ -185,19 +206,67 @@ class BodyServer:
             )
         return self._graphs[message.passage]
 
+    def _check_places(self, message: Forward) -> None:
+        """Refuse what would end inside the model, where an error says little and on a GPU ends the process."""
+        config = self.body.model.config
+        length = len(message.hidden["values"]) // message.batch_size
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
+        prefix = 0 if self.body.prefix is None else self.body.prefix.length
+        if limit is not None and prefix + message.seen + length > limit:
+            raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")
+        runner = self.body.layout.runner
+        positions = message.position_ids
+        if positions is not None:
+            if positions.ndim == 3 and runner is None:
+                raise ValueError("Positions in two dimensions came to a model that counts in one.")
+            if positions.min() < 0 or (limit is not None and int(positions.max()) + prefix >= limit):
+                raise ValueError(f"position_ids reach from {int(positions.min())} to {int(positions.max())}.")
+        if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
+            raise ValueError("context_lengths are not for this model, or below zero.")
+        if runner is not None:
+            if message.cache_id is not None:
+                raise ValueError("This model's blocks are run without a cache.")
+            runner.check(Places(message.mask, positions, message.context_lengths))
+
+    def forget_passages(self, client_ids: Collection[str]) -> None:
+        """Drop the passages of clients that wait for a gradient."""
+        for graph in list(self._graphs.values()):
+            if any(passage[0] in client_ids for passage in graph.passages):
+                self._drop(graph)
+
+    def _drop(self, graph: _Graph) -> None:
+        for passage in graph.passages:
+            if self._graphs.get(passage) is graph:
+                del self._graphs[passage]
+
     def _keep(self, graph: _Graph) -> None:
         for passage in graph.passages:
             self._graphs[passage] = graph
-        while len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+        for client_id in {passage[0] for passage in graph.passages}:
+            own = [old for old in self._graphs.values() if any(passage[0] == client_id for passage in old.passages)]
+            for old in own[: max(len(own) - MAX_GRAPHS, 0)]:
+                self._drop(old)
 
-    def _cache(self, client_id: str, cache_id: int) -> DynamicCache:
-        name = (client_id, cache_id)
-        if name not in self._caches:
+    def _cache(self, message: Forward) -> DynamicCache:
+        """The cache that a message goes on with."""
+        assert message.cache_id is not None
+        name = (message.client_id, message.cache_id)
+        if message.seen == 0:
             self._caches[name] = self.body.new_cache()
-            while len(self._caches) > MAX_CACHES:
-                self._caches.popitem(last=False)
-        return self._caches[name]
+            own = [other for other in self._caches if other[0] == message.client_id]
+            for other in own[: max(len(own) - MAX_CACHES, 0)]:
+                del self._caches[other]
+            return self._caches[name]
+        prefix = 0 if self.body.prefix is None else self.body.prefix.length
+        cache = self._caches.get(name)
+        if cache is None or cache.get_seq_length() != prefix + message.seen:
+            raise ValueError(
+                f"The server has no cache of {message.seen} positions for this generation: it was dropped, or went on "
+                "otherwise. Generate from the beginning."
+            )
+        if len(cache.layers[0].keys) != message.batch_size:
+            raise ValueError(f"{message.batch_size} rows came to a cache of {len(cache.layers[0].keys)}.")
+        return cache
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -232,6 +301,15 @@ def _join_places(
         positions.append(functional.pad(own, (0, width - length)))
     masked = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
     told = any(message.position_ids is not None for message in messages)
+    for message in messages:
+        given = message.position_ids
+        # Rows packed into one are told apart by their positions only where there is no mask.
+        if masked and len(messages) > 1 and message.mask is None and given is not None and given.ndim == 2:
+            if (given.diff(dim=1) != 1).any():
+                raise ValueError(
+                    f"Client {message.client_id!r} sends several sequences packed into one row, and others of the "
+                    "batch are padded: give all clients rows of one length, or pack nothing."
+                )
     contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
     return (
         _joined(masks).to(device) if masked else None,

@@ -86,6 +86,7 @@ class Boundary:
         position_ids: torch.Tensor | None,
         training: bool,
         cache_id: int | None = None,
+        seen: int = 0,
         context_lengths: torch.Tensor | None = None,
         num_targets: int | None = None,
     ) -> torch.Tensor:
@@ -98,6 +99,7 @@ class Boundary:
             position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, where they cannot be derived.
             training (`bool`): Whether dropout is on.
             cache_id (`int`, *optional*): The server's cache to go on with.
+            seen (`int`, *optional*, defaults to `0`): Positions that the cache holds.
             context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout's runner asks for them.
             num_targets (`int`, *optional*): Target tokens of this passage; told where `total_targets` is given.
 
@@ -120,6 +122,7 @@ class Boundary:
             "grad": torch.is_grad_enabled(),
             "autocast": autocast,
             "cache_id": cache_id,
+            "seen": seen,
         }
         self._micro_step += 1
         # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's

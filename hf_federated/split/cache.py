@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import weakref
 from typing import Any
 
@@ -10,9 +10,6 @@ from transformers import DynamicCache
 
 from .boundary import Boundary
 from .parts import Part
-
-
-_NUMBERS = itertools.count()
 
 
 class SplitCache(DynamicCache):
@@ -32,7 +29,8 @@ class SplitCache(DynamicCache):
         super().__init__()
         self.head = head.new_cache()
         self.tail = tail.new_cache()
-        self.number = next(_NUMBERS)
+        # Not counted: a client that was started again must not meet what it left behind.
+        self.number = secrets.randbits(62)
         self.length = 0
         weakref.finalize(self, boundary.forget, self.number)
 
@@ -40,6 +38,14 @@ class SplitCache(DynamicCache):
         """Tokens seen."""
         return self.length
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Refused: the server's rows would have to change places too."""
-        raise ValueError("Beam search does not work through a split: its server keeps the rows' caches in place.")
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            ValueError: Always: the server keeps its part of the rows where they are.
+        """
+        raise ValueError(
+            "The rows of a split model's cache cannot be copied, cut or put into another order: the server has its "
+            "part of them. Generate greedily or by sampling, from the beginning."
+        )
+
+    reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _refuse

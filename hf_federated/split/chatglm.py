@@ -59,6 +59,14 @@ class ChatGlmRunner:
             positions = torch.where(at_mask, mask_positions.unsqueeze(1), index)
         return Places(None, positions, contexts)
 
+    def check(self, places: Places) -> None:
+        """
+        Raises:
+            ValueError: If context lengths or positions are missing, or a mask is given.
+        """
+        if places.context_lengths is None or places.position_ids is None or places.attention_mask is not None:
+            raise ValueError("ChatGLM-6B needs context lengths and positions, and has no mask of padding.")
+
     def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
         """Run the blocks of a part."""
         assert places.context_lengths is not None
@@ -83,6 +91,14 @@ class ChatGlm2Runner:
     def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places) -> Places:
         """What the caller gave."""
         return places
+
+    def check(self, places: Places) -> None:
+        """
+        Raises:
+            ValueError: If context lengths or positions in two dimensions are given.
+        """
+        if places.context_lengths is not None or (places.position_ids is not None and places.position_ids.ndim != 2):
+            raise ValueError("ChatGLM2 counts positions in one dimension and has no context lengths.")
 
     def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
         """Run the blocks of a part."""

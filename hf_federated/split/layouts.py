@@ -50,6 +50,14 @@ class BlockRunner(Protocol):
             places ([`Places`]): What the caller gave.
         """
 
+    def check(self, places: Places) -> None:
+        """
+        Refuse places that these blocks cannot use.
+
+        Raises:
+            ValueError: If something is missing that they need.
+        """
+
     def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
         """
         Run the blocks of a part.

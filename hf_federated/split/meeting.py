@@ -3,7 +3,8 @@
 FL-GLM's client-batch strategy (section 3.3): "stack the smashed data from different clients". Each client's work is an
 ordinary function that calls its model, in a thread of its own; at the boundary it waits until every other client is
 there too. Only one of the threads runs at a time, in the clients' order, and each has random numbers of its own, so
-the result does not depend on the machine.
+the result does not depend on the machine. All this is for the CPU: backward passes on a GPU run in a thread of the
+device's own, which waiting clients would block, and are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..messages import Packed
 from .body import BodyServer
-from .messages import Backward, Forward, read_request
+from .messages import Backward, Forget, Forward, read_request
 
 
 T = TypeVar("T")
@@ -58,7 +58,10 @@ class Meeting:
         self._changed = threading.Condition()
         self._present: list[str] = []
         self._turn: str | None = None
-        self._messages: dict[str, Packed] = {}
+        self._failed: str | None = None
+        self._given_up = False
+        self._threads: dict[str, int | None] = {}
+        self._messages: dict[str, Forward | Backward] = {}
         self._answers: dict[str, bytes | Exception] = {}
 
     def link(self, client_id: str) -> MeetingLink:
@@ -76,24 +79,43 @@ class Meeting:
             `dict[str, Any]`: What each returned.
 
         Raises:
-            Exception: The first client's, where one fails. The others then end with an error at the boundary.
+            Exception: The first client's, where one fails. Others that reach the boundary then end there. Gradients
+                that were made by then stay, in the body and the clients: whoever steps must drop them.
+            RuntimeError: If there are no clients, or a meeting is under way.
         """
+        if not work or self._threads:
+            raise RuntimeError("A meeting needs clients, and there is one at a time.")
         results: dict[str, T] = {}
         failures: dict[str, BaseException] = {}
         self._present = list(work)
-        self._messages.clear()
-        self._answers.clear()
         self._turn = self._present[0]
-        random_state = torch.get_rng_state()
+        random_state, num_targets = torch.get_rng_state(), self.server.num_targets
         threads = [
             threading.Thread(target=self._attend, args=(name, do, results, failures, torch.is_grad_enabled()))
             for name, do in work.items()
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        torch.set_rng_state(random_state)
+        self._threads = dict(zip(work, [None] * len(work), strict=True))
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            # Interrupted here, clients end at the boundary.
+            with self._changed:
+                self._given_up = True
+                self._changed.notify_all()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            if failures:
+                self.server.num_targets = num_targets
+                self.server.forget_passages(work)
+            self._failed, self._turn, self._given_up = None, None, False
+            self._threads, self._present = {}, []
+            self._messages.clear()
+            self._answers.clear()
+            torch.set_rng_state(random_state)
         for name in work:
             if name in failures and not isinstance(failures[name], _Abandoned):
                 raise failures[name]
@@ -108,15 +130,18 @@ class Meeting:
         grad: bool,
     ) -> None:
         """One client's thread."""
+        self._threads[client_id] = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == client_id)
+            self._changed.wait_for(lambda: self._given_up or self._turn == client_id)
         try:
+            self._check_goes_on()
             with torch.set_grad_enabled(grad):
                 results[client_id] = do()
         except BaseException as error:
             failures[client_id] = error
         with self._changed:
             if client_id in failures:
+                self._failed = self._failed or client_id
                 for other in self._messages:
                     self._answers[other] = _Abandoned(f"Client {client_id!r} of the same server step failed.")
                 self._messages.clear()
@@ -124,18 +149,30 @@ class Meeting:
             self._present.remove(client_id)
             self._pass_on(following if following != client_id else None)
 
-    def exchange(self, client_id: str, blob: bytes) -> bytes:
+    def exchange(self, client_id: str, message: Forward | Backward) -> bytes:
         """Wait at the boundary for the others, and take the answer."""
+        if self._threads[client_id] != threading.get_ident():
+            raise RuntimeError(
+                f"The gradient of client {client_id!r} came from another thread, as it does on a GPU, where backward "
+                "passes of all clients share one: clients that meet run on the CPU so far."
+            )
         state = torch.get_rng_state()
         with self._changed:
-            self._messages[client_id] = read_request(blob)
+            self._check_goes_on()
+            self._messages[client_id] = message
             self._pass_on(self._following(client_id))
-            self._changed.wait_for(lambda: self._turn == client_id)
+            self._changed.wait_for(lambda: self._given_up or self._turn == client_id)
+            if self._given_up:
+                raise _Abandoned("The meeting was given up.")
             torch.set_rng_state(state)
             answer = self._answers.pop(client_id)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _check_goes_on(self) -> None:
+        if self._given_up or self._failed is not None:
+            raise _Abandoned(f"Client {self._failed!r} of the same server step failed, or it was given up.")
 
     def _following(self, client_id: str) -> str:
         place = self._present.index(client_id)
@@ -184,10 +221,19 @@ class MeetingLink:
         self.client_id = client_id
 
     def exchange(self, blob: bytes) -> bytes:
-        """Wait for the others, and take the answer; outside a meeting, alone."""
-        if self.client_id in self.meeting._present:
-            return self.meeting.exchange(self.client_id, blob)
-        return self.meeting.server.answer(blob)
+        """
+        Wait for the others, and take the answer; outside a meeting, alone.
+
+        Raises:
+            ValueError: If the message names another client.
+        """
+        message = read_request(blob)
+        if message.client_id != self.client_id:
+            raise ValueError(f"Client {self.client_id!r} sent a message in the name of {message.client_id!r}.")
+        # A cache may be forgotten at any time, also in another client's thread.
+        if isinstance(message, Forget) or self.client_id not in self.meeting._present:
+            return self.meeting.server.answer(blob)
+        return self.meeting.exchange(self.client_id, message)
 
 
 class _Abandoned(RuntimeError):

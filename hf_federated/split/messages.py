@@ -87,6 +87,7 @@ class Forward(Crossing):
         batch_size (`int`): Rows of the batch.
         mask (`torch.Tensor`, *optional*): As `pack_mask` packs it; `None` where nothing is padded.
         mask_width (`int`): Positions of the mask, those of the cache included; 0 without one.
+        seen (`int`): Positions that the cache holds already, without a prefix; 0 begins one.
         position_ids (`torch.Tensor`, *optional*): int32 of shape `(batch or 1, sequence)` where the user gave some, or
             `(batch, 2, sequence)` of a model that counts in two ways.
         context_lengths (`torch.Tensor`, *optional*): int32 of shape `(batch,)`, of a model that asks for them.
@@ -102,6 +103,7 @@ class Forward(Crossing):
     batch_size: int
     mask: torch.Tensor | None = None
     mask_width: int = 0
+    seen: int = 0
     position_ids: torch.Tensor | None = None
     context_lengths: torch.Tensor | None = None
     training: bool = False
@@ -113,10 +115,11 @@ class Forward(Crossing):
         super().__post_init__()
         _check_states(self, "hidden", self.hidden)
         rows = _rows(self.hidden)
-        if not isinstance(self.batch_size, int) or self.batch_size < 1 or rows % self.batch_size:
+        if type(self.batch_size) is not int or self.batch_size < 1 or rows % self.batch_size:
             raise ValueError(f"{self.kind}: {rows} hidden states do not make {self.batch_size!r} rows.")
-        if type(self.mask_width) is not int or self.mask_width < 0:
-            raise ValueError(f"{self.kind}: mask_width is a count, got {self.mask_width!r}.")
+        for name in ("mask_width", "seen"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ValueError(f"{self.kind}: {name} is a count, got {getattr(self, name)!r}.")
         for name in ("training", "grad"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{self.kind}: {name} is True or False, got {getattr(self, name)!r}.")
@@ -137,6 +140,12 @@ class Forward(Crossing):
         if self.autocast not in (None, "bfloat16", "float16"):
             raise ValueError(f"{self.kind}: autocast is bfloat16 or float16, got {self.autocast!r}.")
         length = rows // self.batch_size
+        if self.mask is not None and self.mask_width != self.seen + length:
+            raise ValueError(
+                f"{self.kind}: a mask of {self.mask_width} positions came with {length} behind {self.seen} others."
+            )
+        if self.cache_id is None and self.seen or self.cache_id is not None and self.grad:
+            raise ValueError(f"{self.kind}: a cache is for generation, without gradients, and alone holds positions.")
         allowed = {(1, length), (self.batch_size, length), (self.batch_size, 2, length)}
         if self.position_ids is not None and tuple(self.position_ids.shape) not in allowed:
             raise ValueError(
@@ -188,8 +197,9 @@ class Backward(Crossing):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_states(self, "gradient", self.gradient)
-        if self.num_targets is not None and not (isinstance(self.num_targets, int) and self.num_targets >= 0):
-            raise ValueError(f"{self.kind}: num_targets is a count, got {self.num_targets!r}.")
+        rows = _rows(self.gradient)
+        if self.num_targets is not None and not (type(self.num_targets) is int and 0 <= self.num_targets <= rows):
+            raise ValueError(f"{self.kind}: num_targets counts targets of {rows} positions, got another number.")
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,10 @@ class Forget(Packed):
     client_id: str
     cache_id: int
 
+    def __post_init__(self) -> None:
+        if type(self.client_id) is not str or type(self.cache_id) is not int:
+            raise ValueError(f"{self.kind}: names a client and the number of a cache.")
+
 
 # What may stand in the place of hidden states or gradients: floats, or 8-bit steps with a scale for every position.
 _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
@@ -240,7 +254,7 @@ def _check_states(message: Packed, name: str, encoded: Mapping[str, torch.Tensor
     for part, tensor in encoded.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _ENCODED[part]:
             raise ValueError(f"{message.kind}: {name}[{part!r}] is no such tensor: {_described(tensor)}.")
-    if encoded["values"].ndim != 2:
+    if encoded["values"].ndim != 2 or not encoded["values"].numel():
         raise ValueError(f"{message.kind}: {name} is (batch · sequence, hidden), got {_described(encoded['values'])}.")
 
 
@@ -255,10 +269,11 @@ def _described(value: object) -> str:
 
 
 # What a server reads.
-REQUESTS: dict[str, type[Packed]] = {message.kind: message for message in (Forward, Backward, Forget)}
+Request = Forward | Backward | Forget
+REQUESTS: dict[str, type[Request]] = {Forward.kind: Forward, Backward.kind: Backward, Forget.kind: Forget}
 
 
-def read_request(blob: bytes) -> Packed:
+def read_request(blob: bytes) -> Request:
     """
     What a client sent.
 
@@ -270,6 +285,6 @@ def read_request(blob: bytes) -> Packed:
     """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    if kind not in REQUESTS:
+    if not isinstance(kind, str) or kind not in REQUESTS:
         raise ValueError(f"A server takes messages of the kinds {sorted(REQUESTS)}, got {kind!r}.")
     return REQUESTS[kind]._from_tree(tree)

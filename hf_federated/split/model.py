@@ -10,6 +10,7 @@ gradients can still reveal text: how much is a thing to measure, not to claim.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .adapters import add_adapter, save_adapter, take_adapter
+from .adapters import add_adapter, check_peft_model, save_adapter, take_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
@@ -30,7 +31,7 @@ from .families import layout_of
 from .layouts import Layout, Places
 from .loading import load_parts
 from .parts import Part
-from .saving import whole_weights
+from .saving import rename_whole, whole_weights
 from .wire import WIRE_DTYPES, Wire
 
 
@@ -44,7 +45,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     """
     A causal language model in three parts, which talk through a boundary that only bytes cross.
 
-    It is called, trained and generates as the model that it was made from, with the same logits and gradients.
+    It is called, trained and generates as the model that it was made from, with the same logits and gradients: those
+    of `use_cache=False`, for no cache is made unless it is asked for.
 
     Args:
         config (`PretrainedConfig`): The whole model's.
@@ -94,6 +96,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         # What Trainer counts target tokens by; GPT-2 has none, and is counted otherwise.
         self.loss_type = client_tail.model.loss_type
         self.adapter_config: PeftConfig | None = None
+        # A Trainer's checkpoint has the whole model's names.
+        self._register_load_state_dict_pre_hook(self._rename_whole)
 
     @classmethod
     def from_model(
@@ -121,7 +125,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             model_class (`type[PreTrainedModel]`, *optional*): Of a checkpoint, where `AutoModelForCausalLM` has none.
             wire_dtype (`str`, *optional*, defaults to `"auto"`):
                 The dtype in which hidden states travel: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. By default
-                the model's.
+                the model's when it is split (of a wider one `"float32"`); `.to(dtype)` later does not change it.
             client_id (`str`, *optional*, defaults to `"client"`): Whose head and tail they are.
             kwargs: For a checkpoint: `dtype`, and what `AutoConfig.from_pretrained` takes (`revision`, `token`, …).
 
@@ -138,7 +142,10 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         else:
             if kwargs:
                 raise TypeError(f"{sorted(kwargs)} are for a checkpoint, and a model was given.")
-            whole = model_or_name.get_base_model() if isinstance(model_or_name, PeftModel) else model_or_name
+            whole = model_or_name
+            if isinstance(model_or_name, PeftModel):
+                check_peft_model(model_or_name)
+                whole = model_or_name.get_base_model()
             config = whole.config
             cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
             parts = {role: Part(config, cut, role, layout, type(whole)) for role in ROLES}
@@ -147,7 +154,11 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
-        if not isinstance(model_or_name, str):
+        if isinstance(model_or_name, str):
+            split.eval()
+            with contextlib.suppress(OSError):
+                split.generation_config = GenerationConfig.from_pretrained(model_or_name, **kwargs)
+        else:
             if isinstance(model_or_name, PeftModel):
                 take_adapter(split.parts, model_or_name)
                 split.adapter_config = model_or_name.active_peft_config
@@ -155,6 +166,35 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             if whole.can_generate():
                 split.generation_config = whole.generation_config
         return split
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            TypeError: Always: `from_model` cuts a checkpoint.
+        """
+        raise TypeError("SplitModel.from_model(name, head_blocks, tail_blocks) cuts a checkpoint.")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            ValueError: Always: resize the whole model and split it then.
+        """
+        raise ValueError("Resize the embeddings of the whole model, save it, and split it then.")
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the whole model, in every part that is here."""
+        for part in self.parts:
+            part.model.activation_checkpointing_enable(*args, **kwargs)
+
+    def activation_checkpointing_disable(self) -> None:
+        """As of the whole model, in every part that is here."""
+        for part in self.parts:
+            part.model.activation_checkpointing_disable()
+
+    def _rename_whole(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Give weights under the whole model's names those of the parts."""
+        rename_whole(self.parts, state)
 
     def add_adapter(self, adapter_config: PeftConfig, adapter_name: str | None = None) -> None:
         """
@@ -259,6 +299,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             TypeError: If an argument is given that a split model has not.
         """
         loss_arguments = _loss_arguments(kwargs)
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask is (batch, sequence), got {tuple(attention_mask.shape)}.")
         states = input_ids if inputs_embeds is None else inputs_embeds
         if states is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("Give either input_ids or inputs_embeds.")
@@ -286,8 +328,9 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             position_ids,
             training=self.training,
             cache_id=None if past_key_values is None else past_key_values.number,
+            seen=seen,
             context_lengths=contexts,
-            num_targets=self._count_targets(labels),
+            num_targets=self._count_targets(labels, loss_arguments.get("shift_labels")),
         )
         output = self.client_tail(
             hidden,
@@ -332,11 +375,14 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             kwargs["past_key_values"] = self.new_cache()
         return super().generate(inputs, generation_config, **kwargs)
 
-    def _count_targets(self, labels: torch.Tensor | None) -> int | None:
+    def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
         """Target tokens of a batch, where the server must know them."""
-        if labels is None or self.boundary.total_targets is None:
+        if self.boundary.total_targets is None or not torch.is_grad_enabled():
             return None
-        return int((labels[:, 1:] != -100).sum())
+        if labels is None and shifted is None:
+            raise ValueError("Clients that meet tell their target tokens: give labels.")
+        targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
+        return int((targets != -100).sum())
 
     def _check_length(self, length: int) -> None:
         positions = getattr(self.config, "max_position_embeddings", None)

@@ -162,6 +162,26 @@ def whole_weights(parts: Sequence[Part], config: PretrainedConfig) -> dict[str, 
     return state
 
 
+def rename_whole(parts: Sequence[Part], state: dict[str, Any]) -> None:
+    """
+    Give weights under the whole model's names those that they have in a [`SplitModel`].
+
+    Args:
+        parts (`Sequence[Part]`): Those of the split model.
+        state (`dict[str, Any]`): Weights by name; it is changed. Other names are left.
+    """
+    places = {"head": "client_head", "body": "server_body", "tail": "client_tail"}
+    whole = {name: value for name, value in state.items() if name.split(".")[0] not in places.values()}
+    for part in parts:
+        for own in part.model.state_dict():
+            original = part.original_name(own)
+            if original not in whole and original == f"{part.layout.output}.weight":
+                original = f"{part.layout.embedding}.weight"
+            if original in whole:
+                state[f"{places[part.role]}.model.{own}"] = whole[original]
+                state.pop(original, None)
+
+
 def _write(state: dict[str, torch.Tensor], path: Path) -> None:
     own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(own, path, metadata={"format": "pt"})

@@ -91,12 +91,15 @@ class Wire:
         if self.dtype == "int8":
             # A row that was not finite has no scale, and decodes to NaN.
             values = encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (values.float() + 128)
+        values = values.to(dtype)
+        if len(values) % batch_size:
+            raise ValueError(f"{len(values)} positions do not make {batch_size} rows.")
         if not values.isfinite().all():
             raise ValueError(
-                f"Hidden states or gradients came with numbers that are not finite, or that {self.dtype!r} cannot "
-                "hold: float16 ends at 65504."
+                f"Hidden states or gradients came with numbers that are not finite, or that {self.dtype!r} or {dtype} "
+                "cannot hold: float16 ends at 65504."
             )
-        return values.to(dtype).unflatten(0, (batch_size, -1))
+        return values.unflatten(0, (batch_size, -1))
 
     def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int) -> int:
         """Bytes of one passage of states or gradients, without the header of the message."""

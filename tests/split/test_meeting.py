@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from decoders import VOCABULARY, decoder
@@ -91,15 +93,6 @@ def test_a_client_whose_gradient_does_not_come_is_left_out():
     counts = {client_id: num_targets(own) for client_id, own in inputs.items()}
     server = meeting.server
 
-    class Silent:
-        """A link whose client falls silent on the way back."""
-
-        def exchange(self, blob: bytes) -> bytes:
-            return link.exchange(blob)
-
-    link = clients["1"].boundary.link
-    clients["1"].boundary.link = Silent()
-
     def step(client_id: str) -> None:
         clients[client_id].boundary.begin_step(0, total_targets=counts[client_id])
         loss = clients[client_id](**inputs[client_id]).loss
@@ -139,19 +132,97 @@ def test_each_client_draws_its_own_random_numbers_in_the_same_order():
         assert numbers == [torch.rand(()).item(), torch.rand(()).item()]
 
 
-def test_a_client_that_fails_ends_the_step_for_all():
+@pytest.mark.parametrize("place", ["start", "between", "end"])
+@pytest.mark.parametrize("failing", ["0", "1", "2"])
+def test_a_client_that_fails_ends_the_step_for_all(failing, place):
     _, clients, meeting = clients_of("llama", 3)
+    finished = []
 
     def work(client_id: str) -> None:
-        if client_id == "1":
+        fails = client_id == failing
+        inputs = rows_of(int(client_id), None)
+        clients[client_id].boundary.begin_step(0, total_targets=num_targets(inputs))
+        if fails and place == "start":
             raise ValueError("no rows")
-        clients[client_id](**rows_of(int(client_id), None))
+        loss = clients[client_id](**inputs).loss
+        if fails and place == "between":
+            raise ValueError("no rows")
+        loss.backward()
+        if fails:
+            raise ValueError("no rows")
+        finished.append(client_id)
 
     with pytest.raises(ValueError, match="no rows"):
         meeting.run({client_id: lambda own=client_id: work(own) for client_id in clients})
+    assert failing not in finished
+    if place != "end":
+        assert not finished
+    assert meeting.server.num_targets == 0 and not meeting.server._graphs
     # The next step is not troubled by it.
     outputs = meeting.run({own: lambda own=own: clients[own](**rows_of(int(own), None)).loss for own in clients})
     assert set(outputs) == set(clients)
+
+
+def test_there_is_one_meeting_at_a_time_and_it_needs_clients():
+    _, clients, meeting = clients_of("llama", 2)
+    for work in ({}, {"0": lambda: meeting.run({"1": lambda: None})}):
+        with pytest.raises(RuntimeError, match="one at a time"):
+            meeting.run(work)
+    assert meeting.run({"0": lambda: 3}) == {"0": 3}
+
+
+def test_a_cache_may_be_forgotten_in_another_clients_turn():
+    _, clients, meeting = clients_of("llama", 2)
+    with torch.no_grad():
+        caches = {own: clients[own](rows_of(0, None)["input_ids"], use_cache=True).past_key_values for own in clients}
+
+    def work(client_id: str) -> float:
+        caches.pop("0" if client_id == "1" else "1", None)
+        return clients[client_id](**rows_of(int(client_id), None)).loss.item()
+
+    meeting.run({own: lambda own=own: work(own) for own in clients})
+    assert not caches and not meeting.server._caches
+
+
+def test_a_client_speaks_in_its_own_name():
+    _, clients, meeting = clients_of("llama", 2)
+    clients["1"].boundary.client_id = "0"
+    with pytest.raises(ValueError, match="in the name of '0'"):
+        clients["1"](**rows_of(1, None))
+
+
+def test_a_gradient_from_another_thread_is_an_error_and_no_deadlock():
+    _, clients, meeting = clients_of("llama", 2)
+
+    def work(client_id: str) -> None:
+        loss = clients[client_id](**rows_of(int(client_id), None)).loss
+        errors: list[BaseException] = []
+
+        def backward() -> None:
+            try:
+                loss.backward()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        raise errors[0]
+
+    with pytest.raises(RuntimeError, match="run on the CPU so far"):
+        meeting.run({own: lambda own=own: work(own) for own in clients})
+
+
+def test_packed_rows_beside_padded_ones_are_refused():
+    _, clients, meeting = clients_of("llama", 2)
+    ids = torch.full((1, 8), 5)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    work = {"0": lambda: clients["0"](ids, position_ids=packed), "1": lambda: clients["1"](ids[:, :6])}
+    with pytest.raises(ValueError, match="packed into one row"):
+        meeting.run(work)
+    work["1"] = lambda: clients["1"](ids)
+    whole = decoder("llama")(ids, position_ids=packed, use_cache=False).logits
+    assert (meeting.run(work)["0"].logits - whole).abs().max() <= 1e-5
 
 
 def test_what_the_server_refuses_reaches_every_client():

@@ -182,3 +182,34 @@ def test_the_users_peft_config_is_left_as_it_was(name):
         split = SplitModel.from_model(decoder(name))
         add_adapter(split.parts, split.config, config)
         assert config == before
+
+
+def test_a_peft_model_whose_adapter_the_parts_could_not_have_is_refused():
+    def whole(**settings: object) -> PeftModel:
+        return get_peft_model(decoder("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, **settings))
+
+    merged, disabled, two = whole(init_lora_weights=False), whole(), whole()
+    merged.merge_adapter()
+    disabled.base_model.disable_adapter_layers()
+    two.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=3))
+    two.base_model.set_adapter(["default", "other"])
+    for model, text in (
+        (merged, "merged or disabled"),
+        (disabled, "merged or disabled"),
+        (two, "one active adapter"),
+        (whole(modules_to_save=["lm_head"]), "modules_to_save"),
+        (whole(use_dora=True), "use_dora"),
+        (whole(bias="all"), "bias='all'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            SplitModel.from_model(model)
+
+
+def test_an_adapter_of_another_name_is_taken_and_the_users_model_is_left_as_it_is():
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="olora", target_modules=["q_proj"])
+    whole = get_peft_model(decoder("llama"), config, adapter_name="mine").eval()
+    before = copy.deepcopy(whole.state_dict())
+    split = SplitModel.from_model(whole)
+    ids = batch(None)["input_ids"]
+    assert (split(ids).logits - whole(ids).logits).abs().max() <= 1e-6
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chatglm_layouts import ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
+from peft import LoraConfig, PrefixTuningConfig
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
@@ -94,3 +95,16 @@ def test_rows_that_this_model_cannot_read_are_refused():
         split(first_generation(), attention_mask=torch.tensor([[0] + [1] * 7, [1] * 8]))
     with pytest.raises(ValueError, match="give input_ids"):
         split(inputs_embeds=torch.zeros(1, 4, 16))
+
+
+def test_lora_goes_into_the_blocks_and_prefixes_are_refused():
+    split = SplitModel.from_model(chatglm(1))
+    with pytest.raises(ValueError, match="use LoRA"):
+        split.add_adapter(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    ids = first_generation()
+    before = split(ids).logits
+    split.add_adapter(LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False))
+    assert (split(ids).logits - before).abs().max() > 1e-3
+    split(ids, labels=ids).loss.backward()
+    trained = [name for part in split.parts for name, p in part.originals() if p.grad is not None]
+    assert len(trained) == 2 * 5 and all("query_key_value.lora_" in name for name in trained)

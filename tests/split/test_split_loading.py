@@ -27,9 +27,16 @@ def saved(name: str, folder: Path, shards: bool) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_makes_the_model_that_it_holds(name, shards, tmp_path):
     split = SplitModel.from_model(str(saved(name, tmp_path, shards)), 1, 2)
-    assert split.dtype == torch.float32
+    assert split.dtype == torch.float32 and not split.training
     ids = batch(None)["input_ids"]
-    assert torch.equal(split.eval()(ids).logits, decoder(name)(ids).logits)
+    assert torch.equal(split(ids).logits, decoder(name)(ids).logits)
+
+
+def test_settings_of_generation_come_with_a_checkpoint(tmp_path):
+    whole = decoder("llama")
+    whole.generation_config.max_new_tokens = 7
+    whole.save_pretrained(tmp_path)
+    assert SplitModel.from_model(str(tmp_path)).generation_config.max_new_tokens == 7
 
 
 def of_body(folder: Path, cut: Cut) -> set[str]:

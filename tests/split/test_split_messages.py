@@ -109,6 +109,11 @@ def test_a_message_with_labels_is_refused_by_the_server():
         ({"batch_size": 0}, "do not make 0 rows"),
         ({"mask": torch.ones(2, 3)}, "mask must be torch.uint8"),
         ({"mask": torch.ones(2, 3, dtype=torch.uint8), "mask_width": 3}, "has shape \\(2, 1\\), got \\(2, 3\\)"),
+        ({"hidden": {"values": torch.zeros(0, 32)}}, "hidden is \\(batch · sequence, hidden\\)"),
+        ({"batch_size": True}, "do not make True rows"),
+        ({"seen": 2}, "a cache is for generation"),
+        ({"cache_id": 1, "grad": True}, "a cache is for generation"),
+        ({"mask": torch.ones(2, 1, dtype=torch.uint8), "mask_width": 4}, "a mask of 4 positions came with 3 behind 0"),
         ({"mask_width": -1}, "mask_width is a count, got -1"),
         ({"training": 1}, "training is True or False, got 1"),
         ({"cache_id": "0"}, "cache_id is a number, got '0'"),
@@ -145,6 +150,14 @@ def test_the_server_refuses_what_does_not_fit_and_answers_afterwards():
     for blob, text in (
         (b"no message", "Not a packed tree"),
         (pack({"kind": "predict", "fields": {}}), "got 'predict'"),
+        (pack({"kind": [1], "fields": {}}), "got \\[1\\]"),
+        (pack({"kind": "split_forget", "fields": {"client_id": [1], "cache_id": 0}}), "names a client"),
+        (forward_message(hidden={"values": torch.zeros(130, 32)}).to_bytes(), "65 positions came to a model of 64"),
+        (forward_message(position_ids=torch.full((1, 3), 64, dtype=torch.int32)).to_bytes(), "reach from 64 to 64"),
+        (forward_message(position_ids=torch.full((1, 3), -1, dtype=torch.int32)).to_bytes(), "reach from -1 to -1"),
+        (forward_message(position_ids=torch.zeros(2, 2, 3, dtype=torch.int32)).to_bytes(), "counts in one"),
+        (forward_message(context_lengths=torch.ones(2, dtype=torch.int32)).to_bytes(), "not for this model"),
+        (forward_message(cache_id=5, seen=3).to_bytes(), "no cache of 3 positions"),
         (forward_message(hidden={"values": torch.zeros(6, 31)}).to_bytes(), "31 numbers came to a body of 32"),
         (forward_message(hidden={"values": torch.zeros(6, 32).half()}).to_bytes(), "same wire dtype"),
         (forward_message(hidden={"values": torch.full((6, 32), math.nan)}).to_bytes(), "not finite"),
@@ -155,10 +168,24 @@ def test_the_server_refuses_what_does_not_fit_and_answers_afterwards():
     assert Hidden.from_bytes(exchange(good.to_bytes())).passage == ("client", 0, 0)
     with pytest.raises(ValueError, match="gradient has shape"):
         exchange(Backward("client", 0, 0, {"values": torch.zeros(4, 32)}).to_bytes())
+    with pytest.raises(ValueError, match="5 positions do not make 2 rows"):
+        exchange(Backward("client", 0, 0, {"values": torch.zeros(5, 32)}).to_bytes())
+    for count in (10**400, -1, True):
+        with pytest.raises(ValueError, match="num_targets counts targets of 6 positions"):
+            Backward("client", 0, 0, {"values": torch.zeros(6, 32)}, num_targets=count)
     assert all(parameter.grad is None for parameter in whole.parameters())
     exchange(Backward("client", 0, 0, {"values": torch.ones(6, 32)}).to_bytes())
     with pytest.raises(ValueError, match="answered already"):
         exchange(Backward("client", 0, 0, {"values": torch.ones(6, 32)}).to_bytes())
+
+
+def test_a_gradient_that_overflows_leaves_the_body_as_it_was():
+    whole = decoder("llama")
+    exchange = SplitModel.from_model(whole).boundary.link.exchange
+    exchange(forward_message(hidden={"values": torch.randn(6, 32)}, grad=True).to_bytes())
+    with pytest.raises(ValueError, match="are not finite"):
+        exchange(Backward("client", 0, 0, {"values": torch.full((6, 32), 3e38)}).to_bytes())
+    assert all(parameter.grad is None for parameter in whole.parameters())
 
 
 def test_graphs_whose_gradient_never_comes_do_not_pile_up():

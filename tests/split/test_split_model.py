@@ -142,8 +142,8 @@ def test_activation_checkpointing_in_the_parts_changes_no_gradient():
     whole(**inputs).loss.backward()
     expected = gradients(whole)
     whole.zero_grad()
-    for part in (split.client_head, split.server_body, split.client_tail):
-        part.model.activation_checkpointing_enable()
+    split.activation_checkpointing_enable()
+    assert all(part.model.is_activation_checkpointing for part in split.parts)
     split(**inputs).loss.backward()
     assert all((gradient - expected[name]).abs().max() <= 1e-6 for name, gradient in gradients(whole).items())
 
@@ -257,3 +257,66 @@ def test_the_parts_keep_the_users_frozen_parameters_frozen():
 def test_a_cut_names_the_blocks_of_the_whole_model():
     cut = Cut(num_blocks=6, head_blocks=2, tail_blocks=1)
     assert [*cut.blocks("head"), *cut.blocks("body"), *cut.blocks("tail")] == list(range(6))
+
+
+def test_a_run_goes_on_from_a_trainers_checkpoint(tmp_path):
+    ids = torch.randint(3, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    models = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        split = SplitModel.from_model(decoder("llama-tied"))
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            save_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        Trainer(model=split, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
+        models.append(dict(split.named_parameters()))
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_a_cache_that_the_server_has_not_is_an_error_and_not_an_empty_one():
+    split = SplitModel.from_model(decoder("llama"))
+    server = split.boundary.link.server
+    ids = batch(None)["input_ids"]
+    with torch.no_grad():
+        cache = split(ids, use_cache=True).past_key_values
+        expected = split(ids[:, :1], past_key_values=cache).logits
+        # As many others as the server keeps of one client.
+        others = [split(ids, use_cache=True).past_key_values for _ in range(16)]
+        assert len(others) == len(server._caches) == 16
+        with pytest.raises(ValueError, match="no cache of 10 positions"):
+            split(ids[:, :1], past_key_values=cache)
+        again = split(ids, use_cache=True).past_key_values
+        assert torch.equal(split(ids[:, :1], past_key_values=again).logits, expected)
+        for wrong in (lambda: copy.deepcopy(again), lambda: again.crop(2), lambda: again.reset()):
+            with pytest.raises(ValueError, match="cannot be copied, cut"):
+                wrong()
+
+
+def test_a_copy_of_a_model_has_nothing_under_way():
+    split = SplitModel.from_model(decoder("llama-tied"))
+    inputs = batch(None)
+    split(**inputs)
+    other = copy.deepcopy(split)
+    assert not other.boundary.link.server._graphs and len(split.boundary.link.server._graphs) == 1
+    assert other.boundary.link.server.body is other.server_body
+    with torch.no_grad():
+        other.client_head.model.model.embed_tokens.weight.add_(1)
+        assert not torch.equal(other(**inputs).logits, split(**inputs).logits)
+    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
+
+
+def test_methods_that_a_split_model_has_not_say_what_to_do():
+    split = SplitModel.from_model(decoder("llama"))
+    with pytest.raises(ValueError, match="split it then"):
+        split.resize_token_embeddings(60)
+    with pytest.raises(TypeError, match="from_model"):
+        SplitModel.from_pretrained("somewhere")
+    with pytest.raises(ValueError, match="attention_mask is \\(batch, sequence\\)"):
+        split(torch.ones(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
