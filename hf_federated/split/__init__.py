@@ -14,6 +14,7 @@ from .model import SplitModel
 from .parts import Part
 from .prefix import Prefix
 from .saving import load_saved_parts, merge_parts, save_parts
+from .sealed import SealedEnd, SealedLink, SealedServer
 from .wire import Wire
 
 
@@ -35,6 +36,9 @@ __all__ = [
     "Part",
     "Places",
     "Prefix",
+    "SealedEnd",
+    "SealedLink",
+    "SealedServer",
     "SplitCache",
     "SplitModel",
     "Wire",

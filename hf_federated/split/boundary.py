@@ -28,6 +28,9 @@ class Link(Protocol):
             `bytes`: The serialised answer.
         """
 
+    def end_step(self) -> None:
+        """An optimizer step ended."""
+
 
 class LocalLink:
     """
@@ -48,6 +51,9 @@ class LocalLink:
         if self.watch is not None:
             self.watch(blob, answer)
         return answer
+
+    def end_step(self) -> None:
+        """Nothing."""
 
 
 class Boundary:
@@ -75,6 +81,8 @@ class Boundary:
 
     def begin_step(self, step: int, total_targets: int | None = None) -> None:
         """Passages from now on belong to this optimizer step, of so many target tokens where they must be told."""
+        if step != self.step:
+            self.link.end_step()
         self.step = step
         self.total_targets = total_targets
         self._micro_step = 0

@@ -235,6 +235,9 @@ class MeetingLink:
             return self.meeting.server.answer(blob)
         return self.meeting.exchange(self.client_id, message)
 
+    def end_step(self) -> None:
+        """Nothing."""
+
 
 class _Abandoned(RuntimeError):
     """What the others get where one client fails."""

@@ -16,7 +16,7 @@ from hf_federated import SplitModel
 from hf_federated.split import Cut, Layout, LocalLink
 
 
-CUTS = [(1, 1), (2, 1), (1, 3), (0, 1)]
+CUTS = [(1, 1), (0, 1), (2, 2)]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def test_ten_steps_of_a_trainer_end_where_the_whole_models_end(name, tmp_path):
     assert not torch.equal(whole.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm"])
 def test_greedy_generation_is_that_of_the_whole_model(name):
     whole = decoder(name)
     split = SplitModel.from_model(whole, 2, 1)
