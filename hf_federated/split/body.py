@@ -77,7 +77,7 @@ class BodyServer:
 
         Raises:
             ValueError: If the message is damaged, of another kind, holds a field that is not declared, or does not fit
-                this body. Nothing has changed then.
+                this body. Its weights, their gradients and other passages are as they were then.
         """
         message = read_request(blob)
         if isinstance(message, Forward):

@@ -11,6 +11,7 @@ There is no cache here: generation computes the whole sequence for every token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -74,8 +75,9 @@ class ChatGlmRunner:
         column = torch.arange(length, device=states.device)
         in_context = column < places.context_lengths.view(-1, 1, 1)  # (batch, 1, sequence)
         unseen = (column > column.unsqueeze(1)) & ~in_context  # (batch, sequence, sequence)
+        layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
-        for number, block in zip(blocks, model.get_submodule("transformer.layers"), strict=True):  # type: ignore[call-overload]
+        for number, block in zip(blocks, cast(nn.ModuleList, layers), strict=True):
             hidden = block(
                 hidden,
                 position_ids=places.position_ids,
@@ -102,8 +104,8 @@ class ChatGlm2Runner:
 
     def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
         """Run the blocks of a part."""
-        config, length = model.config, states.shape[1]
-        table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)  # type: ignore[union-attr]
+        config, length = cast(PretrainedConfig, model.config), states.shape[1]
+        table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)
         rotary = table[None, :length] if places.position_ids is None else table[places.position_ids]
         unseen = None
         if places.attention_mask is not None:
@@ -114,7 +116,7 @@ class ChatGlm2Runner:
             unseen = ~seen.unsqueeze(1)
         hidden = states.transpose(0, 1)
         rotary = rotary.transpose(0, 1).contiguous()
-        for block in model.get_submodule("transformer.encoder.layers"):  # type: ignore[attr-defined]
+        for block in cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers")):
             hidden = block(hidden, unseen, rotary, kv_cache=None, use_cache=False)[0]
         return hidden.transpose(0, 1)
 

@@ -379,10 +379,11 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         """Target tokens of a batch, where the server must know them."""
         if self.boundary.total_targets is None or not torch.is_grad_enabled():
             return None
-        if labels is None and shifted is None:
-            raise ValueError("Clients that meet tell their target tokens: give labels.")
-        targets = shifted if shifted is not None else labels[:, 1:]  # type: ignore[index]
-        return int((targets != -100).sum())
+        if shifted is None:
+            if labels is None:
+                raise ValueError("Clients that meet tell their target tokens: give labels.")
+            shifted = labels[:, 1:]
+        return int((shifted != -100).sum())
 
     def _check_length(self, length: int) -> None:
         positions = getattr(self.config, "max_position_embeddings", None)

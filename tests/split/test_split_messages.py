@@ -48,6 +48,8 @@ def test_recorded_traffic_holds_no_token_ids_labels_or_loss():
             if isinstance(value, (torch.Tensor, dict))
         }
         assert tensors == declared[tree["kind"]]
+        # Numbers that are no tensors count or name something: none is a loss.
+        assert not any(isinstance(value, float) for value in tree["fields"].values())
         # And byte for byte: no tensor in the blob is one of integers but the mask's bits.
         kinds = {str(tensor.dtype) for tensor in load(blob).values()}
         assert kinds <= {"torch.float32", "torch.uint8"}
