@@ -38,6 +38,7 @@ from .distillation import (
 from .ledger import Ledger
 from .postprocessing import ClipUpdate, Postprocessor
 from .split import SplitModel
+from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
 from .trainer import FederatedTrainer, federate
 from .validation import RoundFailedError
 
@@ -89,9 +90,12 @@ __all__ = [
     "RoundFailedError",
     "Scaffold",
     "ServerState",
+    "SplitConfig",
+    "SplitFederatedTrainer",
     "SplitModel",
     "federate",
     "freeze_layers",
+    "split_federate",
     "split_for_distillation",
     "text_generation",
 ]

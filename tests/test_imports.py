@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
     {"algorithms", "client_files", "federation_builder", "rounds"},
     {"runtime"},
     {"preparation", "roles", "saving"},
-    {"mixin", "trainer"},
+    {"mixin", "split_training", "trainer"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

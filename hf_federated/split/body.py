@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
+from ..generators import derived_seed, own_draws
 from .layouts import Places
 from .messages import Backward, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
 from .parts import Part
@@ -46,6 +47,8 @@ class BodyServer:
     Args:
         body ([`Part`]): The server's blocks.
         wire ([`Wire`]): How states travel.
+        seed (`int`, *optional*): What the body draws in training (dropout) then follows from it, the client and the
+            number of the passage; by default the process's generator is drawn from.
 
     Attributes:
         num_targets (`int`): Target tokens of the gradients that came since the last `average_gradients`.
@@ -53,9 +56,10 @@ class BodyServer:
     Example: see [`SplitModel`], which makes one where both parties are in one process.
     """
 
-    def __init__(self, body: Part, wire: Wire) -> None:
+    def __init__(self, body: Part, wire: Wire, seed: int | None = None) -> None:
         self.body = body
         self.wire = wire
+        self.seed = seed
         self.num_targets = 0
         # Of passages whose gradient is still to come.
         self._graphs: OrderedDict[Passage, _Graph] = OrderedDict()
@@ -131,7 +135,10 @@ class BodyServer:
         cache = None if first.cache_id is None else self._cache(first)
         self.body.train(first.training)
         came.requires_grad_(first.grad)
-        with torch.set_grad_enabled(first.grad), _autocast(came.device, first.autocast):
+        draws: Any = contextlib.nullcontext()
+        if self.seed is not None and first.training:
+            draws = own_draws(derived_seed(self.seed, "body", *first.passage))
+        with draws, torch.set_grad_enabled(first.grad), _autocast(came.device, first.autocast):
             went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
             self._keep(_Graph(passages, came, went, sizes))

@@ -69,6 +69,8 @@ class Boundary:
         step (`int`): Optimizer steps done. What trains the model counts it.
         total_targets (`int`, *optional*): Where several clients share a server's step: this client's target tokens of
             the whole step, by which its loss is divided. Gradients then travel as those of the summed loss.
+        defers_backward (`bool`): Whether a backward pass ends behind the boundary, and `finish_backward` takes it on.
+            A client that waits for others must not do so inside a backward pass: on a GPU one thread runs them all.
     """
 
     def __init__(self, link: Link, wire: Wire, client_id: str) -> None:
@@ -77,7 +79,9 @@ class Boundary:
         self.client_id = client_id
         self.step = 0
         self.total_targets: int | None = None
+        self.defers_backward = False
         self._micro_step = 0
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
 
     def begin_step(self, step: int, total_targets: int | None = None) -> None:
         """Passages from now on belong to this optimizer step, of so many target tokens where they must be told."""
@@ -86,6 +90,7 @@ class Boundary:
         self.step = step
         self.total_targets = total_targets
         self._micro_step = 0
+        self._deferred.clear()
 
     def cross(
         self,
@@ -136,7 +141,45 @@ class Boundary:
         # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
         # blocks would get none.
         anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
-        return _Passage.apply(hidden, anchor, self, header, num_targets)
+        went = _Passage.apply(hidden, anchor, self, header, num_targets)
+        if not (self.defers_backward and header["grad"]):
+            return went
+        received = went.detach().requires_grad_()
+        self._deferred.append((went, received, hidden))
+        return received
+
+    def finish_backward(self) -> None:
+        """Send the gradients of the passages that wait, and take what comes back to the client's first blocks."""
+        deferred, self._deferred = self._deferred, []
+        for went, received, hidden in deferred:
+            if received.grad is None:
+                raise ValueError("finish_backward() comes after the backward pass of every passage.")
+            states = self.exchange_gradient(went.grad_fn, received.grad)
+            if hidden.requires_grad:
+                hidden.backward(states)
+
+    def exchange_gradient(self, passage: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """
+        Send the gradient of a passage.
+
+        Args:
+            passage (`Any`): The node of the graph that `cross` made.
+            gradient (`torch.Tensor`): Of the loss by what came back; shape `(batch, sequence, hidden)`.
+
+        Returns:
+            `torch.Tensor`: The gradient by what was sent, of the same shape.
+        """
+        client_id, step, micro_step = passage.name_of_passage
+        total = self.total_targets
+        if total is None:
+            message = Backward(client_id, step, micro_step, self.wire.encode(gradient))
+        else:
+            summed = self.wire.encode(gradient * total)
+            message = Backward(client_id, step, micro_step, summed, num_targets=passage.num_targets)
+        answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
+        _check_passage(answer.passage, passage.name_of_passage)
+        states = self.wire.decode(answer.gradient, len(gradient), passage.dtype).to(passage.device)
+        return states if total is None else states / max(total, 1)
 
     def forget(self, cache_id: int) -> None:
         """The server may drop a cache."""
@@ -158,24 +201,13 @@ class _Passage(torch.autograd.Function):
         message = Forward(hidden=boundary.wire.encode(hidden), **header)
         answer = Hidden.from_bytes(boundary.link.exchange(message.to_bytes()))
         _check_passage(answer.passage, message.passage)
-        ctx.boundary, ctx.passage, ctx.num_targets = boundary, message.passage, num_targets
+        ctx.boundary, ctx.name_of_passage, ctx.num_targets = boundary, message.passage, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
         return boundary.wire.decode(answer.hidden, len(hidden), hidden.dtype).to(hidden.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        boundary: Boundary = ctx.boundary
-        client_id, step, micro_step = ctx.passage
-        total = boundary.total_targets
-        if total is None:
-            message = Backward(client_id, step, micro_step, boundary.wire.encode(gradient))
-        else:
-            summed = boundary.wire.encode(gradient * total)
-            message = Backward(client_id, step, micro_step, summed, num_targets=ctx.num_targets)
-        answer = Gradient.from_bytes(boundary.link.exchange(message.to_bytes()))
-        _check_passage(answer.passage, ctx.passage)
-        states = boundary.wire.decode(answer.gradient, len(gradient), ctx.dtype).to(ctx.device)
-        return states if total is None else states / max(total, 1), None, None, None, None
+        return ctx.boundary.exchange_gradient(ctx, gradient), None, None, None, None
 
 
 def _check_passage(answered: tuple[str, int, int], asked: tuple[str, int, int]) -> None:

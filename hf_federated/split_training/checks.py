@@ -1,0 +1,92 @@
+"""What is refused when a split trainer is built, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peft import PeftModel
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from ..data import FederatedDataset
+from ..split.model import SplitModel
+from .config import SplitConfig
+
+
+# Their learning rate depends on evaluations.
+_METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+
+def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
+    """
+    The model, cut as the config says.
+
+    Raises:
+        ValueError: If there is none, it cannot be cut, or it is cut otherwise already.
+    """
+    if isinstance(model, SplitModel):
+        if model.server_body is None:
+            raise ValueError("The server's blocks of this SplitModel are elsewhere; here all parties run together.")
+        for name in ("head_blocks", "tail_blocks"):
+            given, said = getattr(model.cut, name), getattr(config, name)
+            if given != said:
+                raise ValueError(
+                    f"The SplitModel has {name}={given}, SplitConfig {said}: write the same in both, or pass the "
+                    "whole model."
+                )
+        if config.wire_dtype not in ("auto", model.boundary.wire.dtype):
+            raise ValueError(
+                f"The SplitModel sends {model.boundary.wire.dtype}, SplitConfig says {config.wire_dtype}: write the "
+                "same in both, or pass the whole model."
+            )
+        return model
+    if not isinstance(model, (PreTrainedModel, PeftModel)):
+        raise ValueError(f"`model` is a SplitModel, or a model to be split, got {type(model).__name__}.")
+    return SplitModel.from_model(model, config.head_blocks, config.tail_blocks, wire_dtype=config.wire_dtype)
+
+
+def check_split_arguments(
+    args: TrainingArguments | None, config: SplitConfig, clients: FederatedDataset | None, others: Mapping[str, Any]
+) -> None:
+    """
+    Refuse arguments that cannot mean anything for several parties, or that were never tried.
+
+    Raises:
+        ValueError: The message names the alternative.
+    """
+    if others.get("model_init") is not None:
+        raise ValueError("`model_init` is not supported in a split: pass the `model`.")
+    if any(part is not None for part in others.get("optimizers") or ()):
+        raise ValueError(
+            "`optimizers=` holds one optimizer, and every party needs its own: use `optim` and `learning_rate` of the "
+            "arguments, `optimizer_cls_and_kwargs`, or override `create_optimizer`."
+        )
+    for client_id in clients or ():
+        rows = clients[client_id]  # type: ignore[index]
+        if isinstance(rows, IterableDataset) or not hasattr(type(rows), "__len__"):
+            raise ValueError(f"The rows of client {client_id!r} are a stream, whose steps cannot be planned.")
+    if args is None:
+        return
+    refused = [
+        (args.world_size > 1 or args.n_gpu > 1, "several processes or GPUs", "one process with one GPU"),
+        (args.fp16, "fp16=True", "bf16=True: gradients of several parties cannot share one loss scale"),
+        (bool(args.deepspeed or args.fsdp), "deepspeed and fsdp", "one process: parts have several owners"),
+        (args.auto_find_batch_size, "auto_find_batch_size", "a per_device_train_batch_size that fits"),
+        (args.torch_compile, "torch_compile", "no compilation: a boundary of bytes ends every graph"),
+        (args.lr_scheduler_type in _METRIC_SCHEDULES, f"lr_scheduler_type={args.lr_scheduler_type}", "another one"),
+        (
+            args.train_sampling_strategy not in ("random", "sequential"),
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "'random' or 'sequential'",
+        ),
+        (
+            bool(args.label_smoothing_factor) and config.strategy == "client_batch",
+            "label_smoothing_factor with strategy='client_batch'",
+            "no smoothing: the server weighs clients by their target tokens",
+        ),
+    ]
+    for wrong, what, instead in refused:
+        if wrong:
+            raise ValueError(f"{what} is not supported in a split: use {instead}.")

@@ -1,0 +1,123 @@
+"""`SplitConfig`: everything that training a split model needs beside the `TrainingArguments`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..split.wire import WIRE_DTYPES
+
+
+CONFIG_NAME = "split_config.json"
+STRATEGIES = ("serial", "client_batch", "server_hierarchical")
+
+
+@dataclass
+class SplitConfig:
+    """
+    Who trains when, where the model is cut, and how states travel (FL-GLM, section 3.3).
+
+    A plain dataclass, like [`FederatedConfig`]: it works in `HfArgumentParser((TrainingArguments, SplitConfig))`, and
+    saves and loads as `split_config.json`.
+
+    Args:
+        strategy (`str`, *optional*, defaults to `"serial"`):
+            - `"serial"`: one client at a time trains with the server. With `average_every=None` a client takes over
+              the head and tail that the one before it trained; otherwise each goes on with its own until they are
+              averaged.
+            - `"client_batch"`: all clients take a step together; their hidden states go through one server body as one
+              batch.
+            - `"server_hierarchical"`: all clients take a step at once, each with a server body of its own; heads,
+              tails and bodies are averaged.
+        average_every (`int`, *optional*): Optimizer steps after which clients' parts, and the bodies of
+            `"server_hierarchical"`, become their mean, weighted by the rows trained since the last time. By default
+            never: what is evaluated and saved is their mean, with which nobody goes on.
+        steps_per_turn (`int`, *optional*): For `"serial"`: optimizer steps of a client before it is the next one's
+            turn. By default a client's whole epoch.
+        head_blocks (`int`, *optional*, defaults to `1`): First blocks, which a client keeps.
+        tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which a client keeps.
+        wire_dtype (`str`, *optional*, defaults to `"auto"`): As in [`SplitModel.from_model`].
+        encryption (`bool`, *optional*, defaults to `False`): Seal what crosses, as between two machines.
+        rotate_keys_every (`int`, *optional*, defaults to `100`): Optimizer steps of a client for which keys last.
+        split_seed (`int`, *optional*): Of dropout and the order of rows; by default `seed` of the training arguments.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import SplitConfig
+
+    >>> SplitConfig(strategy="client_batch", average_every=50).average_every
+    50
+    ```
+    """
+
+    strategy: str = field(default="serial", metadata={"help": "Who trains when.", "choices": list(STRATEGIES)})
+    average_every: int | None = field(
+        default=None, metadata={"help": "Optimizer steps after which clients' parts are averaged (default: never)."}
+    )
+    steps_per_turn: int | None = field(
+        default=None, metadata={"help": "For serial: steps of a client before the next one's (default: an epoch)."}
+    )
+    head_blocks: int = field(default=1, metadata={"help": "First blocks, which a client keeps."})
+    tail_blocks: int = field(default=1, metadata={"help": "Last blocks, which a client keeps."})
+    wire_dtype: str = field(
+        default="auto", metadata={"help": "How hidden states travel.", "choices": ["auto", *WIRE_DTYPES]}
+    )
+    encryption: bool = field(default=False, metadata={"help": "Seal what crosses (extra: split)."})
+    rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client for which keys last."})
+    split_seed: int | None = field(
+        default=None, metadata={"help": "Seed of dropout and of the order of rows (default: seed)."}
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *WIRE_DTYPES))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
+        for name in ("average_every", "steps_per_turn", "rotate_keys_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"`{name}` is {value!r}; it is a number of optimizer steps, at least 1.")
+        if self.steps_per_turn is not None and self.strategy != "serial":
+            raise ValueError(f"`steps_per_turn` is for strategy='serial'; with {self.strategy!r} nobody waits.")
+        if type(self.head_blocks) is not int or self.head_blocks < 0:
+            raise ValueError(f"`head_blocks` is {self.head_blocks!r}; it is a number of blocks.")
+        if type(self.tail_blocks) is not int or self.tail_blocks < 1:
+            raise ValueError(f"`tail_blocks` is {self.tail_blocks!r}; a client keeps at least the last block.")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a client takes over what the one before it trained."""
+        return self.strategy == "serial" and self.average_every is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SplitConfig:
+        """
+        The config that `to_dict` wrote.
+
+        Raises:
+            ValueError: If `values` holds a key that is not a field. The message lists the fields.
+        """
+        known = [item.name for item in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"Unknown fields {unknown} of SplitConfig; the fields are {known}.")
+        return cls(**values)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write `split_config.json` into a directory, which is created if need be."""
+        os.makedirs(save_directory, exist_ok=True)
+        with open(os.path.join(save_directory, CONFIG_NAME), "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> SplitConfig:
+        """Read `split_config.json` from a directory."""
+        with open(os.path.join(directory, CONFIG_NAME), encoding="utf-8") as file:
+            return cls.from_dict(json.load(file))

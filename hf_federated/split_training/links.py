@@ -1,0 +1,82 @@
+"""Links of parties in one process: what crosses is counted, and sealed where it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..split.boundary import Link
+from ..split.encryption import ClientSession, Identity, ServerSession
+from ..split.sealed import SealedLink, SealedServer
+
+
+# Client, bytes up, bytes down.
+Count = Callable[[str, int, int], None]
+
+
+class CountedLink:
+    """
+    A link that counts what it carries.
+
+    Args:
+        link ([`~split.Link`]): What carries it.
+        client_id (`str`): Whose messages they are.
+        count (`Callable[[str, int, int], None]`): Is told the client, and the bytes up and down of each exchange.
+    """
+
+    def __init__(self, link: Link, client_id: str, count: Count) -> None:
+        self.link = link
+        self.client_id = client_id
+        self.count = count
+
+    def exchange(self, blob: bytes) -> bytes:
+        """Carry a message and its answer."""
+        answer = self.link.exchange(blob)
+        self.count(self.client_id, len(blob), len(answer))
+        return answer
+
+    def end_step(self) -> None:
+        """An optimizer step ended."""
+        self.link.end_step()
+
+
+class _CountedServer:
+    """The server's end of a sealed link, where what is sealed is counted."""
+
+    def __init__(self, server: SealedServer, client_id: str, count: Count) -> None:
+        self.server = server
+        self.client_id = client_id
+        self.count = count
+
+    def hello(self, hello: bytes) -> bytes:
+        reply = self.server.hello(hello)
+        self.count(self.client_id, len(hello), len(reply))
+        return reply
+
+    def finish(self, finish: bytes) -> None:
+        self.server.finish(finish)
+        self.count(self.client_id, len(finish), 0)
+
+    def exchange(self, sealed: bytes) -> bytes:
+        answer = self.server.exchange(sealed)
+        self.count(self.client_id, len(sealed), len(answer))
+        return answer
+
+
+def sealed(link: Link, client_id: str, server: Identity, rotate_every: int, count: Count) -> SealedLink:
+    """
+    A sealed link to what another link leads to, with keys of its own.
+
+    Args:
+        link ([`~split.Link`]): What carries a message once it is opened.
+        client_id (`str`): Whose it is.
+        server ([`~split.encryption.Identity`]): The server's.
+        rotate_every (`int`): Steps for which keys last.
+        count (`Callable[[str, int, int], None]`): As of [`CountedLink`].
+
+    Raises:
+        ImportError: Without the extra `split`.
+    """
+    client = Identity.generate(client_id)
+    there = ServerSession(server, client_id, client.fingerprint, rotate_every=rotate_every)
+    here = ClientSession(client, server.name, server.fingerprint, rotate_every=rotate_every)
+    return SealedLink(here, _CountedServer(SealedServer(there, link.exchange), client_id, count))

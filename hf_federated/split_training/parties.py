@@ -1,0 +1,138 @@
+"""Those who own parts of a split model: each has its own parameters and its own optimizer.
+
+What a step needs of several parties at once is one number, the norm of all their gradients together, by which each
+clips its own: `√Σ‖g_part‖²`, as of the unsplit model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Party:
+    """
+    Someone who trains a part of the model.
+
+    Args:
+        name (`str`): Unique among the parties of a run.
+        module (`torch.nn.Module`): What it owns.
+        optimizer (`torch.optim.Optimizer`, *optional*): Of what it trains; none where all is frozen.
+    """
+
+    def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.name = name
+        self.module = module
+        self.optimizer = optimizer
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What it trains, by name; a shared parameter once."""
+        return {name: own for name, own in self.module.named_parameters() if own.requires_grad}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The values of what it trains; not copies."""
+        return {name: own.detach() for name, own in self.trained().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """
+        Go on from other values of what it trains.
+
+        Raises:
+            ValueError: If a name or a shape is another one.
+        """
+        own = self.trained()
+        if own.keys() != state.keys():
+            different = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"{self.name!r} trains other parameters than these values are of: {different[:3]}.")
+        for name, parameter in own.items():
+            value = state[name]
+            if parameter.shape != value.shape:
+                raise ValueError(
+                    f"{name} of {self.name!r} has shape {tuple(parameter.shape)}, these values {tuple(value.shape)}."
+                )
+            parameter.copy_(value)
+
+    def squared_norm(self) -> float:
+        """The square of the norm of its gradients."""
+        gradients = [own.grad for own in self.module.parameters() if own.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
+
+    def step(self, norm: float, max_norm: float) -> None:
+        """
+        Clip, step, and forget the gradients.
+
+        Args:
+            norm (`float`): Of the gradients of all parties that share a model.
+            max_norm (`float`): `max_grad_norm` of the training arguments; 0 clips nothing.
+        """
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, torch.tensor(norm))
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+def total_norm(squared_norms: Iterable[float]) -> float:
+    """The norm of all parties' gradients together."""
+    return math.sqrt(math.fsum(squared_norms))
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """
+    In a trainer's place for an optimizer: those of all parties, which step together.
+
+    Args:
+        parties (`Mapping[str, Party]`): All parties.
+        max_grad_norm (`float`): As in the training arguments.
+
+    Attributes:
+        groups (`list[list[str]]`): Who steps next: parties that clip by one norm, which share a model. What trains
+            sets it.
+        norm (`float`): Of the last step, before clipping: the mean over the groups.
+    """
+
+    def __init__(self, parties: Mapping[str, Party], max_grad_norm: float) -> None:
+        self.parties = parties
+        self.max_grad_norm = max_grad_norm
+        self.groups: Sequence[Sequence[str]] = []
+        self.norm = 0.0
+        # The same dictionaries as theirs: a schedule that sets a learning rate here sets it there.
+        super().__init__(self._param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}], {})
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        own = [party.optimizer for party in self.parties.values() if party.optimizer is not None]
+        return [group for optimizer in own for group in optimizer.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and step, every group of parties by its own norm."""
+        norms = []
+        for names in self.groups:
+            members = [self.parties[name] for name in names]
+            norms.append(total_norm([member.squared_norm() for member in members]))
+            for member in members:
+                member.step(norms[-1], self.max_grad_norm)
+        self.groups = []
+        self.norm = math.fsum(norms) / max(len(norms), 1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget everybody's gradients."""
+        for party in self.parties.values():
+            party.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: each party's state lies with its own part."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the parties' optimizers as they are now."""
+        self.param_groups = self._param_groups() or self.param_groups

@@ -1,0 +1,145 @@
+"""Which client trains on which rows at which step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset as RowDataset
+from torch.utils.data import Dataset
+
+from ..generators import derived_seed
+
+
+# What a client does in an optimizer step: batches, each with the numbers of its rows.
+RowBatches = list[list[int]]
+# What a step is made of: batches of every client that takes part in it.
+StepBatches = dict[str, list[Any]]
+
+
+class SplitSteps(Dataset[StepBatches]):
+    """
+    One item an optimizer step: the batches of every client that takes part in it.
+
+    Items can be taken in any order, which is what skipping the steps before a checkpoint needs.
+
+    Args:
+        rows (`Mapping[str, Sequence]`): Each client's rows.
+        collate (`Mapping[str, Callable]`): What makes a batch of a client's rows.
+        batch_size (`int`): Rows of a batch.
+        num_batches (`int`): Batches that a client accumulates in a step.
+        together (`bool`): Whether all clients take a step together, else one after the other. A client that has no
+            rows left in an epoch takes no part in the steps that follow, so every row is seen once.
+        steps_per_turn (`int`, *optional*): One after the other: steps of a client before the next one's. By default
+            all of its epoch.
+        seed (`int`): Of the order of rows. A single client's order is that of `Trainer` with this seed.
+        shuffle (`bool`): Whether rows are drawn in another order in each epoch.
+        drop_last (`bool`): Whether rows that fill no batch are left out.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, Sequence[Any]],
+        collate: Mapping[str, Callable[[list[Any]], Any]],
+        batch_size: int,
+        num_batches: int,
+        *,
+        together: bool,
+        steps_per_turn: int | None,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+    ) -> None:
+        self.rows = rows
+        self.collate = collate
+        self.batch_size = batch_size
+        self.num_batches = num_batches
+        self.together = together
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        steps = {client_id: -(-self._num_batches(len(own)) // num_batches) for client_id, own in rows.items()}
+        idle = [client_id for client_id, number in steps.items() if not number]
+        if idle:
+            raise ValueError(f"Client {idle[0]!r} has {len(rows[idle[0]])} rows, of which no batch can be made.")
+        self._plan = plan_together(steps) if together else plan_turns(steps, steps_per_turn)
+        self.set_epoch(0)
+
+    def _num_batches(self, num_rows: int) -> int:
+        return num_rows // self.batch_size if self.drop_last else -(-num_rows // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch's rows, which follows from its number alone."""
+        self._batches: dict[str, list[RowBatches]] = {}
+        for client_id, own in self.rows.items():
+            order = list(range(len(own)))
+            if self.shuffle:
+                # Of one client, as accelerate's `SeedableRandomSampler` draws it.
+                seed = self.seed if len(self.rows) == 1 else derived_seed(self.seed, "rows", client_id)
+                order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+            size = self.batch_size
+            batches = [order[start * size :][:size] for start in range(self._num_batches(len(own)))]
+            self._batches[client_id] = [
+                batches[start:][: self.num_batches] for start in range(0, len(batches), self.num_batches)
+            ]
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, of all clients."""
+        return sum(len(own) for own in self.rows.values())
+
+    def __getitem__(self, index: int) -> StepBatches:
+        return {client_id: self._fetch(client_id, number) for client_id, number in self._plan[index].items()}
+
+    def _fetch(self, client_id: str, number: int) -> list[Any]:
+        own, collate = self.rows[client_id], self.collate[client_id]
+        batches = self._batches[client_id][number]
+        if isinstance(own, RowDataset):
+            return [collate(own.__getitems__(batch)) for batch in batches]
+        return [collate([own[row] for row in batch]) for batch in batches]
+
+
+def plan_together(num_steps: Mapping[str, int]) -> list[dict[str, int]]:
+    """
+    Every client's first step, every client's second one, and so on.
+
+    Args:
+        num_steps (`Mapping[str, int]`): Steps of each client in an epoch.
+
+    Returns:
+        `list[dict[str, int]]`: The clients of each step, and which of its own steps it is for each.
+    """
+    return [
+        {client_id: step for client_id, number in num_steps.items() if step < number}
+        for step in range(max(num_steps.values(), default=0))
+    ]
+
+
+def plan_turns(num_steps: Mapping[str, int], steps_per_turn: int | None) -> list[dict[str, int]]:
+    """
+    Clients one after the other.
+
+    Args:
+        num_steps (`Mapping[str, int]`): Steps of each client in an epoch.
+        steps_per_turn (`int`, *optional*): Steps before it is the next client's turn; by default all.
+
+    Returns:
+        `list[dict[str, int]]`: As [`plan_together`], with one client a step.
+    """
+    plan: list[dict[str, int]] = []
+    done = dict.fromkeys(num_steps, 0)
+    while len(plan) < sum(num_steps.values()):
+        for client_id, number in num_steps.items():
+            turn = number if steps_per_turn is None else min(done[client_id] + steps_per_turn, number)
+            plan += [{client_id: step} for step in range(done[client_id], turn)]
+            done[client_id] = turn
+    return plan
+
+
+def only_item(items: list[StepBatches]) -> StepBatches:
+    """What collates a loader's batch of one step."""
+    return items[0]

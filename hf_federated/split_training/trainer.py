@@ -1,0 +1,455 @@
+"""`SplitFederatedTrainer`: `Trainer` over clients that hold the first and last blocks of a language model.
+
+It is `Trainer`'s own loop. An item of its loader is an optimizer step: the batches of every client that takes part
+(`steps.py`). `training_step` trains these clients through their links to the server (`federation.py`), and the
+optimizer clips and steps all parties (`parties.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import find_batch_size
+from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from ..checkpoint import clear_staging, list_checkpoints, publish, rotate, staged_directory
+from ..checks import as_federated_dataset
+from ..config import FederatedConfig
+from ..data import FederatedDataset
+from ..ledger import Ledger
+from ..split.adapters import load_adapter
+from ..split.model import SplitModel
+from .checkpoint import check_checkpoint, load_parties, save_parties
+from .checks import as_split_model, check_split_arguments
+from .config import SplitConfig
+from .federation import ClientParty, SplitFederation
+from .parties import JointOptimizer
+from .steps import SplitSteps, StepBatches, only_item
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class SplitMixin(_Base):
+    """What `split_federate()` puts before a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`]."""
+
+    _federation: SplitFederation | None = None
+    _joint_optimizer: JointOptimizer | None = None
+    # Whether the model that is evaluated and saved is older than what the parties trained.
+    _is_behind = False
+    args: TrainingArguments
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel | SplitModel | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        split: SplitConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.split = SplitConfig() if split is None else split
+        clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
+        check_split_arguments(args, self.split, clients, kwargs)
+        if isinstance(eval_dataset, FederatedDataset):
+            eval_dataset = eval_dataset.to_dataset()
+        first = None if clients is None else clients[next(iter(clients))]
+        super().__init__(as_split_model(model, self.split), args, data_collator, first, eval_dataset, **kwargs)
+        self.clients = clients
+        self.train_dataset = clients
+        self.ledger = Ledger()
+        self._resume_from: str | None = None
+        self._user_args = self.args
+        self.add_callback(_StepEnd(self))
+
+    @contextmanager
+    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
+        own, self.args = self.args, args
+        try:
+            yield
+        finally:
+            self.args = own
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """
+        `Trainer.train`: a step is an optimizer step of the strategy, an epoch a pass over every client's rows.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer.
+            trial (`Any`, *optional*): As in Trainer.
+            ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
+
+        Raises:
+            ValueError: If there are no rows to train on, or the checkpoint is not one of this run or not whole.
+        """
+        if self.clients is None:
+            raise ValueError("Training needs a `train_dataset`: a FederatedDataset, or client ids with their rows.")
+        self._user_args = self.args
+        self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
+        self.ledger = Ledger()
+        try:
+            with self._arguments(step_arguments(self._user_args)):
+                output = super().train(self._resume_from, trial, ignore_keys_for_eval)
+            if self.args.should_save:
+                clear_staging(self.args.output_dir)
+                rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            return output
+        finally:
+            self._federation = self._joint_optimizer = None
+            self._is_behind = False
+            self.is_in_train = False
+
+    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        if not resume_from_checkpoint:
+            return None
+        if resume_from_checkpoint is True:
+            checkpoints = list_checkpoints(self.args.output_dir)
+            if not checkpoints:
+                raise ValueError(f"No checkpoint found in the output directory {self.args.output_dir!r}.")
+            resume_from_checkpoint = os.fspath(checkpoints[-1])
+        check_checkpoint(resume_from_checkpoint)
+        return resume_from_checkpoint
+
+    # ---- What Trainer's loop goes over
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """One item an optimizer step: the batches of every client that takes part."""
+        assert self.clients is not None
+        rows: dict[str, Any] = {}
+        collate: dict[str, Any] = {}
+        try:
+            for client_id in self.clients:
+                self.train_dataset = self.clients[client_id]
+                loader = super().get_train_dataloader()
+                rows[client_id], collate[client_id] = loader.dataset, loader.collate_fn
+        finally:
+            self.train_dataset = self.clients
+        args = self._user_args
+        steps = SplitSteps(
+            rows,
+            collate,
+            args.train_batch_size,
+            args.gradient_accumulation_steps,
+            together=self.split.strategy != "serial",
+            steps_per_turn=self.split.steps_per_turn,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random",
+            drop_last=args.dataloader_drop_last,
+        )
+        workers = args.dataloader_num_workers
+        return self.accelerator.prepare(
+            DataLoader(
+                steps,
+                batch_size=1,
+                collate_fn=only_item,
+                num_workers=workers,
+                prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+                pin_memory=args.dataloader_pin_memory,
+            )
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Rows of a loader: of the training one those of all clients."""
+        steps = dataloader.dataset
+        return steps.num_rows if isinstance(steps, SplitSteps) else super().num_examples(dataloader)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """`Trainer.get_batch_samples`; of a step, target tokens are counted for each client."""
+        if self._federation is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        return [next(epoch_iterator)], None
+
+    # ---- The step
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """One optimizer for each party, which step together."""
+        if not self.is_in_train or self.clients is None:
+            return super().create_optimizer() if model is None else super().create_optimizer(model)
+        seed = self.args.seed if self.split.split_seed is None else self.split.split_seed
+        self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
+        parties = self._federation.parties
+        for party in parties.values():
+            self.optimizer = None
+            if party.trained():
+                super().create_optimizer(party.module)
+                party.optimizer = self.optimizer
+        self.optimizer = self._joint_optimizer = JointOptimizer(parties, self._user_args.max_grad_norm)
+        return self.optimizer
+
+    def take_up_checkpoint(self) -> None:
+        """Give every party the part and state that it had, where a checkpoint is resumed."""
+        if self._resume_from is not None and self._federation is not None:
+            self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
+            assert self._joint_optimizer is not None
+            self._joint_optimizer.load_state_dict({})
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """The forward and backward passes of everybody who takes part in a step."""
+        federation = self._federation
+        if federation is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        batches: StepBatches = inputs
+        num_items: dict[str, Any] = {}
+        for client_id, own in batches.items():
+            num_items[client_id] = super().get_batch_samples(iter(own), len(own), self.args.device)[1]
+            if num_items[client_id] is None and self.split.strategy == "client_batch":
+                raise ValueError(
+                    f"The batches of client {client_id!r} have no labels to count, by which the server weighs the "
+                    "clients of a step: give `labels`, or use another strategy."
+                )
+        assert self._joint_optimizer is not None
+        self._is_behind = True
+        self._count_tokens(batches)
+        return federation.run_step(
+            self.state.global_step,
+            batches,
+            {client_id: sum(find_batch_size(batch) or 0 for batch in own) for client_id, own in batches.items()},
+            {client_id: None if number is None else int(number) for client_id, number in num_items.items()},
+            lambda client, own: self._train_client(client, own, num_items[client.client_id]),
+            self._joint_optimizer,
+        )
+
+    def _train_client(self, client: ClientParty, batches: list[Any], num_items: torch.Tensor | int | None) -> Any:
+        losses = []
+        for batch in batches:
+            self.current_gradient_accumulation_steps = len(batches)
+            losses.append(super().training_step(client.model, batch, num_items))
+            client.model.boundary.finish_backward()
+        return torch.stack(losses).sum()
+
+    def _count_tokens(self, batches: StepBatches) -> None:
+        if self._user_args.include_num_input_tokens_seen != "no":
+            with self._arguments(self._user_args):
+                for own in batches.values():
+                    for batch in own:
+                        super()._track_num_input_tokens(batch)
+
+    def end_step(self) -> None:
+        """What comes after everybody's optimizers: averaging, where it is time."""
+        if self._federation is not None:
+            self._federation.end_step(self.state.global_step)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """`Trainer.floating_point_ops`, of a step those of all its batches."""
+        if self._federation is None:
+            return super().floating_point_ops(inputs)
+        return sum(super(SplitMixin, self).floating_point_ops(batch) for own in inputs.values() for batch in own)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """`Trainer.log`, with the norm of all parties' gradients and the bytes that crossed until then."""
+        if self._joint_optimizer is not None and "loss" in logs:
+            logs["grad_norm"] = self._joint_optimizer.norm
+            logs["federated/bytes_up"] = self.ledger.bytes_up
+            logs["federated/bytes_down"] = self.ledger.bytes_down
+        super().log(logs, start_time)
+
+    # ---- The model that is evaluated and saved
+
+    def catch_up(self) -> None:
+        """Let `model` be what the parties trained: their mean, or what is handed from one to the next."""
+        if self._is_behind and self._federation is not None:
+            self._federation.copy_into_model()
+            self._is_behind = False
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
+        self.catch_up()
+        if isinstance(eval_dataset, FederatedDataset):
+            eval_dataset = eval_dataset.to_dataset()
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.predict`."""
+        self.catch_up()
+        return super().predict(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`: the ordinary whole model or adapter; `split_config.json` and the ledger beside it."""
+        self.catch_up()
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        if self.args.should_save:
+            self.split.save_pretrained(output_dir)
+            self.ledger.save(output_dir)
+        with self._arguments(self._user_args):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The parent's checkpoint and every party's part, written aside and put in place by one rename."""
+        if self._federation is None:
+            super()._save_checkpoint(model, trial)
+            return
+        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        # The best model may be this very checkpoint, of which the parent would record the temporary path.
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = os.fspath(final)
+        best = self.state.best_model_checkpoint
+        with staged_directory(self.args.output_dir) as staging:
+            staged_args = copy.copy(self.args)
+            staged_args.output_dir = os.fspath(staging)
+            staged_args.push_to_hub = False
+            with self._arguments(staged_args):
+                super()._save_checkpoint(model, trial)
+            staged = staging / final.name
+            self.state.best_model_checkpoint = best
+            self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
+            if not self.args.save_only_model:
+                save_parties(self._federation, staged)
+            publish(staged, final)
+            rotate(self.args.output_dir, self._user_args.save_total_limit, best)
+        if self.args.push_to_hub:
+            with self._arguments(self._user_args):
+                self._push_from_checkpoint(os.fspath(final))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Adapters come with the parties, as they are trained.
+        if self._resume_from is None or self.model.adapter_config is None:
+            given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+            super()._load_from_checkpoint(*given)
+
+    def _load_best_model(self) -> None:
+        if self.model.adapter_config is None or self._federation is None:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        if self.args.save_only_model:
+            load_adapter(self.model.parts, load_file(Path(best) / SAFETENSORS_WEIGHTS_NAME))
+            return
+        load_parties(self._federation, best)
+        self._federation.copy_into_model()
+
+
+def step_arguments(args: TrainingArguments) -> TrainingArguments:
+    """The user's arguments as a loop sees them of which an item is an optimizer step already."""
+    own = copy.copy(args)
+    own.gradient_accumulation_steps = 1
+    # Parties clip by one norm, which the loop does not see.
+    own.max_grad_norm = 0.0
+    own.include_num_input_tokens_seen = "no"
+    own.save_total_limit = None
+    return own
+
+
+class _StepEnd(TrainerCallback):
+    """What happens between the optimizers' step and what looks at the model."""
+
+    def __init__(self, trainer: SplitMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.take_up_checkpoint()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.end_step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.catch_up()
+
+
+class SplitFederatedTrainer(SplitMixin, Trainer):
+    """
+    `transformers.Trainer` over clients that keep the first and last blocks of a language model, their text and labels;
+    a server holds the blocks between (FL-GLM).
+
+    It takes everything that `Trainer` takes. `train_dataset` is a [`FederatedDataset`], a mapping of client ids to
+    data sets, or a plain data set, which is one client. Here a step is an optimizer step, as in `Trainer`. All parties
+    run in this process, and what crosses between them is serialised as between machines.
+
+    Every party has an optimizer and, with `average_every` or `"server_hierarchical"`, values of its own; the schedule
+    is one. What is evaluated and saved is the ordinary whole model: of clients that hand over, what the last of them
+    trained, otherwise the mean of all. Checkpoints hold each party's own part under `federated/parties`.
+
+    Args:
+        model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is cut as `split` says; one
+            that is cut already stays as it is.
+        split ([`SplitConfig`], *optional*): Who trains when, and where the model is cut.
+
+    Raises:
+        ValueError: If an argument or a combination is not supported. The message names the alternative.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from datasets import Dataset
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+    >>> from hf_federated import SplitConfig, SplitFederatedTrainer
+
+    >>> rows = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]}
+    >>> config = LlamaConfig(
+    ...     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+    ... )
+    >>> trainer = SplitFederatedTrainer(
+    ...     model=LlamaForCausalLM(config),
+    ...     args=TrainingArguments(output_dir=tempfile.mkdtemp(), report_to=[], disable_tqdm=True, save_strategy="no"),
+    ...     train_dataset={"north": Dataset.from_dict(rows), "south": Dataset.from_dict(rows)},
+    ...     split=SplitConfig(strategy="client_batch", average_every=2),
+    ... )
+    >>> output = trainer.train()
+    {'train_runtime': ...
+    >>> output.global_step
+    3
+    ```
+    """
+
+
+@functools.cache
+def split_federate(trainer_class: type[Trainer]) -> type[Any]:
+    """
+    The split class of any `Trainer` subclass that trains a causal language model, such as `Seq2SeqTrainer` for tasks
+    that are evaluated on generated text.
+
+    Args:
+        trainer_class (`type[transformers.Trainer]`): Also a user's own, with its own `compute_loss`.
+
+    Returns:
+        `type`: A subclass of `trainer_class` that takes what [`SplitFederatedTrainer`] takes. The same class for the
+        same argument.
+
+    Raises:
+        TypeError: If it is no `Trainer` class, or split already.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(f"split_federate() takes a subclass of transformers.Trainer, got {trainer_class!r}.")
+    if issubclass(trainer_class, SplitMixin):
+        raise TypeError(f"{trainer_class.__name__} is split already.")
+    if trainer_class is Trainer:
+        return SplitFederatedTrainer
+    return type(
+        f"SplitFederated{trainer_class.__name__}",
+        (SplitMixin, trainer_class),
+        {"__doc__": SplitFederatedTrainer.__doc__},
+    )

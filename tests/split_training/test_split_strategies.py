@@ -1,0 +1,210 @@
+"""Strategies of split training against plain training and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import concatenate_datasets
+from split_runs import (
+    LORA,
+    STRATEGIES,
+    arguments,
+    assert_close,
+    clients_of,
+    rows_of,
+    split_trainer,
+    trained_values,
+    whole_model,
+)
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from hf_federated import SplitConfig
+from hf_federated.split_training.federation import SplitFederation
+from hf_federated.split_training.parties import Party
+
+
+class Watch(TrainerCallback):
+    """Calls a function with the trainer after every step."""
+
+    def __init__(self, look) -> None:
+        self.look = look
+        self.trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.look(self.trainer, state.global_step)
+
+
+def watched(trainer, look):
+    callback = Watch(look)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    return trainer
+
+
+def values_of(party: Party) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in party.state().items()}
+
+
+@pytest.mark.parametrize(("strategy", "encryption"), [(own, False) for own in STRATEGIES] + [("client_batch", True)])
+def test_one_client_trains_as_the_unsplit_model(strategy, encryption, tmp_path):
+    changes = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    plain = Trainer(whole_model(), arguments(tmp_path, **changes), train_dataset=rows_of(0, 7))
+    loss = plain.train().training_loss
+    trainer = split_trainer(
+        tmp_path,
+        rows_of(0, 7),
+        SplitConfig(strategy=strategy, encryption=encryption, average_every=None if strategy == "serial" else 2),
+        **changes,
+    )
+    assert abs(trainer.train().training_loss - loss) <= 1e-6
+    trainer.save_model(str(tmp_path / "whole"))
+    found = type(plain.model).from_pretrained(tmp_path / "whole")
+    assert_close(dict(found.named_parameters()), dict(plain.model.named_parameters()), 1e-5)
+    logs = [(own["grad_norm"], own["learning_rate"]) for own in trainer.state.log_history if "grad_norm" in own]
+    expected = [(own["grad_norm"], own["learning_rate"]) for own in plain.state.log_history if "grad_norm" in own]
+    assert len(logs) == 4 and all(a == pytest.approx(b, rel=1e-5) for a, b in zip(logs, expected, strict=True))
+
+
+def test_clients_that_hand_over_train_one_model_one_after_the_other(tmp_path):
+    # Without a state of the optimizer it is one model's training on the first client's rows and then the second's.
+    changes = {"optim": "sgd", "learning_rate": 0.5, "train_sampling_strategy": "sequential", "num_train_epochs": 2}
+    clients = clients_of(4, 6)
+    whole = whole_model()
+    pooled = concatenate_datasets(list(clients.values()))
+    plain = Trainer(whole, arguments(tmp_path, **changes), train_dataset=pooled)
+    plain.train()
+    trainer = split_trainer(tmp_path, clients, **changes)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "whole"))
+    found = type(whole).from_pretrained(tmp_path / "whole")
+    assert_close(dict(found.named_parameters()), dict(whole.named_parameters()), 1e-6)
+
+
+def test_turns_pass_to_the_next_client_after_so_many_steps(tmp_path):
+    holders = []
+    trainer = split_trainer(tmp_path, clients_of(6, 4), SplitConfig(steps_per_turn=1))
+    watched(trainer, lambda trainer, step: holders.append(trainer._federation.holder))
+    trainer.train()
+    assert holders == ["client 0", "client 1", "client 0", "client 1", "client 0"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4, 6]), (None, [])])
+def test_parts_are_averaged_at_every_period_and_never_when_it_is_off(strategy, every, expected, tmp_path):
+    equal_at = []
+
+    def look(trainer, step):
+        own = [values_of(party) for party in trainer._federation.clients.values()]
+        if all(torch.equal(own[0][name], other[name]) for other in own[1:] for name in own[0]):
+            equal_at.append(step)
+
+    clients = clients_of(6, 6) if strategy == "serial" else clients_of(12, 12)
+    trainer = split_trainer(tmp_path, clients, SplitConfig(strategy=strategy, average_every=every), LORA)
+    watched(trainer, look)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    # Of clients that hand over, the second takes the first's over once; they are never averaged.
+    assert [step for step in equal_at if step] == expected
+
+
+def test_replicas_and_clients_become_their_mean_weighted_by_rows(tmp_path, monkeypatch):
+    seen = []
+    average = SplitFederation.average
+
+    def watched_average(self):
+        before = {name: values_of(party) for name, party in self.parties.items()}
+        rows = {name: client.num_rows for name, client in self.clients.items()}
+        average(self)
+        seen.append((before, rows, {name: values_of(party) for name, party in self.parties.items()}))
+
+    monkeypatch.setattr(SplitFederation, "average", watched_average)
+    config = SplitConfig(strategy="server_hierarchical", average_every=3)
+    split_trainer(tmp_path, clients_of(6, 3, 5), config).train()
+    ((before, rows, after),) = seen
+    assert rows == {"client 0": 6, "client 1": 3, "client 2": 5}
+    for kind in ("client", "server"):
+        for name in before[f"{kind}/client 0"]:
+            mean = sum(before[f"{kind}/{own}"][name].double() * rows[own] for own in rows) / sum(rows.values())
+            for own in rows:
+                assert (after[f"{kind}/{own}"][name] - mean).abs().max() <= 1e-6
+    different = before["server/client 0"], before["server/client 1"]
+    assert any(not torch.equal(different[0][name], different[1][name]) for name in different[0])
+
+
+@pytest.mark.parametrize("average_every", [1, 2])
+def test_replicas_on_equal_rows_train_as_one(average_every, tmp_path):
+    # In one order: clients draw orders of their own.
+    changes = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.1}
+    config = SplitConfig(strategy="server_hierarchical", average_every=average_every)
+    one = split_trainer(tmp_path, rows_of(0, 8), config, **changes)
+    one.train()
+    three = split_trainer(tmp_path, {str(own): rows_of(0, 8) for own in range(3)}, config, **changes)
+    three.train()
+    assert_close(trained_values(three.model), trained_values(one.model), 1e-6)
+
+
+def test_a_batch_of_clients_clips_by_the_norm_of_server_and_clients(tmp_path):
+    trainer = split_trainer(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), max_grad_norm=1e-3)
+    squares = {}
+
+    class Norms(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            for name, party in trainer._federation.parties.items():
+                gradients = [own.grad.double().flatten() for own in party.module.parameters() if own.grad is not None]
+                squares[name] = float(torch.cat(gradients).square().sum())
+
+    trainer.add_callback(Norms())
+    trainer.train()
+    assert squares.keys() == {"client/client 0", "client/client 1", "server"} and min(squares.values()) > 0
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(sum(squares.values()) ** 0.5, rel=1e-5)
+
+
+def test_a_clients_part_does_not_depend_on_what_others_draw(tmp_path):
+    # Dropout in every block; the second client has other rows, and its part must not notice the first's.
+    own = []
+    for seed in (0, 9):
+        clients = {"a": rows_of(seed, 4), "b": rows_of(1, 4)}
+        config = SplitConfig(strategy="server_hierarchical")
+        trainer = split_trainer(tmp_path, clients, config, model=whole_model(attention_dropout=0.5))
+        watched(trainer, lambda trainer, step: own.append(values_of(trainer._federation.clients["b"])))
+        trainer.train()
+    assert len(own) == 4
+    assert all(torch.equal(own[1][name], own[3][name]) for name in own[1])
+
+
+@pytest.mark.parametrize(("strategy", "encryption"), [(own, False) for own in STRATEGIES] + [("serial", True)])
+def test_the_bytes_of_a_step_follow_from_what_crosses(strategy, encryption, tmp_path):
+    rows, length, hidden, num_clients = 2, 32, 16, 2
+    clients = {str(own): rows_of(own, rows, length) for own in range(num_clients)}
+    config = SplitConfig(strategy=strategy, encryption=encryption)
+    trainer = split_trainer(tmp_path, clients, config, LORA)
+    trainer.train()
+    passages = rows * length * hidden * 4  # float32, each way, of states and of gradients
+    taking_part = 1 if strategy == "serial" else num_clients
+    for number, step in enumerate(trainer.ledger.rounds()):
+        handshake = 9000 * taking_part * encryption
+        handed_over = 3000 if strategy == "serial" and number else 0
+        for way, header in {"bytes_up": 700, "bytes_down": 500}.items():
+            extra = step[way] - taking_part * 2 * passages
+            assert taking_part * 2 * 28 * encryption < extra, (way, extra)
+            assert extra <= taking_part * header + handshake + handed_over, (way, extra)
+
+
+def test_only_what_trains_is_copied_and_handed_over(tmp_path):
+    trainer = split_trainer(tmp_path, clients_of(2, 2), adapter=LORA)
+    seen = []
+
+    def look(trainer, step):
+        first, second = trainer._federation.clients.values()
+        frozen = [p for p in first.module.parameters() if not p.requires_grad]
+        others = {id(p) for p in second.module.parameters()}
+        seen.append((all(id(p) in others for p in frozen), [id(p) in others for p in first.trained().values()]))
+        assert set(first.state()) == set(first.trained()) and all("lora" in name for name in first.state())
+
+    watched(trainer, look).train()
+    assert seen and all(shared and not any(own) for shared, own in seen)
+    frozen = nn.ModuleList(trainer.model.parts)
+    before = whole_model()
+    weights = {name: value for name, value in before.named_parameters()}
+    assert torch.equal(frozen[0].model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])

@@ -1,0 +1,150 @@
+"""What a split trainer takes, refuses and says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel
+from hf_federated.split_training.steps import SplitSteps, plan_together, plan_turns
+from hf_federated.split_training.transfer import PartParameters
+
+
+def test_a_config_parses_beside_training_arguments_and_comes_back_from_disk(tmp_path):
+    parser = HfArgumentParser((TrainingArguments, SplitConfig))
+    line = ["--output_dir", str(tmp_path), "--strategy", "client_batch", "--average_every", "50"]
+    _, config = parser.parse_args_into_dataclasses(line)
+    config.save_pretrained(tmp_path)
+    assert SplitConfig.from_pretrained(tmp_path) == config == SplitConfig("client_batch", average_every=50)
+    with pytest.raises(ValueError, match="Unknown fields \\['period'\\]"):
+        SplitConfig.from_dict({"period": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "parallel"}, "choose one of serial, client_batch"),
+        ({"average_every": 0}, "at least 1"),
+        ({"average_every": 2.0}, "number of optimizer steps"),
+        ({"strategy": "client_batch", "steps_per_turn": 2}, "is for strategy='serial'"),
+        ({"tail_blocks": 0}, "at least the last block"),
+        ({"head_blocks": -1}, "number of blocks"),
+        ({"wire_dtype": "int4"}, "choose one of auto"),
+    ],
+)
+def test_a_field_that_means_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SplitConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "no"}, "reduce_lr_on_plateau"),
+        ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential'"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size that fits"),
+        ({"label_smoothing_factor": 0.1}, "weighs clients by their target tokens"),
+        ({"torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_arguments_that_cannot_be_split_name_the_alternative(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        split_trainer(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), **changes)
+
+
+def test_other_ways_to_build_a_trainer_wrongly_are_refused(tmp_path):
+    model, args = whole_model(), arguments(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="every party needs its own"):
+        SplitFederatedTrainer(model, args, train_dataset=rows_of(0), optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="pass the `model`"):
+        SplitFederatedTrainer(model, args, train_dataset=rows_of(0), model_init=whole_model)
+    with pytest.raises(ValueError, match="SplitModel, or a model to be split, got Linear"):
+        SplitFederatedTrainer(torch.nn.Linear(1, 1), args, train_dataset=rows_of(0))
+    with pytest.raises(ValueError, match="needs a `train_dataset`"):
+        SplitFederatedTrainer(model, args).train()
+    with pytest.raises(ValueError, match="are a stream"):
+        SplitFederatedTrainer(model, args, train_dataset={"a": rows_of(0).to_iterable_dataset()})
+    with pytest.raises(ValueError, match="A client without rows cannot train: 'b'"):
+        SplitFederatedTrainer(model, args, train_dataset={"a": rows_of(0), "b": rows_of(0).select([])}).train()
+    with pytest.raises(ValueError, match="head_blocks=1, SplitConfig 2"):
+        SplitFederatedTrainer(SplitModel.from_model(model), args, split=SplitConfig(head_blocks=2))
+    with pytest.raises(ValueError, match="blocks"):
+        SplitFederatedTrainer(model, args, split=SplitConfig(head_blocks=4))
+
+
+def test_rows_without_labels_cannot_be_weighed(tmp_path):
+    rows = rows_of(0).remove_columns("labels")
+    trainer = split_trainer(tmp_path, {"a": rows, "b": rows}, SplitConfig(strategy="client_batch"))
+    with pytest.raises(ValueError, match="no labels to count"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_client_whose_weights_are_not_finite_is_named_before_it_reaches_others(strategy, tmp_path):
+    trainer = split_trainer(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy, average_every=1), LORA)
+    create = trainer.create_optimizer
+
+    def poisoned(*args):
+        optimizer = create(*args)
+        client = trainer._federation.clients["client 1"]
+        next(iter(client.trained().values())).data.fill_(float("nan"))
+        return optimizer
+
+    trainer.create_optimizer = poisoned
+    with pytest.raises(ValueError, match="not finite|NaN or infinite"):
+        trainer.train()
+
+
+def test_parameters_that_are_handed_over_are_checked():
+    with pytest.raises(ValueError, match="'w' of client 'a' holds NaN"):
+        PartParameters("a", 3, 1, {"w": torch.tensor([float("nan")])})
+    with pytest.raises(ValueError, match="num_rows must be int"):
+        PartParameters("a", 3, 1.0, {})
+    message = PartParameters("a", 3, 1, {"w": torch.ones(2)})
+    assert torch.equal(PartParameters.from_bytes(message.to_bytes()).state["w"], torch.ones(2))
+
+
+def test_plans_hold_every_step_of_every_client_once():
+    steps = {"a": 3, "b": 1, "c": 2}
+    assert plan_together(steps) == [{"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 1}, {"a": 2}]
+    assert plan_turns(steps, None) == [{"a": 0}, {"a": 1}, {"a": 2}, {"b": 0}, {"c": 0}, {"c": 1}]
+    assert plan_turns(steps, 2) == [{"a": 0}, {"a": 1}, {"b": 0}, {"c": 0}, {"c": 1}, {"a": 2}]
+
+
+def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
+    rows = {name: Dataset.from_dict({"x": list(range(start, start + 5))}) for name, start in (("a", 0), ("b", 5))}
+    collate = dict.fromkeys(rows, lambda batch: [row["x"] for row in batch])
+    steps = SplitSteps(rows, collate, 2, 2, together=True, steps_per_turn=None, seed=3, shuffle=True, drop_last=False)
+    epochs = []
+    for epoch in (0, 1, 0):
+        steps.set_epoch(epoch)
+        epochs.append([steps[number] for number in range(len(steps))])
+        seen = [x for step in epochs[-1] for own in step.values() for batch in own for x in batch]
+        assert sorted(seen) == list(range(10))
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert [len(own) for step in epochs[0] for own in step.values()] == [2, 2, 1, 1]
+
+
+def test_rows_of_a_federated_data_set_are_trained_on_and_evaluated(tmp_path):
+    clients = FederatedDataset.from_dict(clients_of(4, 4))
+    trainer = SplitFederatedTrainer(
+        whole_model(),
+        arguments(tmp_path, include_num_input_tokens_seen="all"),
+        train_dataset=clients,
+        eval_dataset=clients,
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 8 * 7
+    assert trainer.evaluate(clients)["eval_loss"] < before
+    assert trainer.predict(clients["client 0"]).predictions.shape == (4, 7, 40)
+
+
+def test_a_hundred_clients_take_turns(tmp_path):
+    clients = {str(number): rows_of(number, 1, 4) for number in range(100)}
+    trainer = split_trainer(tmp_path, clients, SplitConfig(strategy="serial"), LORA, max_steps=3)
+    assert trainer.train().global_step == 3
