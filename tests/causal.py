@@ -37,12 +37,12 @@ def pieces_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def llama(vocab_size: int, seed: int = 0) -> LlamaForCausalLM:
-    """Two layers of 32. The global generator is left as it was."""
+def llama(vocab_size: int, seed: int = 0, num_layers: int = 2) -> LlamaForCausalLM:
+    """Layers of 32. The global generator is left as it was."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=256,

@@ -1,17 +1,19 @@
-"""A tiny model with its tokenizer, and SuperGLUE's rows, on disk: fixtures for the folders that run recipes."""
+"""Tiny models with their tokenizers, and SuperGLUE's rows, on disk: fixtures for the folders that run recipes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from superglue_raw import benchmark
+from causal import bytes_tokenizer, llama
+from superglue_raw import benchmark, files
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from hf_federated.tasks import superglue_cloze_rows
 from hf_federated.tasks.superglue import LABEL_NAMES
 
 
@@ -49,4 +51,26 @@ def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("superglue")
     for split in ("train", "validation"):
         benchmark().to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model of three layers that reads bytes."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = bytes_tokenizer(["a dull film", "a bright plot"], vocab_size=270)
+    tokenizer.save_pretrained(folder)
+    llama(len(tokenizer), num_layers=3).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cloze_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """COPA as cloze questions, the same rows to train and to test, with an owner each."""
+    folder = tmp_path_factory.mktemp("cloze")
+    rows = superglue_cloze_rows("copa", files("copa"))
+    for column in ("iid_owner", "skewed_owner"):
+        rows = rows.add_column(column, ["first" if number % 2 else "second" for number in range(len(rows))])
+    for split in ("train", "validation"):
+        rows.to_parquet(folder / f"{split}.parquet")
     return folder

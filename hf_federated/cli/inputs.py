@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
 
 from hf_federated.cli.recipe import ModelSection, Recipe, RecipeError, build, recipe_errors
@@ -136,11 +136,12 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
             )
         else:
             loaded = task.load_model(model.name_or_path, revision=model.revision, **changes)
-    if model.lora is None:
+    if model.lora is None and model.prefix is None:
         return loaded
     kind = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
-    config = build("model.lora", LoraConfig, {"task_type": kind, **model.lora})
-    with recipe_errors("model.lora"):
+    section, cls = ("model.lora", LoraConfig) if model.lora is not None else ("model.prefix", PrefixTuningConfig)
+    config = build(section, cls, {"task_type": kind, **(model.lora or model.prefix or {})})
+    with recipe_errors(section):
         return get_peft_model(loaded, config)
 
 

@@ -25,6 +25,7 @@ INTRODUCTIONS = {
     "partition": "a partitioner, by its name, and its arguments; left out for data that belong to clients already",
     "training": "any field of transformers.TrainingArguments; a step of the run is a round",
     "federation": "any field of hf_federated.FederatedConfig",
+    "split": "in place of federation: any field of hf_federated.SplitConfig; a step of the run is an optimizer step",
     "card": "any argument of Trainer.create_model_card",
     "public": "training rows that are set aside for distillation",
     "": "beside the sections",

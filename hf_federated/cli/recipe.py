@@ -2,9 +2,9 @@
 
 A recipe has the sections `model`, `data`, `task` (a task of `hf_federated.tasks` and its arguments), `partition` (a
 partitioner of `hf_federated.data` and its arguments), `training` (any field of `transformers.TrainingArguments`),
-`federation` (any field of [`FederatedConfig`]) and `card` (any argument of `Trainer.create_model_card`), and beside
-them `compare`, `local_clients` and `plots`. Everything is checked before anything is loaded; what is wrong is a
-[`RecipeError`] of one line. How the file is read is in `recipe_file.py`.
+`federation` (any field of [`FederatedConfig`]) or in its place `split` (any field of [`SplitConfig`]), and `card` (any
+argument of `Trainer.create_model_card`), and beside them `compare`, `local_clients` and `plots`. Everything is checked
+before anything is loaded; what is wrong is a [`RecipeError`] of one line. How the file is read is in `recipe_file.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hf_federated.cli.schema import RecipeError, RecipeField, check_section, dat
 from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
 from hf_federated.distillation import build_distillation
+from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq, Task
 
 
@@ -48,6 +49,14 @@ class ModelSection:
     lora: dict[str, Any] | None = field(
         default=None, metadata={"help": "Any fields of peft.LoraConfig; clients then train and send the adapter only."}
     )
+    prefix: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Any fields of peft.PrefixTuningConfig (p-tuning v2); the prefixes alone are trained."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.prefix is not None:
+            raise RecipeError("model: give either lora or prefix; a model has one adapter.")
 
 
 @dataclass
@@ -163,6 +172,7 @@ class Recipe:
         partition ([`Choice`], *optional*): Who has which rows; `None` where the data set says so itself.
         training (`dict`, *optional*): Fields of `transformers.TrainingArguments`.
         federation (`dict`, *optional*): Fields of [`FederatedConfig`].
+        split (`dict`, *optional*): Fields of [`SplitConfig`]: the model is split, and there are no rounds.
         card (`dict`, *optional*): Arguments of `Trainer.create_model_card`.
         public ([`PublicSection`], *optional*): Rows that are set aside for distillation.
         client_models (`list[ClientModelSection]`, *optional*): Models that are dealt out to the clients in turn.
@@ -180,6 +190,7 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    split: dict[str, Any] | None = None
     public: PublicSection | None = None
     client_models: list[ClientModelSection] = field(
         default_factory=list,
@@ -206,6 +217,10 @@ class Recipe:
             )
         if self.model.decoder_name_or_path is not None and not self.task.joins_models:
             raise RecipeError(f"model.decoder_name_or_path is for tasks of seq2seq; this one is {self.task.name}.")
+        if self.split is not None:
+            for name in ("federation", "public", "client_models"):
+                if getattr(self, name):
+                    raise RecipeError(f"split: clients of a split model have no {name}; leave that section out.")
         if self.public is not None and self.partition is None:
             raise RecipeError("public sets rows aside before they are cut into clients; name a partition.")
 
@@ -271,6 +286,7 @@ def sections(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
         "federation": _federation_fields(),
         "card": _card_fields(),
         "public": dataclass_fields(PublicSection),
+        "split": dataclass_fields(SplitConfig),
         "": {name: top[name] for name in BESIDE},
     }
 
@@ -325,8 +341,8 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     for key in values:
         if key not in known and key not in beside and key not in chosen:
             raise unknown_field(str(key), str(key), [*known, *chosen, *beside])
-    # A section that sets rows aside is there or not.
-    absent = {"public"} if values.get("public") is None else set()
+    # Sections that set rows aside, or split the model, are there or not.
+    absent = {name for name in ("public", "split") if values.get(name) is None}
     checked = {
         name: check_section(name, values.get(name), fields) for name, fields in known.items() if name not in absent
     }
@@ -340,7 +356,8 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         training=checked["training"],
         federation=checked["federation"],
         card=checked["card"],
-        public=None if absent else PublicSection(**checked["public"]),
+        split=checked.get("split"),
+        public=None if "public" in absent else PublicSection(**checked["public"]),
         **{**others, "compare": others.get("compare") or [], "client_models": models},
     )
 
@@ -364,6 +381,8 @@ def check_recipe(values: Mapping[str, Any]) -> None:
         RecipeError: If it cannot be run.
     """
     recipe = parse_recipe(values)
+    if recipe.split is not None:
+        build("split", SplitConfig, recipe.split)
     federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
     with recipe_errors("federation"):
         build_aggregation(federation.aggregation, federation.aggregation_kwargs)

@@ -21,6 +21,7 @@ from hf_federated.config import FederatedConfig
 from hf_federated.data.plots import require_matplotlib
 from hf_federated.data.source import content_hash
 from hf_federated.distillation import DISTILLATIONS
+from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
 
 
@@ -31,9 +32,10 @@ class Run:
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved.
+        federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved; of a split model the
+            rounds are its epochs, and it says no more than how long baselines train.
         inputs ([`~hf_federated.cli.inputs.Inputs`]): Training clients and test rows.
-        trainer ([`FederatedTrainer`]): Ready to train.
+        trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): Ready to train.
         baselines ([`~hf_federated.cli.baselines.Baselines`]): Ready to train.
     """
 
@@ -94,6 +96,8 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         "data_collator": inputs.task.data_collator(tokenizer),
         **inputs.metrics,
     }
+    if recipe.split is not None:
+        return _build_split(recipe, args, inputs, model, shared)
     with recipe_errors("federation"):
         trainer_class: Any = inputs.task.trainer_class
         trainer = federate(trainer_class)(
@@ -105,6 +109,21 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         model, args, trainer.federation, inputs.train, inputs.test, inputs.task.trainer_class, **shared
     )
     return Run(recipe, trainer.federation, inputs, trainer, baselines)
+
+
+def _build_split(recipe: Recipe, args: TrainingArguments, inputs: Inputs, model: Any, shared: dict[str, Any]) -> Run:
+    """The run of a split model. Baselines train the whole one for as many passes over the rows."""
+    if args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs):
+        raise RecipeError("split: give whole training.num_train_epochs, so that baselines see each row as often.")
+    trainer_class: Any = inputs.task.trainer_class
+    epochs = FederatedConfig(num_rounds=int(args.num_train_epochs), clients_per_round=1.0)
+    baselines = Baselines(model, args, epochs, inputs.train, inputs.test, trainer_class, **shared)
+    split: SplitConfig = build("split", SplitConfig, recipe.split or {})
+    with recipe_errors("split"):
+        trainer = split_federate(trainer_class)(
+            model=model, args=args, train_dataset=inputs.train, eval_dataset=inputs.test, split=split, **shared
+        )
+    return Run(recipe, epochs, inputs, trainer, baselines)
 
 
 def _rows_of(
@@ -196,7 +215,7 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
                 raise RecipeError(
                     f"{error} (It went on from a checkpoint in {folder}; without it, it begins anew.)"
                 ) from error
-            num_rounds = run.federation.num_rounds
+            num_rounds = run.trainer.state.max_steps
             result |= {"num_rounds": num_rounds, **_read_logs(run.trainer.state.log_history, num_rounds)}
             if found:
                 result["seconds"] = None  # those of the rest

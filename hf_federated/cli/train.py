@@ -47,7 +47,10 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
     for line in run.describe():
         echo(line)
     baselines = _train_baselines(run, echo)
-    echo(f"Federated (rounds: {run.federation.num_rounds}; so count the bar and the logs):")
+    if recipe.split is not None:
+        echo(f"Split (epochs: {run.federation.num_rounds}; the bar and the logs count optimizer steps):")
+    else:
+        echo(f"Federated (rounds: {run.federation.num_rounds}; so count the bar and the logs):")
     federated = run_federated(run)
     raw = run.inputs.raw
     held_out = raw.test_clients if recipe.data.test_split is None else None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from recipe_inputs import WORDS, model_dir, superglue_dir
+from recipe_inputs import WORDS, cloze_dir, llama_dir, model_dir, superglue_dir
 
 
-__all__ = ["model_dir", "superglue_dir"]
+__all__ = ["cloze_dir", "llama_dir", "model_dir", "superglue_dir"]
 
 
 @pytest.fixture(scope="session")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from causal import bytes_tokenizer, llama
 from datasets import concatenate_datasets
 from superglue_raw import files
 
-from hf_federated.cli.recipe import load_recipe
+from hf_federated.cli.recipe import RecipeError, check_recipe, load_recipe
+from hf_federated.cli.recipe_file import read_values
+from hf_federated.cli.runs import measure
 from hf_federated.cli.train import train
 from hf_federated.tasks import superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    tokenizer = bytes_tokenizer(["a dull film", "a bright plot"], vocab_size=270)
-    tokenizer.save_pretrained(folder)
-    llama(len(tokenizer)).save_pretrained(folder)
-    return folder
 
 
 def test_a_recipe_fills_blanks(recipe_path, llama_dir, tmp_path):
@@ -57,3 +47,36 @@ def test_a_recipe_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
     assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
     assert 0 <= results["federated"]["metrics"]["rougeL"] <= 1
     assert 0 <= results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
+
+
+@pytest.mark.parametrize("adapter", ["lora: {r: 2}", "prefix: {num_virtual_tokens: 2}"])
+def test_a_grid_measures_a_split_model(recipe_path, llama_dir, cloze_dir, adapter, tmp_path):
+    overrides = [
+        f"model={{name_or_path: {llama_dir}, {adapter}}}",
+        f"data={{path: {cloze_dir}, test_split: validation}}",
+        "task={name: superglue-cloze, max_length: 200}",
+        "partition={name: iid, num_clients: 2}",
+        "federation=null",
+        "training.num_train_epochs=2",
+        "training.eval_strategy=epoch",
+        "split={strategy: client_batch, average_every: 1}",
+    ]
+    values = read_values(recipe_path, overrides)
+    results = {name: measure(values, name, tmp_path / name) for name in ("federated", "centralized")}
+    assert results["federated"]["num_epochs"] == results["centralized"]["num_epochs"] == 2
+    assert results["federated"]["bytes_up"] > 0 and results["federated"]["num_clients"] == 2
+    for result in results.values():
+        assert 0 <= result["metrics"]["accuracy"] <= 1
+    assert results["federated"]["history"][-1]["round"] == results["federated"]["num_rounds"]
+
+
+def test_a_split_recipe_says_what_does_not_go_with_it(recipe_path):
+    for override, message in (
+        ("federation.num_rounds=3", "split: clients of a split model have no federation"),
+        ("split.strategy=parallel", "choose one of serial"),
+        ("split.period=3", "period"),
+        ("model.prefix={num_virtual_tokens: 2}", "either lora or prefix"),
+    ):
+        changes = ["split={strategy: serial}", "federation=null", "model.lora={r: 2}", override]
+        with pytest.raises(RecipeError, match=message):
+            check_recipe(read_values(recipe_path, changes))
