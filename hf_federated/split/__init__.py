@@ -5,6 +5,7 @@ from .body import BodyServer
 from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
 from .cut import Cut
+from .envelope import PeerEnvelopes
 from .families import LAYOUTS, layout_of
 from .layouts import BlockRunner, Layout, Places
 from .loading import load_parts
@@ -34,6 +35,7 @@ __all__ = [
     "LocalLink",
     "Meeting",
     "Part",
+    "PeerEnvelopes",
     "Places",
     "Prefix",
     "SealedEnd",

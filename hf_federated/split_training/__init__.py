@@ -3,6 +3,8 @@
 from .config import SplitConfig
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer, Party
+from .remote import LateError, RemoteFederation
+from .server import RunFailedError, TrainingServer
 from .steps import SplitSteps, plan_together, plan_turns
 from .trainer import SplitFederatedTrainer, split_federate
 from .transfer import PartParameters
@@ -11,12 +13,16 @@ from .transfer import PartParameters
 __all__ = [
     "ClientParty",
     "JointOptimizer",
+    "LateError",
     "PartParameters",
     "Party",
+    "RemoteFederation",
+    "RunFailedError",
     "SplitConfig",
     "SplitFederatedTrainer",
     "SplitFederation",
     "SplitSteps",
+    "TrainingServer",
     "plan_together",
     "plan_turns",
     "split_federate",

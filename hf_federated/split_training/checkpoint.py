@@ -24,6 +24,7 @@ from ..split.parts import Part
 from ..split.saving import load_saved_parts, save_parts
 from .federation import SplitFederation
 from .parties import Party
+from .remote import RemoteFederation
 
 
 RUN_FILE = "split.safetensors"
@@ -31,7 +32,7 @@ TRAINING_FILE = "training.safetensors"
 PARTIES_DIR = "parties"
 
 
-def save_parties(federation: SplitFederation, checkpoint: Path) -> None:
+def save_parties(federation: SplitFederation | RemoteFederation, checkpoint: Path) -> None:
     """Write every party's part and state into a checkpoint that is being made."""
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
     check_weights(checkpoint)
 
 
-def load_parties(federation: SplitFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
+def load_parties(federation: SplitFederation | RemoteFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
     """
     Take back what `save_parties` wrote.
 
@@ -79,7 +80,13 @@ def party_directory(checkpoint: str | os.PathLike[str], name: str) -> Path:
     return Path(checkpoint) / FEDERATED_DIR / PARTIES_DIR / escape_client_id(name)
 
 
-def save_party(party: Party, config: PretrainedConfig, directory: Path, adapter: PeftConfig | None) -> None:
+def save_party(
+    party: Party,
+    config: PretrainedConfig,
+    directory: Path,
+    adapter: PeftConfig | None,
+    run: dict[str, Any] | None = None,
+) -> None:
     """
     Write one party's part and state.
 
@@ -88,17 +95,22 @@ def save_party(party: Party, config: PretrainedConfig, directory: Path, adapter:
         config (`PretrainedConfig`): The whole model's.
         directory (`Path`): Where to. It is created.
         adapter (`PeftConfig`, *optional*): What its adapters were made from.
+        run (`dict[str, Any]`, *optional*): What else it keeps.
     """
     save_parts(parts_of(party), config, directory, adapter)
-    training: dict[str, Any] = {"optimizer": None if party.optimizer is None else party.optimizer.state_dict()}
+    optimizer = None if party.optimizer is None else party.optimizer.state_dict()
+    training: dict[str, Any] = {"optimizer": optimizer, "run": run}
     # What is saved of an adapter may be made from what is trained, and cannot be turned back.
     training["trained"] = party.state() if adapter is not None else None
     (directory / TRAINING_FILE).write_bytes(pack(training))
 
 
-def load_party(party: Party, directory: Path, adapter: bool) -> None:
+def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
     """
     Take one party's part and state.
+
+    Returns:
+        `dict[str, Any]`: What else it kept.
 
     Raises:
         ValueError: If a file is missing or damaged, or of another party.
@@ -112,6 +124,7 @@ def load_party(party: Party, directory: Path, adapter: bool) -> None:
         raise ValueError(f"{directory} is of a party that trained otherwise: other parameters are frozen there.")
     if party.optimizer is not None:
         party.optimizer.load_state_dict(training["optimizer"])
+    return training["run"] or {}
 
 
 def parts_of(party: Party) -> list[Part]:

@@ -27,8 +27,6 @@ def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
         ValueError: If there is none, it cannot be cut, or it is cut otherwise already.
     """
     if isinstance(model, SplitModel):
-        if model.server_body is None:
-            raise ValueError("The server's blocks of this SplitModel are elsewhere; here all parties run together.")
         for name in ("head_blocks", "tail_blocks"):
             given, said = getattr(model.cut, name), getattr(config, name)
             if given != said:
@@ -90,3 +88,20 @@ def check_split_arguments(
     for wrong, what, instead in refused:
         if wrong:
             raise ValueError(f"{what} is not supported in a split: use {instead}.")
+
+
+def own_rows(client_id: str, rows: Any) -> dict[str, Any]:
+    """
+    The rows of a client whose server is elsewhere.
+
+    Raises:
+        ValueError: If others' rows are among them.
+    """
+    if not isinstance(rows, Mapping):
+        return {client_id: rows}
+    if list(rows) != [client_id]:
+        raise ValueError(
+            f"This is client {client_id!r} of a networked run, and train_dataset has the rows of {sorted(rows)}: a "
+            "client has its own."
+        )
+    return {client_id: rows[client_id]}

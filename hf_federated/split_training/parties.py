@@ -7,7 +7,7 @@ clips its own: `√Σ‖g_part‖²`, as of the unsplit model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ class JointOptimizer(torch.optim.Optimizer):
     Args:
         parties (`Mapping[str, Party]`): All parties.
         max_grad_norm (`float`): As in the training arguments.
+        shared_norm (`Callable[[float], float | None]`, *optional*): From the squared norm of a group's gradients here,
+            that of everybody who shares its model, some of whom are elsewhere; `None` where it must not step.
 
     Attributes:
         groups (`list[list[str]]`): Who steps next: parties that clip by one norm, which share a model. What trains
@@ -101,8 +103,14 @@ class JointOptimizer(torch.optim.Optimizer):
         norm (`float`): Of the last step, before clipping: the mean over the groups.
     """
 
-    def __init__(self, parties: Mapping[str, Party], max_grad_norm: float) -> None:
+    def __init__(
+        self,
+        parties: Mapping[str, Party],
+        max_grad_norm: float,
+        shared_norm: Callable[[float], float | None] = math.sqrt,
+    ) -> None:
         self.parties = parties
+        self.shared_norm = shared_norm
         self.max_grad_norm = max_grad_norm
         self.groups: Sequence[Sequence[str]] = []
         self.norm = 0.0
@@ -118,9 +126,12 @@ class JointOptimizer(torch.optim.Optimizer):
         norms = []
         for names in self.groups:
             members = [self.parties[name] for name in names]
-            norms.append(total_norm([member.squared_norm() for member in members]))
+            norm = self.shared_norm(math.fsum(member.squared_norm() for member in members))
+            if norm is None:
+                continue
+            norms.append(norm)
             for member in members:
-                member.step(norms[-1], self.max_grad_norm)
+                member.step(norm, self.max_grad_norm)
         self.groups = []
         self.norm = math.fsum(norms) / max(len(norms), 1)
 

@@ -36,6 +36,8 @@ class SplitSteps(Dataset[StepBatches]):
         seed (`int`): Of the order of rows. A single client's order is that of `Trainer` with this seed.
         shuffle (`bool`): Whether rows are drawn in another order in each epoch.
         drop_last (`bool`): Whether rows that fill no batch are left out.
+        steps_of (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, where others are elsewhere.
+            Items then hold the batches of those that are here.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SplitSteps(Dataset[StepBatches]):
         seed: int,
         shuffle: bool,
         drop_last: bool,
+        steps_of: Mapping[str, int] | None = None,
     ) -> None:
         self.rows = rows
         self.collate = collate
@@ -59,15 +62,14 @@ class SplitSteps(Dataset[StepBatches]):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        steps = {client_id: -(-self._num_batches(len(own)) // num_batches) for client_id, own in rows.items()}
+        steps = {own: steps_of_rows(len(rows[own]), batch_size, num_batches, drop_last) for own in rows}
         idle = [client_id for client_id, number in steps.items() if not number]
         if idle:
             raise ValueError(f"Client {idle[0]!r} has {len(rows[idle[0]])} rows, of which no batch can be made.")
+        steps = dict(steps if steps_of is None else steps_of)
+        self._alone = len(steps) == 1
         self._plan = plan_together(steps) if together else plan_turns(steps, steps_per_turn)
         self.set_epoch(0)
-
-    def _num_batches(self, num_rows: int) -> int:
-        return num_rows // self.batch_size if self.drop_last else -(-num_rows // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of an epoch's rows, which follows from its number alone."""
@@ -76,10 +78,11 @@ class SplitSteps(Dataset[StepBatches]):
             order = list(range(len(own)))
             if self.shuffle:
                 # Of one client, as accelerate's `SeedableRandomSampler` draws it.
-                seed = self.seed if len(self.rows) == 1 else derived_seed(self.seed, "rows", client_id)
+                seed = self.seed if self._alone else derived_seed(self.seed, "rows", client_id)
                 order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
             size = self.batch_size
-            batches = [order[start * size :][:size] for start in range(self._num_batches(len(own)))]
+            number = batches_of_rows(len(own), size, self.drop_last)
+            batches = [order[start * size :][:size] for start in range(number)]
             self._batches[client_id] = [
                 batches[start:][: self.num_batches] for start in range(0, len(batches), self.num_batches)
             ]
@@ -93,7 +96,8 @@ class SplitSteps(Dataset[StepBatches]):
         return sum(len(own) for own in self.rows.values())
 
     def __getitem__(self, index: int) -> StepBatches:
-        return {client_id: self._fetch(client_id, number) for client_id, number in self._plan[index].items()}
+        step = self._plan[index]
+        return {client_id: self._fetch(client_id, step[client_id]) for client_id in step if client_id in self.rows}
 
     def _fetch(self, client_id: str, number: int) -> list[Any]:
         own, collate = self.rows[client_id], self.collate[client_id]
@@ -101,6 +105,16 @@ class SplitSteps(Dataset[StepBatches]):
         if isinstance(own, RowDataset):
             return [collate(own.__getitems__(batch)) for batch in batches]
         return [collate([own[row] for row in batch]) for batch in batches]
+
+
+def batches_of_rows(num_rows: int, batch_size: int, drop_last: bool) -> int:
+    """Batches that rows make."""
+    return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+
+
+def steps_of_rows(num_rows: int, batch_size: int, num_batches: int, drop_last: bool) -> int:
+    """Optimizer steps that rows make, of so many batches each."""
+    return -(-batches_of_rows(num_rows, batch_size, drop_last) // num_batches)
 
 
 def plan_together(num_steps: Mapping[str, int]) -> list[dict[str, int]]:

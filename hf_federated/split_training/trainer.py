@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +32,17 @@ from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..ledger import Ledger
 from ..split.adapters import load_adapter
+from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
+from ..split.saving import save_parts
 from .checkpoint import check_checkpoint, load_parties, save_parties
-from .checks import as_split_model, check_split_arguments
+from .checks import as_split_model, check_split_arguments, own_rows
 from .config import SplitConfig
+from .digest import run_digest
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer
-from .steps import SplitSteps, StepBatches, only_item
+from .remote import RemoteFederation
+from .steps import SplitSteps, StepBatches, only_item, steps_of_rows
 
 
 if TYPE_CHECKING:
@@ -49,7 +54,8 @@ else:
 class SplitMixin(_Base):
     """What `split_federate()` puts before a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`]."""
 
-    _federation: SplitFederation | None = None
+    _federation: SplitFederation | RemoteFederation | None = None
+    _remote: RemoteFederation | None = None
     _joint_optimizer: JointOptimizer | None = None
     # Whether the model that is evaluated and saved is older than what the parties trained.
     _is_behind = False
@@ -64,9 +70,12 @@ class SplitMixin(_Base):
         eval_dataset: Any = None,
         *,
         split: SplitConfig | None = None,
+        envelopes: PeerEnvelopes | None = None,
         **kwargs: Any,
     ) -> None:
         self.split = SplitConfig() if split is None else split
+        if train_dataset is not None and isinstance(model, SplitModel) and model.server_body is None:
+            train_dataset = own_rows(model.boundary.client_id, train_dataset)
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
         check_split_arguments(args, self.split, clients, kwargs)
         if isinstance(eval_dataset, FederatedDataset):
@@ -76,6 +85,8 @@ class SplitMixin(_Base):
         self.clients = clients
         self.train_dataset = clients
         self.ledger = Ledger()
+        self._envelopes = envelopes
+        self._remote: RemoteFederation | None = None
         self._resume_from: str | None = None
         self._user_args = self.args
         self.add_callback(_StepEnd(self))
@@ -108,8 +119,11 @@ class SplitMixin(_Base):
         if self.clients is None:
             raise ValueError("Training needs a `train_dataset`: a FederatedDataset, or client ids with their rows.")
         self._user_args = self.args
-        self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
         self.ledger = Ledger()
+        if self.model.server_body is None:
+            self._resume_from = self._join(resume_from_checkpoint)
+        else:
+            self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
         try:
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
@@ -132,6 +146,30 @@ class SplitMixin(_Base):
             resume_from_checkpoint = os.fspath(checkpoints[-1])
         check_checkpoint(resume_from_checkpoint)
         return resume_from_checkpoint
+
+    def _join(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Join a networked run; the checkpoint to go on from, if everybody has one of the same step."""
+        assert self.clients is not None
+        if self._remote is not None:
+            raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
+        if not isinstance(resume_from_checkpoint, (bool, type(None))):
+            raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
+        checkpoints = list_checkpoints(self.args.output_dir) if resume_from_checkpoint else []
+        paths = {int(path.name.rpartition("-")[2]): os.fspath(path) for path in checkpoints}
+        args, num_rows = self.args, len(self.clients[next(iter(self.clients))])
+        num_steps = steps_of_rows(
+            num_rows, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
+        )
+        seed = args.seed if self.split.split_seed is None else self.split.split_seed
+        self._remote = RemoteFederation(self.model, self.split, seed, self.ledger, self._envelopes)
+        digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
+        step = self._remote.join(digest, num_steps, num_rows, list(paths))
+        return paths[step] if step else None
+
+    def leave(self) -> None:
+        """Of a networked run: tell the server that nothing more is asked of it, also no evaluation."""
+        if self._remote is not None:
+            self._remote.leave()
 
     # ---- What Trainer's loop goes over
 
@@ -158,6 +196,7 @@ class SplitMixin(_Base):
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last=args.dataloader_drop_last,
+            steps_of=None if self._remote is None else self._remote.steps_of,
         )
         workers = args.dataloader_num_workers
         return self.accelerator.prepare(
@@ -190,23 +229,32 @@ class SplitMixin(_Base):
         """One optimizer for each party, which step together."""
         if not self.is_in_train or self.clients is None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)
-        seed = self.args.seed if self.split.split_seed is None else self.split.split_seed
-        self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
+        if self._remote is not None:
+            self._federation = self._remote
+        else:
+            seed = self.args.seed if self.split.split_seed is None else self.split.split_seed
+            self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
         parties = self._federation.parties
         for party in parties.values():
             self.optimizer = None
             if party.trained():
                 super().create_optimizer(party.module)
                 party.optimizer = self.optimizer
-        self.optimizer = self._joint_optimizer = JointOptimizer(parties, self._user_args.max_grad_norm)
+        norm = math.sqrt if self._remote is None else self._remote.shared_norm
+        self.optimizer = self._joint_optimizer = JointOptimizer(parties, self._user_args.max_grad_norm, norm)
         return self.optimizer
 
-    def take_up_checkpoint(self) -> None:
-        """Give every party the part and state that it had, where a checkpoint is resumed."""
+    def begin(self) -> None:
+        """Before the first step: give every party the part and state that it had, where a checkpoint is resumed."""
+        if self._remote is not None:
+            self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None and self._federation is not None:
             self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
+            if self._remote is not None:
+                # What was on its way when the run broke off.
+                self._remote.hand_over()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -297,8 +345,14 @@ class SplitMixin(_Base):
         if self.args.should_save:
             self.split.save_pretrained(output_dir)
             self.ledger.save(output_dir)
-        with self._arguments(self._user_args):
-            super().save_model(output_dir, _internal_call)
+        if self._remote is None:
+            with self._arguments(self._user_args):
+                super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            parts = [self.model.client_head, self.model.client_tail]
+            save_parts(parts, self.model.config, output_dir, self.model.adapter_config)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The parent's checkpoint and every party's part, written aside and put in place by one rename."""
@@ -329,11 +383,15 @@ class SplitMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Adapters come with the parties, as they are trained.
-        if self._resume_from is None or self.model.adapter_config is None:
+        if self._remote is None and (self._resume_from is None or self.model.adapter_config is None):
             given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
             super()._load_from_checkpoint(*given)
 
     def _load_best_model(self) -> None:
+        if self._remote is not None:
+            raise ValueError(
+                "Every client of a networked run has results of its own: set load_best_model_at_end=False."
+            )
         if self.model.adapter_config is None or self._federation is None:
             super()._load_best_model()
             return
@@ -366,7 +424,7 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.take_up_checkpoint()
+        self._trainer.begin()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,0 +1,319 @@
+"""A networked run as one of its clients sees it: it trains its head and tail, and the server is behind a link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..aggregation import WeightedMean
+from ..generators import derived_seed, own_draws, seed_torch
+from ..ledger import Ledger
+from ..split.boundary import Link
+from ..split.envelope import PeerEnvelopes
+from ..split.model import SplitModel
+from .config import SplitConfig
+from .control import (
+    Begin,
+    Begun,
+    Fetch,
+    Fetched,
+    Finish,
+    Join,
+    Joined,
+    Late,
+    Send,
+    Sent,
+    Step,
+    Stepped,
+    as_bytes,
+    as_tensor,
+)
+from .federation import ClientParty, TrainClient
+from .links import CountedLink
+from .parties import JointOptimizer, Party
+from .steps import plan_together, plan_turns
+from .transfer import PartParameters
+
+
+class LateError(RuntimeError):
+    """The others waited for this client as long as they may, and the step went on without it."""
+
+
+class RunLink:
+    """
+    A client's link to the server of a run, for passages and for what is said about the run.
+
+    Args:
+        link ([`~split.Link`]): What carries messages.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def exchange(self, blob: bytes) -> bytes:
+        """
+        Carry a message and its answer.
+
+        Raises:
+            LateError: If the step went on without this client.
+        """
+        answer = self.link.exchange(blob)
+        try:
+            Late.from_bytes(answer)
+        except ValueError:
+            return answer
+        raise LateError("The step went on without this client.")
+
+    def end_step(self) -> None:
+        """An optimizer step ended."""
+        self.link.end_step()
+
+    def ask(self, message: Any, answer: type[Any]) -> Any:
+        """The answer to what is said about the run."""
+        return answer.from_bytes(self.exchange(message.to_bytes()))
+
+
+class RemoteFederation:
+    """
+    The client's side of a networked run, in the place of a [`SplitFederation`].
+
+    Args:
+        model ([`SplitModel`]): The client's head and tail, with a link to a [`TrainingServer`]; no body.
+        config ([`SplitConfig`]): As the server has it.
+        seed (`int`): Of what this client draws.
+        ledger ([`Ledger`]): Counts what crosses, by optimizer step.
+        envelopes ([`~split.envelope.PeerEnvelopes`], *optional*): Seals parameters for other clients. One client alone
+            needs none.
+    """
+
+    def __init__(
+        self,
+        model: SplitModel,
+        config: SplitConfig,
+        seed: int,
+        ledger: Ledger,
+        envelopes: PeerEnvelopes | None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.seed = seed
+        self.ledger = ledger
+        self.envelopes = envelopes
+        self.client_id = model.boundary.client_id
+        self.step = 0
+        self.max_steps = 0
+        self.client_ids: list[str] = []
+        self.num_late = 0
+        self._link = RunLink(CountedLink(model.boundary.link, self.client_id, self._count))
+        model.boundary.link = self._link
+        model.boundary.defers_backward = config.strategy == "client_batch"
+        self.client = ClientParty(self.client_id, model)
+        self.plan: list[dict[str, int]] = []
+        self._averaged_at = -1
+        self._finished = False
+
+    def _count(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
+        self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
+
+    def join(self, digest: str, num_steps: int, num_rows: int, checkpoints: Sequence[int]) -> int:
+        """
+        Wait until everybody is there.
+
+        Args:
+            digest (`str`): Of all settings that parties must have in common.
+            num_steps (`int`): Optimizer steps that this client's rows make in an epoch.
+            num_rows (`int`): Its rows.
+            checkpoints (`Sequence[int]`): Steps of the checkpoints that it can go on from.
+
+        Returns:
+            `int`: The step to go on from; 0 begins anew.
+
+        Raises:
+            ValueError: If the server refuses, or others could not be sent what is sealed for them.
+        """
+        introduction = b"" if self.envelopes is None else self.envelopes.introduction(digest)
+        message = Join(self.client_id, digest, num_steps, num_rows, sorted(checkpoints), as_tensor(introduction))
+        joined: Joined = self._link.ask(message, Joined)
+        self.client_ids = list(joined.steps_of)
+        if len(self.client_ids) > 1:
+            if self.envelopes is None:
+                raise ValueError(
+                    "Clients hand parameters over, or average them, sealed for one another: give `envelopes`, with "
+                    "the fingerprints of the others."
+                )
+            self.envelopes.meet(digest, {own: as_bytes(value) for own, value in joined.introductions.items()})
+        together = self.config.strategy != "serial"
+        steps = joined.steps_of
+        self.plan = plan_together(steps) if together else plan_turns(steps, self.config.steps_per_turn)
+        return joined.resume_step
+
+    @property
+    def steps_of(self) -> dict[str, int]:
+        """Steps of each client in an epoch."""
+        return {own: sum(own in step for step in self.plan) for own in self.client_ids}
+
+    @property
+    def parties(self) -> dict[str, Party]:
+        """This client."""
+        return {self.client.name: self.client}
+
+    def _taking_part(self, step: int) -> list[str]:
+        return list(self.plan[step % len(self.plan)])
+
+    def run_step(
+        self,
+        step: int,
+        batches: Mapping[str, Any],
+        num_rows: Mapping[str, int],
+        num_targets: Mapping[str, int | None],
+        train: TrainClient,
+        optimizer: JointOptimizer,
+    ) -> torch.Tensor:
+        """As of a [`SplitFederation`]; nothing where this client takes no part in the step."""
+        self.step = step
+        optimizer.groups = []
+        if self.client_id not in batches:
+            return torch.zeros(())
+        boundary = self.model.boundary
+        try:
+            self._take_over()
+            own = batches[self.client_id]
+            self._link.ask(Begin(self.client_id, step, len(own), num_rows[self.client_id]), Begun)
+            boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
+            with own_draws(self.seed):
+                seed_torch(derived_seed(self.seed, "client", self.client_id, step))
+                loss = train(self.client, own)
+        except LateError:
+            self._give_up_step()
+            return torch.zeros(())
+        self.client.num_rows += num_rows[self.client_id]
+        optimizer.groups = [[self.client.name]]
+        return loss
+
+    def _give_up_step(self) -> None:
+        self.num_late += 1
+        self.client.zero_grad()
+
+    def shared_norm(self, squared_norm: float) -> float | None:
+        """
+        The norm by which this client clips: that of everybody who shares the step.
+
+        Args:
+            squared_norm (`float`): Of this client's gradients.
+
+        Returns:
+            `float`: The norm; `None` where the step went on without this client, which then must not step.
+        """
+        try:
+            stepped: Stepped = self._link.ask(Step(self.client_id, self.step, squared_norm), Stepped)
+        except LateError:
+            self._give_up_step()
+            return None
+        return stepped.norm
+
+    def _take_over(self) -> None:
+        """Of clients that hand over: what the one before trained."""
+        if self.config.hands_over and self.step > 0:
+            (before,) = self._taking_part(self.step - 1)
+            if before != self.client_id:
+                self.client.load(self._fetch(before).state)
+
+    def hand_over(self) -> None:
+        """Of clients that hand over: to the one whose turn follows on this client's."""
+        if not self.config.hands_over or self.step in (0, self.max_steps):
+            return
+        (before,), (after,) = self._taking_part(self.step - 1), self._taking_part(self.step)
+        if before == self.client_id != after:
+            self._send(after, self.client.state())
+
+    def end_step(self, num_steps: int) -> None:
+        """Hand over or average, where it is time."""
+        self.step = num_steps
+        every = self.config.average_every
+        if every is not None and num_steps % every == 0:
+            self.average()
+        self.hand_over()
+        if num_steps == self.max_steps:
+            self.finish()
+
+    def average(self) -> None:
+        """
+        All clients' parts become their mean, weighted by rows. The first client makes it: the server must not see
+        what it is made of.
+        """
+        self._averaged_at = self.step
+        first = self.client_ids[0]
+        if self.client_id != first:
+            self._send(first, self.client.state())
+            self.client.load(self._fetch(first).state)
+        else:
+            messages = [PartParameters(first, self.step, self.client.num_rows, self.client.state())]
+            messages += [self._fetch(own) for own in self.client_ids[1:]]
+            weighted = [own for own in messages if own.num_rows]
+            mean = WeightedMean()
+            for own in weighted or messages:
+                mean.add(own.state, own.num_rows or 1)
+            state = mean.finalize()
+            for other in self.client_ids[1:]:
+                self._send(other, state)
+            self.client.load(state)
+        self.client.num_rows = 0
+
+    def finish(self) -> None:
+        """After the last step: every client has what the last holder trained, or the mean of all."""
+        if self._finished:
+            return
+        self._finished = True
+        if not self.config.hands_over:
+            if self._averaged_at != self.step:
+                self.average()
+        else:
+            (holder,) = self._taking_part(self.max_steps - 1)
+            if holder == self.client_id:
+                for other in self.client_ids:
+                    if other != holder:
+                        self._send(other, self.client.state())
+            else:
+                self.client.load(self._fetch(holder).state)
+
+    def leave(self) -> None:
+        """Tell the server that nothing more is asked of it."""
+        if self._finished:
+            self._link.exchange(Finish(self.client_id, self.step).to_bytes())
+
+    def _send(self, recipient: str, state: Mapping[str, torch.Tensor]) -> None:
+        assert self.envelopes is not None
+        payload = PartParameters(self.client_id, self.step, self.client.num_rows, dict(state)).to_bytes()
+        sealed = self.envelopes.seal(recipient, f"step {self.step}", payload)
+        self._link.ask(Send(self.client_id, self.step, recipient, as_tensor(sealed)), Sent)
+
+    def _fetch(self, sender: str) -> PartParameters:
+        assert self.envelopes is not None
+        fetched: Fetched = self._link.ask(Fetch(self.client_id, self.step, sender), Fetched)
+        payload = self.envelopes.open(sender, f"step {self.step}", as_bytes(fetched.sealed))
+        return PartParameters.from_bytes(payload)
+
+    def copy_into_model(self) -> None:
+        """Nothing: the model is this client's own."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the party's own state."""
+        return {
+            "config": self.config.to_dict(),
+            "client_id": self.client_id,
+            "clients": self.client_ids,
+            "num_rows": self.client.num_rows,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: If the run was another one.
+        """
+        expected = {"config": self.config.to_dict(), "client_id": self.client_id, "clients": self.client_ids}
+        for name, own in expected.items():
+            if state.get(name) != own:
+                raise ValueError(f"The checkpoint is of a run with {name}={state.get(name)}, this one has {own}.")
+        self.client.num_rows = state["num_rows"]

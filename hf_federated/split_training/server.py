@@ -1,0 +1,405 @@
+"""The server of a networked run: it holds the body, says whose step it is, and carries what clients send each other.
+
+It answers messages, whatever brings them; a transport calls it from a thread for each client, and waiting happens
+here. All clients go through the same numbered steps. A step begins when the one before it has ended, and ends when
+everybody who takes part has sent its gradients' norm and the server has stepped. Where clients meet (`"client_batch"`)
+a deadline may be set, after which the step goes on without those that are missing; they hear that they are late.
+
+Nothing here sees tokens, labels or losses, nor parameters of a head or tail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.utils import logging
+
+from ..adapters.copying import copy_model
+from ..aggregation import WeightedMean
+from ..checkpoint import list_checkpoints, publish, rotate, staged_directory
+from ..split.body import BodyServer
+from ..split.messages import Backward, Forget, Forward
+from ..split.parts import Part
+from ..split.saving import save_parts
+from ..split.wire import Wire
+from .checkpoint import load_party, party_directory, save_party
+from .config import SplitConfig
+from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
+from .parties import Party, total_norm
+from .schedule import create_optimizers, number_of_steps, saves_at
+from .steps import plan_together, plan_turns
+
+
+logger = logging.get_logger(__name__)
+
+
+class RunFailedError(ValueError):
+    """The run cannot go on for anybody; it is resumed from its checkpoints."""
+
+
+class TrainingServer:
+    """
+    Answers the clients of one run.
+
+    Args:
+        body ([`Part`]): The server's blocks, with the adapters that they have.
+        config (`PretrainedConfig`): The whole model's.
+        wire ([`Wire`]): How states travel.
+        split ([`SplitConfig`]): As the clients have it.
+        args (`TrainingArguments`): As the clients have them; `output_dir` is the server's own.
+        client_ids (`Sequence[str]`): Who takes part, in their order.
+        digest (`str`): Of all settings that parties must have in common.
+        adapter (`PeftConfig`, *optional*): What the body's adapters were made from.
+        deadline (`float`, *optional*): Seconds that clients who meet wait for one another, from the first that is
+            there; by default for ever.
+
+    Raises:
+        ValueError: If a deadline is set where nobody waits.
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        config: PretrainedConfig,
+        wire: Wire,
+        split: SplitConfig,
+        args: TrainingArguments,
+        client_ids: Sequence[str],
+        digest: str,
+        adapter: PeftConfig | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        if deadline is not None and split.strategy != "client_batch":
+            raise ValueError(f"A deadline is for clients that meet, strategy='client_batch', not {split.strategy!r}.")
+        self.config = config
+        self.split = split
+        self.args = args
+        self.client_ids = list(client_ids)
+        self.digest = digest
+        self.adapter = adapter
+        self.deadline = deadline
+        self.finished = threading.Event()
+        self.step = 0
+        self.max_steps = 0
+        seed = args.seed if split.split_seed is None else split.split_seed
+        replicas = split.strategy == "server_hierarchical"
+        self.parties: dict[str, Party] = {}
+        self._bodies: dict[str, BodyServer] = {}
+        for client_id in self.client_ids:
+            name = f"server/{client_id}" if replicas else "server"
+            if name not in self.parties:
+                own = copy_model(body) if replicas else body
+                self.parties[name] = Party(name, own, None)
+            found = next((b for b in self._bodies.values() if b.body is self.parties[name].module), None)
+            self._bodies[client_id] = found or BodyServer(self.parties[name].module, wire, seed)  # type: ignore[arg-type]
+        self._server_of = {own: f"server/{own}" if replicas else "server" for own in self.client_ids}
+        # Everything below is guarded by it.
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._joined: dict[str, Join] = {}
+        self._plan: list[dict[str, int]] = []
+        self._resume_step = 0
+        self._begun: dict[str, Begin] = {}
+        self._late: set[str] = set()
+        self._gathered: dict[tuple[str, int], _Gathering] = {}
+        self._envelopes: dict[tuple[str, str, int], Any] = {}
+        self._rows = dict.fromkeys(self.client_ids, 0)
+        self._done: set[str] = set()
+
+    def answer(self, client_id: str, blob: bytes) -> bytes:
+        """
+        Do what a message asks, which may take as long as others need.
+
+        Args:
+            client_id (`str`): Who sent it, as the transport knows.
+            blob (`bytes`): The serialised message.
+
+        Raises:
+            ValueError: If the message cannot be read, is another client's or comes at a wrong time.
+            RunFailedError: If the run cannot go on.
+        """
+        message = read_message(blob)
+        if message.client_id != client_id:
+            raise ValueError(f"Client {client_id!r} sent a message in the name of {message.client_id!r}.")
+        if client_id not in self.client_ids:
+            raise ValueError(f"Client {client_id!r} takes no part in this run: {', '.join(self.client_ids)} do.")
+        handlers: dict[type[Any], Callable[[Any], Any]] = {
+            Join: self._join,
+            Begin: self._begin,
+            Step: self._end,
+            Send: self._send,
+            Fetch: self._fetch,
+            Finish: self._finish,
+            Forward: self._forward,
+            Backward: self._backward,
+            Forget: self._forget,
+        }
+        with self._changed:
+            self._check()
+            answer = handlers[type(message)](message)
+            return b"" if answer is None else answer.to_bytes()
+
+    def client_lost(self, client_id: str) -> None:
+        """A client is not heard any more: the run ends for all, and is resumed from its checkpoints."""
+        with self._changed:
+            if client_id in self._done or self.finished.is_set():
+                return
+            self._fail(f"client {client_id!r} is gone")
+
+    def _fail(self, why: str) -> None:
+        self._failure = self._failure or why
+        self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RunFailedError(
+                f"The run ended at step {self.step}: {self._failure}. Start server and clients again with resume."
+            )
+
+    def _wait(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Let others go on until something is so, or the run fails."""
+        arrived = self._changed.wait_for(lambda: self._failure is not None or until(), timeout)
+        self._check()
+        return arrived
+
+    # ---- Beginning and end
+
+    def _join(self, message: Join) -> Joined:
+        if message.digest != self.digest:
+            raise ValueError(
+                "The settings of client and server differ (model, split, training or adapter): give both the same "
+                f"recipe. The server's digest is {self.digest[:12]}, the client's {message.digest[:12]}."
+            )
+        if message.client_id in self._joined:
+            raise ValueError(
+                f"Client {message.client_id!r} joined this run before. Start the server again to resume it."
+            )
+        self._joined[message.client_id] = message
+        if len(self._joined) == len(self.client_ids):
+            self._start()
+        self._changed.notify_all()
+        self._wait(lambda: bool(self._plan))
+        return Joined(
+            message.client_id,
+            self._resume_step,
+            {own: self._joined[own].num_steps for own in self.client_ids},
+            {own: self._joined[own].introduction for own in self.client_ids},
+        )
+
+    def _start(self) -> None:
+        """Everybody is there: plan the steps, and go back to the last one of which everybody has a checkpoint."""
+        steps = {own: self._joined[own].num_steps for own in self.client_ids}
+        together = self.split.strategy != "serial"
+        self._plan = plan_together(steps) if together else plan_turns(steps, self.split.steps_per_turn)
+        self.max_steps = number_of_steps(self.args, len(self._plan))
+        self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
+        own_steps = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self._directory)}
+        common = set(own_steps).intersection(*(set(own.checkpoints) for own in self._joined.values()))
+        if common:
+            self.step = self._resume_step = max(common)
+            self._load(own_steps[self.step])
+        logger.info(f"{len(steps)} clients joined: {self.max_steps} steps, from {self.step}.")
+
+    def _finish(self, message: Finish) -> None:
+        self._done.add(message.client_id)
+        if len(self._done) == len(self.client_ids):
+            parts = self._mean_body()
+            save_parts([parts], self.config, self._directory, self.adapter)
+            self.finished.set()
+        self._changed.notify_all()
+
+    def _mean_body(self) -> Part:
+        """The body that is saved in the end: the only one, or the mean of all."""
+        first = next(iter(self.parties.values()))
+        if len(self.parties) > 1:
+            first.load(self._mean())
+        assert isinstance(first.module, Part)
+        return first.module
+
+    # ---- Steps
+
+    def _participants(self) -> list[str]:
+        """Who takes part in the step that is under way and is not late, in the clients' order."""
+        return [own for own in self._plan[self.step % len(self._plan)] if own not in self._late]
+
+    def _is_late(self, message: Any) -> bool:
+        """Whether the step of a message went on without its client."""
+        if message.step > self.step:
+            raise ValueError(f"Step {message.step} of {message.client_id!r} was not begun; this is {self.step}.")
+        return message.step < self.step or message.client_id in self._late
+
+    def _begin(self, message: Begin) -> Begun | Late:
+        client_id = message.client_id
+        self._wait(lambda: self.step >= message.step)
+        if self._is_late(message):
+            return Late(client_id, message.step)
+        if client_id not in self._participants():
+            raise ValueError(f"Client {client_id!r} takes no part in step {self.step}.")
+        self._begun[client_id] = message
+        self._changed.notify_all()
+        return Begun(client_id, message.step)
+
+    def _forward(self, message: Forward) -> Any:
+        server = self._bodies[message.client_id]
+        if not (message.training and message.grad):
+            return server.forward(message)
+        if self._is_late(message):
+            return Late(message.client_id, message.step)
+        if self.split.strategy != "client_batch":
+            return server.forward(message)
+        return self._meet("forward", message, server.forward_batch)
+
+    def _backward(self, message: Backward) -> Any:
+        server = self._bodies[message.client_id]
+        if self._is_late(message):
+            return Late(message.client_id, message.step)
+        if self.split.strategy != "client_batch":
+            return server.backward(message)
+        return self._meet("backward", message, server.backward_batch)
+
+    def _forget(self, message: Forget) -> None:
+        self._bodies[message.client_id].answer(message.to_bytes())
+
+    def _end(self, message: Step) -> Any:
+        if self._is_late(message):
+            return Late(message.client_id, message.step)
+        return self._meet("step", message, self._step_together)
+
+    def _step_together(self, messages: Sequence[Step]) -> list[Stepped]:
+        """Step for everybody who takes part, and end the step."""
+        squared = {message.client_id: message.squared_norm for message in messages}
+        norms: dict[str, float] = {}
+        for name in {self._server_of[own]: None for own in squared}:
+            party = self.parties[name]
+            members = [own for own in squared if self._server_of[own] == name]
+            self._bodies[members[0]].average_gradients()
+            norm = total_norm([party.squared_norm(), *(squared[own] for own in members)])
+            norms |= dict.fromkeys(members, norm)
+            party.step(norm, self.args.max_grad_norm)
+        for scheduler in self._schedulers:
+            scheduler.step()
+        for own in squared:
+            self._rows[own] += self._begun[own].num_rows
+        ended = self.step
+        self.step += 1
+        every = self.split.average_every
+        if len(self.parties) > 1 and every is not None and self.step % every == 0:
+            mean = self._mean()
+            for party in self.parties.values():
+                party.load(mean)
+            self._rows = dict.fromkeys(self._rows, 0)
+        for own in self._late:
+            self._bodies[own].forget_passages([own])
+        self._late, self._begun, self._gathered = set(), {}, {}
+        if saves_at(self.args, self.step, self.max_steps, len(self._plan)):
+            self._save()
+        return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
+
+    def _mean(self) -> dict[str, Any]:
+        """The mean of all bodies, weighted by the rows of their clients since the last time."""
+        weights = {own: rows for own, rows in self._rows.items() if rows} or dict.fromkeys(self._rows, 1)
+        mean = WeightedMean()
+        for own, rows in weights.items():
+            mean.add(self.parties[self._server_of[own]].state(), rows)
+        return mean.finalize()
+
+    def _meet(self, what: str, message: Any, answer: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+        """Wait for everybody who takes part, or until the deadline, and let one answer all."""
+        key = what, getattr(message, "micro_step", 0)
+        gathering = self._gathered.setdefault(key, _Gathering())
+        gathering.messages[message.client_id] = message
+        self._changed.notify_all()
+        alone = self.split.strategy == "server_hierarchical" and what != "step"
+        while gathering.answers is None and gathering.error is None:
+            expected = [message.client_id] if alone else self._expected(what, key[1])
+            if message.client_id in self._late:
+                return Late(message.client_id, message.step)
+            if all(own in gathering.messages for own in expected):
+                gathering.settle([gathering.messages[own] for own in expected], answer)
+                self._changed.notify_all()
+                break
+            left = None if self.deadline is None else gathering.began + self.deadline - time.monotonic()
+            if left is not None and left <= 0:
+                missing = [own for own in expected if own not in gathering.messages]
+                logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
+                self._late.update(missing)
+                self._changed.notify_all()
+                continue
+            self._changed.wait(left)
+            self._check()
+        if gathering.error is not None:
+            raise ValueError(str(gathering.error)) from gathering.error
+        assert gathering.answers is not None
+        return gathering.answers[message.client_id]
+
+    def _expected(self, what: str, micro_step: int) -> list[str]:
+        """Whose messages one waits for."""
+        own = self._participants()
+        if what == "step":
+            return own
+        # Who has not begun may have this passage too.
+        return [one for one in own if one not in self._begun or self._begun[one].num_batches > micro_step]
+
+    # ---- Envelopes
+
+    def _send(self, message: Send) -> Sent:
+        if message.recipient not in self.client_ids:
+            raise ValueError(f"{message.client_id!r} sent an envelope to {message.recipient!r}, who takes no part.")
+        self._envelopes[message.client_id, message.recipient, message.step] = message.sealed
+        self._changed.notify_all()
+        return Sent(message.client_id, message.step)
+
+    def _fetch(self, message: Fetch) -> Fetched:
+        key = message.sender, message.client_id, message.step
+        self._wait(lambda: key in self._envelopes)
+        return Fetched(message.client_id, message.step, message.sender, self._envelopes.pop(key))
+
+    # ---- Checkpoints
+
+    @property
+    def _directory(self) -> str:
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    def _save(self) -> None:
+        final = Path(self._directory) / f"checkpoint-{self.step}"
+        with staged_directory(self._directory) as staging:
+            for party in self.parties.values():
+                save_party(party, self.config, party_directory(staging, party.name), self.adapter, self._run_state())
+            publish(staging, final)
+        rotate(self._directory, self.args.save_total_limit, None)
+
+    def _run_state(self) -> dict[str, Any]:
+        return {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
+
+    def _load(self, checkpoint: Path) -> None:
+        state: Mapping[str, Any] = {}
+        for party in self.parties.values():
+            state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
+        self._rows = dict(state["rows"])
+        for scheduler, own in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(own)
+
+
+class _Gathering:
+    """Messages of one kind that are answered together."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.messages: dict[str, Any] = {}
+        self.answers: dict[str, Any] | None = None
+        self.error: Exception | None = None
+
+    def settle(self, messages: Sequence[Any], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        try:
+            answers = answer(messages)
+        except Exception as error:
+            self.error = error
+            return
+        self.answers = {own.client_id: one for own, one in zip(messages, answers, strict=True)}

@@ -1,0 +1,179 @@
+"""Networked runs: the same numbers as in one process, whoever is slow, gone or started again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from networked import Direct, Run
+from split_runs import LORA, STRATEGIES, clients_of, rows_of, split_trainer
+
+from hf_federated import SplitConfig
+from hf_federated.packing import pack
+from hf_federated.split import load_saved_parts, merge_parts
+from hf_federated.split_training.control import Begin, Join, Send, Step, as_tensor, read_message
+
+
+def config_of(strategy, **changes):
+    return SplitConfig(strategy=strategy, average_every=None if strategy == "serial" else 2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("split", "adapter"),
+    [
+        *((config_of(own), LORA) for own in STRATEGIES),
+        (config_of("client_batch"), None),
+        (SplitConfig(average_every=2, steps_per_turn=1), LORA),
+    ],
+    ids=[*STRATEGIES, "client_batch-all", "serial-averaged"],
+)
+def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tmp_path):
+    clients = clients_of(5, 3, 4)
+    changes = {"num_train_epochs": 2, "max_grad_norm": 0.3, "warmup_steps": 1}
+    trainer = split_trainer(tmp_path / "one", clients, split, adapter, **changes)
+    trainer.train()
+    run = Run(tmp_path, clients, split, adapter, **changes)
+    run.train()
+    assert not run.errors and run.server.finished.is_set()
+    expected = {name: value for name, value in trainer.model.named_parameters()}
+    for values in (run.values()[client_id] for client_id in clients):
+        for name, value in values.items():
+            assert torch.equal(value, expected[name]), name
+    for name, value in run.server.parties[next(iter(run.server.parties))].state().items():
+        assert torch.equal(value, expected[f"server_body.{name}"]), name
+    assert all(own.state.global_step == trainer.state.global_step for own in run.trainers.values())
+
+
+@pytest.mark.parametrize("strategy", ["serial", pytest.param("client_batch", marks=pytest.mark.slow), STRATEGIES[2]])
+def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
+    clients, split = clients_of(6, 6), config_of(strategy)
+    changes = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+    whole = Run(tmp_path / "whole", clients, split, LORA, **changes)
+    whole.train()
+
+    broken = Run(tmp_path / "broken", clients, split, LORA, **changes)
+    trainer = broken.trainers["client 1"]
+    step = trainer.training_step
+
+    def killed(*args):
+        # Of clients that hand over, it is in the middle of the second one's turn.
+        if trainer.state.global_step == 5:
+            raise RuntimeError("killed")
+        return step(*args)
+
+    trainer.training_step = killed
+    broken.train()
+    assert str(broken.errors["client 1"]) == "killed"
+    assert "client 'client 1' is gone" in str(broken.errors["client 0"]) or strategy == "serial"
+
+    again = Run(tmp_path / "broken", clients, split, LORA, **changes)
+    again.train(resume=True)
+    assert not again.errors and again.server._resume_step == 4
+    expected, found = whole.values(), again.values()
+    for party in expected:
+        for name, value in expected[party].items():
+            assert torch.equal(value, found[party][name]), (party, name)
+
+
+def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
+    run.train()
+    assert not run.errors
+    client = run.trainers["client 1"]
+    client.save_model()
+    merge_parts([tmp_path / "client 1", tmp_path / "server"], tmp_path / "whole")
+    load_saved_parts([client.model.client_head, client.model.client_tail], tmp_path / "client 1")
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
+
+
+def test_a_step_goes_on_without_a_straggler(tmp_path):
+    clients = clients_of(8, 8)
+    slow = {"at": 1}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # Its gradient comes too late, once.
+            if client_id == "client 1" and type(message).kind == "split_backward" and message.step == slow["at"]:
+                slow["at"] = -1
+                time.sleep(1.5)
+
+        return Direct(server, client_id, wait)
+
+    run = Run(tmp_path, clients, SplitConfig(strategy="client_batch"), LORA, deadline=0.5, links=links)
+    run.train()
+    assert not run.errors
+    assert run.trainers["client 1"]._remote.num_late >= 1 and run.trainers["client 0"]._remote.num_late == 0
+    assert run.server.step == 4 and run.server._rows["client 0"] == 8
+    # What it did not train is not counted.
+    assert run.server._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
+
+
+def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
+    seen = []
+
+    def links(server, client_id):
+        return Direct(server, client_id, seen.append)
+
+    clients, split = clients_of(4, 4), SplitConfig(average_every=2)
+    run = Run(tmp_path, clients, split, LORA, links=links)
+    run.train()
+    assert not run.errors
+    sent = [message for message in map(read_message, seen) if isinstance(message, Send)]
+    assert len(sent) == 4
+    trained = [value.detach() for value in run.trainers["client 0"]._remote.client.trained().values()]
+    for message in sent:
+        blob = message.sealed.numpy().tobytes()
+        assert all(value.numpy().tobytes()[:32] not in blob for value in trained)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (Join("client 0", "other", 1, 1, [], as_tensor(b"")), "settings of client and server differ"),
+        (Begin("client 1", 0, 1, 1), "in the name of 'client 1'"),
+        (Step("client 0", 7, 1.0), "was not begun"),
+        (Send("client 0", 0, "nobody", as_tensor(b"x")), "takes no part"),
+    ],
+    ids=["settings", "name", "step", "recipient"],
+)
+def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
+    with pytest.raises(ValueError, match=error):
+        run.server.answer("client 0", message.to_bytes())
+    run.train()
+    assert not run.errors
+
+
+def test_fields_of_control_messages_are_checked():
+    good = {"client_id": "a", "digest": "d", "num_steps": 1, "num_rows": 1, "checkpoints": []}
+    good["introduction"] = as_tensor(b"")
+    for name, value in (
+        ("num_steps", -1),
+        ("num_rows", 1.0),
+        ("checkpoints", ["2"]),
+        ("introduction", torch.zeros(2)),
+        ("digest", None),
+    ):
+        with pytest.raises(ValueError, match=name):
+            Join(**{**good, name: value})
+    with pytest.raises(ValueError, match="squared_norm"):
+        Step("a", 0, -1.0)
+    with pytest.raises(ValueError, match="takes messages of the kinds"):
+        read_message(pack({"kind": "labels", "fields": {"labels": torch.ones(2)}}))
+
+
+def test_what_a_networked_client_is_given_must_be_its_own(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
+    model = run.trainers["client 0"].model
+    with pytest.raises(ValueError, match="a client has its own"):
+        split_trainer(tmp_path, clients_of(2, 2), model=model)
+    with pytest.raises(ValueError, match="resume_from_checkpoint is True or not"):
+        run.trainers["client 0"].train(resume_from_checkpoint="checkpoint-3")
+    with pytest.raises(ValueError, match="deadline is for clients that meet"):
+        Run(tmp_path, {"a": rows_of(0)}, config_of("serial"), deadline=1.0)
+    alone = Run(tmp_path, {"a": rows_of(0)}, config_of("serial"))
+    alone.trainers["a"]._envelopes = None
+    alone.train()
+    assert not alone.errors
