@@ -132,11 +132,14 @@ def invert(
         `list[Inversion]`: Cut by cut, dtype by dtype, attacker by attacker.
 
     Raises:
-        ValueError: If a row is both the attacker's and a victim's, or a cut does not fit the model.
+        ValueError: If a row is both the attacker's and a victim's, a cut does not fit the model, or the victims' model
+            is of another kind.
     """
     _check_disjoint(attacker_rows, victim_rows)
     heads = [build_head(model, depth) for depth in config.head_blocks]
     sources = heads if victim_model is None else [build_head(victim_model, depth) for depth in config.head_blocks]
+    for head, source in zip(heads, sources, strict=True):
+        _check_alike(head, source)
     found = []
     for depth, head, source in zip(config.head_blocks, heads, sources, strict=True):
         nearest = None
@@ -217,6 +220,20 @@ def _check_disjoint(attacker_rows: TokenRows, victim_rows: TokenRows) -> None:
             f"{shared} of the victims' rows are the attacker's too, which then need not be recovered: leave them out "
             "with drop_shared."
         )
+
+
+def _check_alike(head: Part, source: Part) -> None:
+    own, theirs = ({name: value.shape for name, value in part.originals()} for part in (head, source))
+    if own != theirs:
+        name = next(name for name in sorted(own | theirs) if own.get(name) != theirs.get(name))
+        raise ValueError(
+            f"The victims' model has {name} of shape {_shape(theirs.get(name))}, the attacker's {_shape(own.get(name))}:"
+            " give one of the same configuration, such as the model after training."
+        )
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))
 
 
 def strongest(inversions: Sequence[Inversion], head_blocks: int, wire_dtype: str) -> Inversion:

@@ -34,6 +34,7 @@ class LeakageAudit:
         known_tokens (`float`): Share of the victims' tokens that occur in the attacker's rows.
         inversions (`list[Inversion]`): From hidden states.
         embedding (`list[TokenRecovery]`): From gradients of the embedding; none where it is frozen or was left out.
+        shared_head (`bool`, *optional*, defaults to `True`): Whether the victims had the attacker's head.
         model_name (`str`, *optional*): The model.
         data_name (`str`, *optional*): The data.
         versions (`dict[str, str]`, *optional*): Of packages.
@@ -59,6 +60,7 @@ class LeakageAudit:
     known_tokens: float
     inversions: list[Inversion]
     embedding: list[TokenRecovery]
+    shared_head: bool = True
     model_name: str = ""
     data_name: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -155,6 +157,7 @@ def audit_leakage(
         known_tokens=known_tokens(attacker_rows, victim_rows),
         inversions=inversions,
         embedding=embedding,
+        shared_head=victim_model is None,
         **names,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 
 from ..audits import AuditConfig, Inversion, LeakageAudit
 from .tables import count, plural, table
@@ -20,6 +21,17 @@ _CLAIM = (
     "Raw text and labels stay with the client. Against an honest-but-curious server that knows the pretrained weights,"
     " the hidden states and gradients that it receives can still reveal text."
 )
+_ATTACKERS = {
+    "nearest": "untrained: the token that alone gives the nearest hidden state",
+    "decoder": "trained on the attacker's rows, each position by itself",
+    "transformer": "trained on the attacker's rows, one block over all positions",
+    "search": "runs what the others propose through the head, from left to right, and keeps what fits what crossed",
+}
+_RULES = {
+    "nonzero": "`nonzero` names the rows that are not zero.",
+    "sign": "The matrix is the output layer too, and every row changes: `sign` names rows that point against most.",
+    "size": "`size` names the largest rows, and is told how many.",
+}
 _LIMITS = (
     "That is what these attackers found, and no bound: another may find more. Noise on what is sent would lower a"
     " measured leak, and guarantees nothing without a stated bound of differential privacy. A server that departs from"
@@ -58,8 +70,8 @@ def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
         for cut in cuts
     )
     text = (
-        f"{HEADING}\n\n{_CLAIM} Measured, the strongest of the attackers named every token at its own position:"
-        f" {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
+        f"{HEADING}\n\n{_CLAIM} Measured at the position of each token, the strongest of the attackers"
+        f" recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
     )
     return f"{text}\n\n{embedding_text(audit)}\n"
 
@@ -89,10 +101,12 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
         audit ([`LeakageAudit`]): What was measured.
         picture (`str`, *optional*): File of the picture, relative to the report.
     """
+    settings = asdict(audit.config)
     parts = [
         f"# What a client's hidden states reveal: {audit.model_name or 'a model'}",
         f"{_CLAIM} {_setting(audit)} {_LIMITS}",
         "## Text from hidden states\n\nScores in percent; recall is of tokens at their position.",
+        "\n".join(f"- {name}: {_ATTACKERS[name]}" for name in audit.config.attackers),
         inversion_table(audit.inversions),
     ]
     if picture is not None:
@@ -104,6 +118,7 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
         " which token is there: the numbers are not of one measure.",
         table(header, [[*row[:2], *(f"{value:g}" for value in row[2:])] for row in PAPER_TABLE_4], numeric=True),
         f"## Tokens from gradients of the embedding\n\n{embedding_text(audit)}",
+        "## Settings\n\n" + table(["Setting", "Value"], [[f"`{name}`", value] for name, value in settings.items()]),
     ]
     if audit.versions:
         parts.append("## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in audit.versions.items()))
@@ -142,11 +157,13 @@ def embedding_text(audit: LeakageAudit) -> str:
     if not audit.embedding:
         return "The embedding is frozen: no gradient of it is there to be read."
     header = ["Sent", "Rule", "Precision", "Recall"]
+    rules = list(dict.fromkeys(one.rule for one in audit.embedding))
     rows = [[one.source, one.rule, _percent(one.precision), _percent(one.recall)] for one in audit.embedding]
     return (
         "Where the embedding is trained and its change is sent, the change names words: of the different tokens of a"
         f" batch of {plural(audit.config.gradient_rows, 'row')} ({audit.embedding[0].num_tokens:.0f} on average), in"
-        " percent. A frozen embedding (LoRA, prefixes) sends no such change.\n\n" + table(header, rows, numeric=True)
+        " percent. A frozen embedding (LoRA, prefixes) sends no such change. `adamw` is what the first step of AdamW"
+        f" makes of a gradient. {' '.join(_RULES[rule] for rule in rules)}\n\n" + table(header, rows, numeric=True)
     )
 
 
@@ -154,13 +171,14 @@ def _setting(audit: LeakageAudit) -> str:
     config: AuditConfig = audit.config
     of_data = f" of {audit.data_name}" if audit.data_name else ""
     dropped = f" ({plural(audit.num_dropped, 'row')} that the attacker had or that came twice left out)"
+    head = "that the victims have" if audit.shared_head else "of the model, while the victims had trained theirs"
     return (
-        f"The attacker had {plural(audit.num_attacker_rows, 'row')} of its own{of_data}, and the head that the victims"
-        f" have; it was tried on {plural(audit.num_victim_rows, 'row')} of victims"
-        f"{dropped if audit.num_dropped else ', none of them its own'}, with"
-        f" {count(audit.num_victim_tokens)} tokens, at most {config.max_length} a row. Naming the most frequent token"
-        f" everywhere finds {_percent(audit.chance)} %; {_percent(audit.known_tokens)} % of the victims' tokens occur"
-        " in the attacker's rows."
+        f"The attacker had {plural(audit.num_attacker_rows, 'row')} of its own{of_data}, and the head {head}; it was"
+        f" tried on {plural(audit.num_victim_rows, 'row')} of victims"
+        f"{dropped if audit.num_dropped else ', none of them its own'}, with {count(audit.num_victim_tokens)} tokens,"
+        f" at most {config.max_length} a row. Naming the most frequent token everywhere finds"
+        f" {_percent(audit.chance)} %; {_percent(audit.known_tokens)} % of the victims' tokens occur in the attacker's"
+        " rows."
     )
 
 

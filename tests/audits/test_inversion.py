@@ -137,6 +137,11 @@ def test_a_victims_own_head_is_harder_to_read():
     assert own < shared
 
 
+def test_victims_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="The victims' model has .* of shape, the attacker's"):
+        invert(tiny(), word_tokenizer(), ATTACKER, VICTIMS, dataclasses.replace(QUICK, head_blocks=[1]), tiny("gpt2"))
+
+
 def test_scores_leave_out_what_a_tokenizer_puts_around_a_text():
     guessed = VICTIMS.input_ids.clone()
     guessed[:, 0] = 5
@@ -172,6 +177,13 @@ def test_a_row_on_both_sides_is_refused():
 def test_a_cut_deeper_than_the_model_is_refused():
     with pytest.raises(ValueError, match="A model of 4 blocks cannot leave 4 [+] 1 with the client"):
         invert(tiny(), word_tokenizer(), ATTACKER, VICTIMS, dataclasses.replace(QUICK, head_blocks=[0, 4]))
+
+
+def test_classes_whose_blocks_have_no_cache_are_refused():
+    model = tiny()
+    model.config.model_type = "chatglm"
+    with pytest.raises(ValueError, match="run without a cache and are not audited"):
+        build_head(model, 1)
 
 
 def test_texts_without_a_token_are_refused():

@@ -88,6 +88,10 @@ def test_the_report_has_every_attack_and_the_papers_numbers_with_their_setting(a
     report = leakage_report(audit, "audit.png")
     assert report.count("| float32 | nearest |") == 2 and "![Tokens recovered" in report
     assert "ChatGLM-6B, BoolQ" in report and "| embedding | linear | 33.29 | 7.053 | 26.732 | 28.57 |" in report
+    assert "- search: runs what the others propose" in report and "- decoder" not in report
+    assert "`nonzero` names" in report and "`sign`" not in report and "| `max_length` | 12 |" in report
+    assert "and the head that the victims have" in report
+    assert "the victims had trained theirs" in leakage_report(dataclasses.replace(audit, shared_head=False))
     frozen = leakage_report(dataclasses.replace(audit, embedding=[]))
     assert "The embedding is frozen" in frozen and "![" not in frozen
     left_out = dataclasses.replace(audit, config=dataclasses.replace(CONFIG, gradient_rows=0), embedding=[])

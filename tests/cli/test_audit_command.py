@@ -45,6 +45,14 @@ def test_it_writes_the_result_a_report_and_a_picture(folder, capsys):
     assert "## What hidden states reveal" in (folder / "README.md").read_text()
 
 
+def test_victims_may_have_a_head_of_their_own(folder, capsys):
+    assert main([*COMMAND, "--victim-model", "model"]) == 0
+    assert not LeakageAudit.load(folder / "out" / "audit.json").shared_head
+    capsys.readouterr()
+    assert main([*COMMAND, "--victim-model", "none/at/all"]) == 2
+    assert "none/at/all" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
