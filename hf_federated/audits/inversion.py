@@ -227,8 +227,8 @@ def _check_alike(head: Part, source: Part) -> None:
     if own != theirs:
         name = next(name for name in sorted(own | theirs) if own.get(name) != theirs.get(name))
         raise ValueError(
-            f"The victims' model has {name} of shape {_shape(theirs.get(name))}, the attacker's {_shape(own.get(name))}:"
-            " give one of the same configuration, such as the model after training."
+            f"The victims' model has {name} of shape {_shape(theirs.get(name))}, the attacker's"
+            f" {_shape(own.get(name))}: give one of the same configuration, such as the model after training."
         )
 
 
