@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import benchmark, certificates, inspection, partition, split_merge
+from hf_federated.cli import audit, benchmark, certificates, inspection, partition, split_merge
 from hf_federated.cli.errors import CommandError
 from hf_federated.cli.grid import BenchmarkSection, PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
@@ -119,6 +119,13 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
         " model and for clients. Run it again to add clients.",
     )
     certificates.add_arguments(certificates_parser)
+    audit_parser = commands.add_parser(
+        "audit",
+        help="measure what a split model's hidden states reveal",
+        description="Attack the hidden states and embedding gradients that would leave a client of a split model, with"
+        " rows that are at hand, and report how much of the text is read.",
+    )
+    audit.add_arguments(audit_parser)
     merge_parser = commands.add_parser(
         "split-merge",
         help="build the whole model from the parts of a split one",
@@ -183,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _benchmark(arguments)
         if arguments.command == "inspect":
             inspection.inspect(arguments)
+            return 0
+        if arguments.command == "audit":
+            audit.audit(arguments)
             return 0
         if arguments.command == "split-merge":
             split_merge.split_merge(arguments)

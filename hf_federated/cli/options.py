@@ -23,12 +23,15 @@ def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
     group = parser.add_argument_group(f"options of {cls.__name__}", (inspect.getdoc(cls) or "").split("\n\n")[0])
     texts = argument_texts(cls)
     for field, annotation in writable_fields(cls).items():
-        required = field.default is dataclasses.MISSING
-        default = "" if required or field.default is None else f" (default {field.default})"
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        required = value is dataclasses.MISSING
+        shown = " ".join(map(str, value)) if isinstance(value, list) else value
+        default = "" if required or value is None else f" (default {shown})"
         options: dict[str, Any] = {"help": (texts.get(field.name, "") + default).replace("%", "%%")}
         if annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(annotation) is list:
+            (options["type"],) = typing.get_args(annotation)
             options |= {"nargs": "+", "metavar": field.name.rstrip("s").upper()}
         else:
             options |= {"type": annotation, "metavar": field.name.upper() if annotation is str else "NUMBER"}
@@ -44,7 +47,7 @@ def build_from_options(cls: type, arguments: argparse.Namespace) -> Any:
 
 
 def writable_fields(cls: type) -> dict[dataclasses.Field, Any]:
-    """The fields that a command line can write, each with `bool`, `int`, `float`, `str` or `list[str]`."""
+    """The fields that a command line can write, with `bool`, `int`, `float`, `str`, `list[str]` or `list[int]`."""
     hints = typing.get_type_hints(cls)
     fields = {field: _writable(hints[field.name]) for field in dataclasses.fields(cls)}
     return {field: annotation for field, annotation in fields.items() if annotation is not None}
@@ -68,4 +71,6 @@ def _writable(annotation: Any) -> Any:
             return choice
     if any(str(choice).startswith(("collections.abc.Sequence[str]", "list[str]")) for choice in choices):
         return list[str]
+    if list[int] in choices:
+        return list[int]
     return str if str in choices else None

@@ -9,6 +9,7 @@ of 1, not percentages.
 """
 
 from .accuracy import Accuracy
+from .bleu import Bleu
 from .exact_match import ExactMatch
 from .f1 import F1
 from .matthews_correlation import MatthewsCorrelation
@@ -22,6 +23,7 @@ from .token_f1 import TokenF1
 __all__ = [
     "F1",
     "Accuracy",
+    "Bleu",
     "ExactMatch",
     "MatthewsCorrelation",
     "MultiRC",

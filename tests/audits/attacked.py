@@ -1,0 +1,84 @@
+"""Tiny decoder models with a tokenizer of words, and texts of a colluding client and of victims."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from hf_federated.audits import TokenRows, encode_rows
+
+
+SPECIAL = ["<end>", "<start>", "<unk>"]
+WORDS = [f"word{number}" for number in range(60)]
+NUM_BLOCKS = 4
+LENGTH = 12
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+}
+_LLAMA: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: GPT2Config(
+        vocab_size=_SIZES["vocab_size"],
+        n_embd=32,
+        n_layer=NUM_BLOCKS,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=0,
+    ),
+    "llama": lambda: LlamaConfig(**_LLAMA),
+    "llama-tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "mistral-window": lambda: MistralConfig(**_LLAMA, head_dim=8, sliding_window=4),
+    "opt-projected": lambda: OPTConfig(**_SIZES, ffn_dim=48, word_embed_proj_dim=16, init_std=0.2),
+}
+
+
+def tiny(name: str = "llama", seed: int = 0) -> PreTrainedModel:
+    """A model of one of `MODELS`, in evaluation mode. The global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """One word, one token; a start token before each text."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 1)])
+    names = {"bos_token": "<start>", "eos_token": "<end>", "unk_token": "<unk>", "pad_token": "<end>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def texts(num_rows: int, seed: int) -> list[str]:
+    """Random words, four to eleven a row."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(4, LENGTH))) for _ in range(num_rows)]
+
+
+def rows(num_rows: int, seed: int) -> TokenRows:
+    """The same as tokens."""
+    return encode_rows(texts(num_rows, seed), word_tokenizer(), LENGTH)

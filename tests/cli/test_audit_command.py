@@ -1,0 +1,86 @@
+"""`hf-federated audit`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from causal import llama, pieces_tokenizer
+from datasets import Dataset
+
+from hf_federated.audits import LeakageAudit
+from hf_federated.cli.main import main
+
+
+COMMAND = (
+    "audit model rows --output out --head-blocks 0 --attackers nearest search --num-attacker-rows 5"
+    " --num-victim-rows 4 --max-length 10 --gradient-rows 2 --num-candidates 4"
+).split()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [f"the {number}th of them saw {number * 7} ships" for number in range(12)]
+    rows = Dataset.from_dict({"text": [*texts, "", None], "label": [0] * 14, "story": [texts[0]] * 14})
+    rows.to_parquet(tmp_path / "rows" / "train.parquet")
+    tokenizer = pieces_tokenizer(texts)
+    tokenizer.save_pretrained(tmp_path / "model")
+    llama(len(tokenizer)).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def test_it_writes_the_result_a_report_and_a_picture(folder, capsys):
+    (folder / "README.md").write_text("# A model\n\n## Versions\n\n- torch\n")
+    assert main([*COMMAND, "--wire-dtypes", "float32", "int8", "--card", "README.md"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 blocks before the cut, int8, search:" in printed
+    assert "| 0 | float32 | nearest | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 |" in printed
+    audit = LeakageAudit.load(folder / "out" / "audit.json")
+    assert (audit.num_attacker_rows, audit.num_victim_rows, audit.model_name) == (5, 4, "model")
+    assert audit.config.wire_dtypes == ["float32", "int8"] and audit.config.head_blocks == [0]
+    report = (folder / "out" / "report.md").read_text()
+    assert "(audit.png)" in report and str(folder) not in report + json.dumps(printed)
+    assert (folder / "out" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert "## What hidden states reveal" in (folder / "README.md").read_text()
+
+
+def test_victims_may_have_a_head_of_their_own(folder, capsys):
+    assert main([*COMMAND, "--victim-model", "model"]) == 0
+    assert not LeakageAudit.load(folder / "out" / "audit.json").shared_head
+    capsys.readouterr()
+    assert main([*COMMAND, "--victim-model", "none/at/all"]) == 2
+    assert "none/at/all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--text-column", "body"],
+            "--text-column body: rows has no column of texts of that name; it has text",
+        ),
+        (["--text-column", "label"], "--text-column label: rows has no column of texts"),
+        (["--num-attacker-rows", "12"], "No victim is left: 12 rows are the attacker's, and none of the other 0"),
+        (["--text-column", "story"], "No victim is left"),
+        (["--num-attacker-rows", "0"], "num_attacker_rows must be at least 1, got 0"),
+        (["--head-blocks", "0", "2"], "A model of 2 blocks cannot leave 2 + 1 with the client"),
+        (["--attackers", "guess"], "attackers may be nearest, decoder, transformer, search; got guess"),
+        (["--split", "test"], "rows has no split 'test'"),
+        (["--card", "none.md"], "--card: there is no file none.md"),
+        (["--device", "nowhere"], "--device nowhere:"),
+    ],
+)
+def test_what_cannot_be_audited_is_said_in_one_line(folder, options, message, capsys):
+    assert main([*COMMAND, *options]) == 2
+    # Before it there may be the progress of loading.
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("hf-federated: error:") and message in said and not (folder / "out").exists()
+
+
+def test_the_options_are_the_fields_of_the_configuration(capsys):
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--head-blocks HEAD_BLOCK [HEAD_BLOCK ...]" in shown and "(default 0 1 2 4)" in shown
+    assert "--learning-rate NUMBER" in shown and "(default nearest decoder search)" in shown
