@@ -1,0 +1,116 @@
+"""A party's own parts of a checkpoint, for a networked run: nobody reads the others' weights."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from ..generators import derived_seed, own_draws
+from ..split.adapters import add_adapter
+from ..split.boundary import Boundary, Link
+from ..split.cut import Cut, Role
+from ..split.families import layout_of
+from ..split.loading import load_parts
+from ..split.model import SplitModel
+from ..split.parts import Part
+from ..split.wire import WIRE_DTYPES, Wire
+from .config import SplitConfig
+
+
+def load_server_body(
+    name: str,
+    split: SplitConfig,
+    adapter: PeftConfig | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> tuple[PretrainedConfig, Part, Wire]:
+    """
+    The server's blocks of a checkpoint.
+
+    Args:
+        name (`str`): A directory or a Hub id.
+        split ([`SplitConfig`]): Where it is cut.
+        adapter (`PeftConfig`, *optional*): What every part gets.
+        seed (`int`, *optional*, defaults to `0`): Of the adapter's first values.
+        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
+        kwargs: `revision`, `token`, … of a checkpoint on the Hub.
+
+    Returns:
+        `tuple[PretrainedConfig, Part, Wire]`: The whole model's config, the body, and how states travel.
+    """
+    config, parts = _load(name, split, ("body",), adapter, derived_seed(seed, "server"), dtype, kwargs)
+    return config, parts[0], _wire(split, parts[0])
+
+
+def load_client_model(
+    name: str,
+    split: SplitConfig,
+    client_id: str,
+    adapter: PeftConfig | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    link: Link | None = None,
+    **kwargs: Any,
+) -> SplitModel:
+    """
+    A client's head and tail of a checkpoint.
+
+    Args:
+        name (`str`): A directory or a Hub id.
+        split ([`SplitConfig`]): Where it is cut.
+        client_id (`str`): Whose.
+        adapter (`PeftConfig`, *optional*): What every part gets.
+        seed (`int`, *optional*, defaults to `0`): Of the adapter's first values, which are the same for all clients.
+        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
+        link ([`~split.Link`], *optional*): To the server; it may be set later, as `model.boundary.link`.
+        kwargs: `revision`, `token`, … of a checkpoint on the Hub.
+    """
+    roles: tuple[Role, ...] = ("head", "tail")
+    config, (head, tail) = _load(name, split, roles, adapter, derived_seed(seed, "clients"), dtype, kwargs)
+    boundary = Boundary(_NoLink() if link is None else link, _wire(split, head), client_id)
+    model = SplitModel(config, head, tail, boundary)
+    model.adapter_config = adapter
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(name, **kwargs)
+    return model
+
+
+def _load(
+    name: str,
+    split: SplitConfig,
+    roles: tuple[Role, ...],
+    adapter: PeftConfig | None,
+    seed: int,
+    dtype: torch.dtype | None,
+    kwargs: dict[str, Any],
+) -> tuple[PretrainedConfig, list[Part]]:
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    cut = Cut(int(getattr(config, layout_of(config).num_blocks)), split.head_blocks, split.tail_blocks)
+    loaded = load_parts(name, config, cut, roles, dtype=dtype, **kwargs)
+    parts = [loaded[role] for role in roles]
+    if adapter is not None:
+        with own_draws(seed):
+            add_adapter(parts, config, adapter)
+    return config, parts
+
+
+def _wire(split: SplitConfig, part: Part) -> Wire:
+    if split.wire_dtype != "auto":
+        return Wire(split.wire_dtype)
+    name = str(part.dtype).removeprefix("torch.")
+    return Wire(name if name in WIRE_DTYPES else "float32")
+
+
+class _NoLink:
+    """Before a client is connected."""
+
+    def exchange(self, blob: bytes) -> bytes:
+        raise ValueError("This client is not connected to a server yet: set model.boundary.link.")
+
+    def end_step(self) -> None:
+        """Nothing."""
