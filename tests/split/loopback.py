@@ -52,6 +52,9 @@ class Relay:
     Attributes:
         connections (`list[int]`): Of each connection, the bytes that went to the server.
         cut_after (`int`, *optional*): Bytes in one direction after which the connections are cut, once.
+        accepting (`threading.Event`): Whether new connections are carried; cleared, they are broken at once.
+        silenced (`int`): Of so many connections, from the first, nothing is carried, and they stand.
+        silence_after (`int`, *optional*): Bytes in one direction after which all connections are silenced.
     """
 
     def __init__(self, server: SplitServer) -> None:
@@ -61,6 +64,10 @@ class Relay:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.connections: list[int] = []
         self.cut_after: int | None = None
+        self.silenced = 0
+        self.silence_after: int | None = None
+        self.accepting = threading.Event()
+        self.accepting.set()
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -89,23 +96,31 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                if not self.accepting.is_set():
+                    client.close()
+                    continue
                 server = socket.create_connection(self._target)
                 self.connections.append(0)
                 self._open += [client, server]
                 number = len(self.connections) - 1
-                for ends in ((client, server, number), (server, client, None)):
+                for ends in ((client, server, number, True), (server, client, number, False)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket, number: int | None) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, number: int, counted: bool) -> None:
         with contextlib.suppress(OSError):
             carried = 0
             while data := source.recv(1 << 16):
+                if number < self.silenced:
+                    continue
                 target.sendall(data)
                 carried += len(data)
+                if self.silence_after is not None and carried > self.silence_after:
+                    self.silenced = 1 << 20
                 if self.cut_after is not None and carried > self.cut_after:
                     self.cut_after = None
                     self.cut()
-                if number is not None:
+                if counted:
                     self.connections[number] += len(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
+        if number >= self.silenced:
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)

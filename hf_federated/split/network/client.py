@@ -7,6 +7,7 @@ and training goes on from a checkpoint, over a new link.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import secrets
@@ -109,7 +110,8 @@ class GrpcLink:
         self._closed = threading.Event()
         self._number = 0
         self._heard_at = time.monotonic()
-        self._channel = _channel(self._grpc, address, credentials, reconnect_timeout)
+        self._make_channel = functools.partial(_channel, self._grpc, address, credentials)
+        self._channel = self._make_channel()
         try:
             granted = self._connect(terms, connect_timeout)
         except BaseException:
@@ -117,7 +119,8 @@ class GrpcLink:
             raise
         self._session = str(granted["session"])
         self._max_message_bytes = int(granted["max_message_bytes"])
-        self._interval = float(granted["heartbeat_timeout"]) / 4
+        # Often enough for the server, and to miss it in time.
+        self._interval = min(float(granted["heartbeat_timeout"]) / 4, reconnect_timeout / 3)
         self._heart = threading.Thread(target=self._beat, name=f"split-heartbeat-{client_id}", daemon=True)
         self._heart.start()
 
@@ -257,22 +260,27 @@ class GrpcLink:
         raise AssertionError("unreachable")
 
     def _try(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
-        call = self._channel.stream_stream(f"/{SERVICE}/{method}")(
-            chunks(blob), timeout=timeout, metadata=((HEADER_KEY, header.to_text()),)
-        )
+        # Under the lock a call is not begun on a channel that is being replaced.
         with self._state:
+            call = self._channel.stream_stream(f"/{SERVICE}/{method}")(
+                self._moving(chunks(blob)), timeout=timeout, metadata=((HEADER_KEY, header.to_text()),)
+            )
             self._call = call
             if self._broken is not None:
                 call.cancel()
         try:
-            outcome = Outcome.from_frames(call, self._max_answer_bytes)
-            self._heard_at = time.monotonic()
-            return outcome
+            return Outcome.from_frames(self._moving(call), self._max_answer_bytes)
         finally:
             # Of one that ended this changes nothing.
             call.cancel()
             with self._state:
                 self._call = None
+
+    def _moving(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """What moves in either direction, which is a sign of life: gRPC asks for more where the last was carried."""
+        for piece in pieces:
+            yield piece
+            self._heard_at = time.monotonic()
 
     def _unary(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(
@@ -283,26 +291,34 @@ class GrpcLink:
     def _beat(self) -> None:
         """Give signs of life, and look for the server's, until the link ends."""
         failing_since: float | None = None
+        timeout = self._reconnect_timeout / 3
         while not self._closed.wait(self._interval):
             began_at = time.monotonic()
             try:
-                self._unary("Heartbeat", {"session": self._session}, timeout=max(self._reconnect_timeout / 3, 0.1))
+                self._unary("Heartbeat", {"session": self._session}, timeout)
                 failing_since, self._heard_at = None, time.monotonic()
             except self._grpc.RpcError as error:
                 code = error.code().name
-                if code == _BUSY:
-                    self._heard_at = time.monotonic()
-                elif code in _TROUBLE or code == "DEADLINE_EXCEEDED":
-                    failing_since = began_at if failing_since is None else failing_since
-                    if time.monotonic() - max(failing_since, self._heard_at) > self._reconnect_timeout:
-                        self._break(ServerUnreachableError, self._gone(error))
-                        return
-                else:
+                if code not in (*_TROUBLE, _BUSY, "DEADLINE_EXCEEDED"):
                     self._break(SessionLostError, f"{self.address}: {error.details()}{_ADVICE}")
                     return
-            except ValueError:
-                # The channel was closed.
-                return
+                if code == _BUSY or self._heard_at > began_at:
+                    # It lives, and has much to do or to carry.
+                    failing_since = None
+                    continue
+                failing_since = began_at if failing_since is None else failing_since
+                if time.monotonic() - failing_since > self._reconnect_timeout:
+                    self._break(ServerUnreachableError, self._gone(error))
+                    return
+                if code == "DEADLINE_EXCEEDED":
+                    self._renew_channel()
+
+    def _renew_channel(self) -> None:
+        """Leave a connection that stands and carries nothing. What was under way on it comes again over another."""
+        with self._state:
+            if self._broken is None:
+                self._channel.close()
+                self._channel = self._make_channel()
 
     def _no_answer(self, number: int, code: str) -> str:
         why = "had no room for it" if code == _BUSY else "did not answer it"
@@ -351,13 +367,8 @@ def _details(error: Any) -> str:
     return f"{error.code().name}: {error.details()}"
 
 
-def _channel(grpc: Any, address: str, credentials: TlsCredentials | None, reconnect_timeout: float) -> Any:
-    interval = max(int(reconnect_timeout * 1000 / 3), 100)
+def _channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
     options = [
-        # A connection that broke without a word is found by pings, and calls end and come again over another.
-        ("grpc.keepalive_time_ms", interval),
-        ("grpc.keepalive_timeout_ms", interval),
-        ("grpc.http2.max_pings_without_data", 0),
         # When to try again is decided here, and soon enough within reconnect_timeout.
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),

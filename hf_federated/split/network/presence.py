@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers.utils import logging
 
@@ -37,6 +38,8 @@ class ClientSession:
         self.heard_at = time.monotonic()
         # Why the server takes no more of it.
         self.ended: str | None = None
+        self._lock = threading.Lock()
+        self._cancel: Callable[[], object] | None = None
 
     def hear(self) -> None:
         """The client gave a sign of life."""
@@ -49,6 +52,41 @@ class ClientSession:
         """
         if self.ended is not None:
             raise Refusal("FAILED_PRECONDITION", self.ended)
+
+    @contextlib.contextmanager
+    def newest_call(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """
+        A call that brings a message, as long as it is looked after. One before it is cancelled: its connection broke,
+        and it would wait for the rest of its message, or for an answer that nobody takes.
+
+        Args:
+            cancel (`Callable[[], None]`): Cancels it.
+
+        Raises:
+            Refusal: If the session ended.
+        """
+        with self._lock:
+            self.check_goes_on()
+            before, self._cancel = self._cancel, cancel
+        if before is not None:
+            before()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._cancel is cancel:
+                    self._cancel = None
+
+    def close(self, reason: str) -> bool:
+        """Take no more of it, and cancel its call; whether it went on until then."""
+        with self._lock:
+            if self.ended is not None:
+                return False
+            self.ended, cancel = reason, self._cancel
+        if cancel is not None:
+            cancel()
+        self.once.wake()
+        return True
 
 
 class Presence:
@@ -129,15 +167,6 @@ class Presence:
         found.check_goes_on()
         return found
 
-    def end(self, session: ClientSession, reason: str) -> bool:
-        """End a session; whether it went on until then."""
-        with self._lock:
-            if session.ended is not None:
-                return False
-            session.ended = reason
-        session.once.wake()
-        return True
-
     def is_alive(self, client_id: str) -> bool:
         """Whether a client is connected and was heard within the timeout."""
         silent = self.seconds_since_heard(client_id)
@@ -151,23 +180,23 @@ class Presence:
 
     def _watch(self) -> None:
         interval = self.heartbeat_timeout / 4
-        due = time.monotonic() + interval
-        while not self._closed.wait(max(due - time.monotonic(), 0)):
-            late = time.monotonic() - due
-            due = time.monotonic() + interval
+        looked_at = time.monotonic()
+        while not self._closed.wait(interval):
+            now = time.monotonic()
+            late, looked_at = now - looked_at - interval, now
             with self._lock:
                 sessions = [session for session in self._sessions.values() if session.ended is None]
             for session in sessions:
                 if late > interval:
                     # This process stood still, and whatever clients sent meanwhile is still to be read.
-                    session.heard_at += late
-                silent = time.monotonic() - session.heard_at
+                    session.heard_at = min(session.heard_at + late, now)
+                silent = now - session.heard_at
                 if silent > self.heartbeat_timeout:
                     self._lose(session, silent)
 
     def _lose(self, session: ClientSession, silent: float) -> None:
         reason = f"The server gave {session.client_id!r} up, which it had not heard for {silent:.1f} s."
-        if not self.end(session, reason):
+        if not session.close(reason):
             return
         logger.warning(reason)
         if self._on_lost is not None:

@@ -5,7 +5,6 @@ It carries bytes and knows nothing of models: `answer` does the work, and may ta
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -128,7 +127,8 @@ class SplitServer:
             handlers=[self._calls.handler()],
             # What exceeds the threads would wait unseen: it is refused, and comes again.
             maximum_concurrent_rpcs=num_calls,
-            options=_server_options(heartbeat_timeout),
+            # Otherwise a second server may take the same port, and gets some of the clients.
+            options=[("grpc.so_reuseport", 0)],
         )
         self.address = _listen(self._grpc_server, grpc, address, credentials)
 
@@ -173,9 +173,6 @@ class _Calls:
         self._service = service
         self._grpc = grpc
         self._names_owners = names_owners
-        self._lock = threading.Lock()
-        # The call of each client that came last, until its message is answered.
-        self._newest: dict[str, Any] = {}
 
     def handler(self) -> Any:
         """What a gRPC server takes."""
@@ -210,21 +207,10 @@ class _Calls:
 
     def _exchange(self, kind: str, pieces: Iterator[bytes], context: Any) -> Outcome | None:
         session, header = self._service.find(_header_text(context), self._owner(context))
-        client_id = session.client_id
-        with self._lock:
-            before = self._newest.get(client_id)
-            self._newest[client_id] = context
-        if before is not None:
-            # Its connection broke: it would wait for the rest of its message, or for an answer that nobody takes.
-            before.cancel()
         # Who waits for an answer looks again when the call ends.
         context.add_callback(session.once.wake)
-        try:
+        with session.newest_call(context.cancel):
             return self._service.exchange(kind, session, header, pieces, context.is_active)
-        finally:
-            with self._lock:
-                if self._newest.get(client_id) is context:
-                    del self._newest[client_id]
 
     def _owner(self, context: Any) -> str | None:
         """
@@ -264,21 +250,6 @@ def _check_clients(clients: Sequence[str]) -> None:
         raise TypeError(f"clients is the text {clients!r}. Give a list: [{clients!r}].")
     if not clients or "" in clients or len(set(clients)) != len(clients):
         raise ValueError(f"clients are the ids of those that may come, each once and none empty, got {list(clients)}.")
-
-
-def _server_options(heartbeat_timeout: float) -> list[tuple[str, int]]:
-    interval = max(int(heartbeat_timeout * 1000 / 3), 100)
-    return [
-        # Otherwise a second server may take the same port, and gets some of the clients.
-        ("grpc.so_reuseport", 0),
-        # A connection that broke without a word is found by pings, and its calls end.
-        ("grpc.keepalive_time_ms", interval),
-        ("grpc.keepalive_timeout_ms", interval),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Clients ping as well, and gRPC takes that for an attack unless it is told otherwise.
-        ("grpc.http2.min_ping_interval_without_data_ms", 100),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
 
 
 def _listen(server: Any, grpc: Any, address: str, credentials: TlsCredentials | None) -> str:

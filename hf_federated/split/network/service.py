@@ -117,7 +117,7 @@ class Service:
                 try:
                     self._on_connected(client_id)
                 except Exception as error:
-                    self.presence.end(session, "The server did not take the client in.")
+                    session.close("The server did not take the client in.")
                     if isinstance(error, ValueError):
                         raise Refusal("FAILED_PRECONDITION", str(error)) from None
                     raise
@@ -142,7 +142,7 @@ class Service:
             Refusal: If the session ended or is another client's.
         """
         session = self._session_named(request, owner)
-        if self.presence.end(session, f"Client {session.client_id!r} left.") and self._on_left is not None:
+        if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
             self._on_left(session.client_id)
         return b"{}"
 
