@@ -170,15 +170,16 @@ def test_a_connection_that_carries_nothing_any_more_is_replaced(tls):
 def test_the_room_of_a_lost_client_is_free_again(tls):
     """It is lost in the middle of a message, whose rest will never come."""
     lost: list[str] = []
-    settings = {"heartbeat_timeout": 1.2, "max_exchanges": 1, "on_lost": lost.append}
-    with serve(tls, echo, **settings) as server, Relay(server) as relay, join(tls, server, "south") as south:
-        north = join(tls, relay, reconnect_timeout=0.2)
-        relay.silence_after = 2 << 20
-        with pytest.raises(LinkError):
-            north.exchange(bytes(8 << 20))
-        north.close()
-        with pytest.raises(TimeoutError):
-            with join(tls, server, "Zoë/2", answer_timeout=0.05) as impatient:
+    settings = {"heartbeat_timeout": 1.0, "max_exchanges": 1, "on_lost": lost.append}
+    with serve(tls, echo, **settings) as server, Relay(server) as relay, ThreadPoolExecutor(1) as pool:
+        with join(tls, server, "south") as south, join(tls, server, "Zoë/2", answer_timeout=0.05) as impatient:
+            relay.silence_after = 2 << 20
+            north = join(tls, relay)
+            under_way = pool.submit(north.exchange, bytes(8 << 20))
+            wait_until(lambda: relay.silenced)
+            with pytest.raises(TimeoutError, match="had no room for it"):
                 impatient.exchange(b"1")
-        wait_until(lambda: lost)
-        assert south.exchange(b"1") == b"1" and lost == ["north"]
+            assert south.exchange(b"1") == b"1" and lost == ["north"]
+            north.close()
+            with pytest.raises(LinkError):
+                under_way.result(10)
