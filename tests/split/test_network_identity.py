@@ -75,7 +75,7 @@ def test_a_client_without_a_certificate_is_refused(tls, server):
 def test_a_client_has_one_link_at_a_time_and_the_next_waits_for_it(tls, server):
     with join(tls, server) as link:
         with pytest.raises(ClientRefusedError, match="'north' is connected already, by another link or process"):
-            join(tls, server, connect_timeout=0.3)
+            join(tls, server, connect_timeout=1.0)
         with ThreadPoolExecutor(1) as pool:
             following = pool.submit(join, tls, server)
             time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,10 @@ def test_an_answer_that_does_not_come_ends_the_link_in_time(tls):
             # Whether it was carried out is not known, so nothing goes on.
             with pytest.raises(AnswerTimeoutError, match="resume from a checkpoint"):
                 link.exchange(b"2")
+            link.close()
+            # The server knows that the link ended.
+            with join(tls, server) as following:
+                assert following.exchange(b"3") == b"3"
 
 
 def test_a_server_that_goes_mid_step_leaves_everything_as_it_was(tls):
@@ -218,6 +223,26 @@ def test_closing_a_link_ends_its_exchange(tls):
             under_way.result(10)
         wait_until(lambda: not server.is_alive("north"))
         release.set()
+
+
+def test_an_interrupted_exchange_ends_the_link(tls):
+    release = threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        _thread.interrupt_main()
+        release.wait(10)
+        return message
+
+    with serve(tls, answer) as server, join(tls, server) as link:
+        with pytest.raises(KeyboardInterrupt):
+            link.exchange(b"1")
+        with pytest.raises(LinkError, match=r"Message 0 was given up \(KeyboardInterrupt\)"):
+            link.exchange(b"2")
+        release.set()
+
+
+def test_a_server_that_never_started_can_be_closed(tls):
+    serve(tls, lambda _, blob: blob).close()
 
 
 def test_two_servers_do_not_share_a_port(tls):

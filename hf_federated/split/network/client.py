@@ -32,10 +32,10 @@ from .protocol import (
     HEADER_KEY,
     SERVICE,
     VERSION,
+    Grant,
     MessageHeader,
     Outcome,
     chunks,
-    read_object,
 )
 from .terms import Terms
 
@@ -105,7 +105,9 @@ class GrpcLink:
         # One message at a time; and what threads share besides.
         self._turn = threading.Lock()
         self._state = threading.Lock()
+        # The message that is under way, and the call besides.
         self._call: Any = None
+        self._question: Any = None
         self._broken: tuple[type[LinkError], str] | None = None
         self._closed = threading.Event()
         self._number = 0
@@ -117,10 +119,10 @@ class GrpcLink:
         except BaseException:
             self._channel.close()
             raise
-        self._session = str(granted["session"])
-        self._max_message_bytes = int(granted["max_message_bytes"])
+        self._session = granted.session
+        self._max_message_bytes = granted.max_message_bytes
         # Often enough for the server, and to miss it in time.
-        self._interval = min(float(granted["heartbeat_timeout"]) / 4, reconnect_timeout / 3)
+        self._interval = min(granted.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
         self._heart = threading.Thread(target=self._beat, name=f"split-heartbeat-{client_id}", daemon=True)
         self._heart.start()
 
@@ -151,11 +153,13 @@ class GrpcLink:
         """Take leave of the server, which need not be there, and let the connection go."""
         if self._closed.is_set():
             return
-        was_whole = self._broken is None
         self._break(LinkError, "This link was closed.")
         self._closed.set()
+        self._question.cancel()
         self._heart.join()
-        if was_whole:
+        assert self._broken is not None
+        # Otherwise the server holds the client for alive until its heartbeat_timeout.
+        if self._broken[0] not in (ServerUnreachableError, SessionLostError):
             try:
                 self._unary("Leave", {"session": self._session}, timeout=min(5.0, self._reconnect_timeout))
             except self._grpc.RpcError as error:
@@ -170,7 +174,7 @@ class GrpcLink:
     ) -> None:
         self.close()
 
-    def _connect(self, terms: Terms, connect_timeout: float) -> dict[str, Any]:
+    def _connect(self, terms: Terms, connect_timeout: float) -> Grant:
         """What the server grants."""
         request = {
             "version": VERSION,
@@ -182,10 +186,7 @@ class GrpcLink:
         for pause in _pauses():
             try:
                 left = max(deadline - time.monotonic(), 0.01)
-                granted = read_object(self._unary("Connect", request, timeout=left), "What the server grants")
-                if granted.keys() != {"session", "heartbeat_timeout", "max_message_bytes"}:
-                    raise ValueError(f"It holds {sorted(granted)}.")
-                return granted
+                return Grant.from_text(self._unary("Connect", request, timeout=left))
             except self._grpc.RpcError as error:
                 code = error.code().name
                 ended = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
@@ -283,20 +284,23 @@ class GrpcLink:
             self._heard_at = time.monotonic()
 
     def _unary(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
-        answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(
-            json.dumps(request).encode(), timeout=timeout
-        )
+        ask = self._channel.unary_unary(f"/{SERVICE}/{method}").future
+        self._question = ask(json.dumps(request).encode(), timeout=timeout)
+        answer: bytes = self._question.result()
         return answer
 
     def _beat(self) -> None:
         """Give signs of life, and look for the server's, until the link ends."""
         failing_since: float | None = None
         timeout = self._reconnect_timeout / 3
-        while not self._closed.wait(self._interval):
+        while not self._closed.wait(self._interval) and self._broken is None:
             began_at = time.monotonic()
             try:
                 self._unary("Heartbeat", {"session": self._session}, timeout)
                 failing_since, self._heard_at = None, time.monotonic()
+            except self._grpc.FutureCancelledError:
+                # The link is being closed.
+                return
             except self._grpc.RpcError as error:
                 code = error.code().name
                 if code not in (*_TROUBLE, _BUSY, "DEADLINE_EXCEEDED"):

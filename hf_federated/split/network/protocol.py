@@ -115,6 +115,22 @@ class Header:
 
 
 @dataclass(frozen=True)
+class Grant(Header):
+    """
+    What a server grants a client that connects.
+
+    Args:
+        session (`str`): The name of its session.
+        heartbeat_timeout_ms (`int`): Milliseconds of silence after which it is lost.
+        max_message_bytes (`int`): The largest message that it may send.
+    """
+
+    session: str
+    heartbeat_timeout_ms: int
+    max_message_bytes: int
+
+
+@dataclass(frozen=True)
 class MessageHeader(Header):
     """
     What a client says of a message.

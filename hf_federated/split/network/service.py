@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from ..encryption import ServerSession
 from ..sealed import SealedEnd, SealedServer
 from .errors import Refusal
 from .presence import ClientSession, Presence
-from .protocol import VERSION, MessageHeader, Outcome, bad_request, gather, read_object
+from .protocol import VERSION, Grant, MessageHeader, Outcome, bad_request, gather, read_object
 from .terms import Terms, in_words
 
 
@@ -121,8 +120,8 @@ class Service:
                     if isinstance(error, ValueError):
                         raise Refusal("FAILED_PRECONDITION", str(error)) from None
                     raise
-        limits = {"heartbeat_timeout": self.presence.heartbeat_timeout, "max_message_bytes": self._max_message_bytes}
-        return json.dumps({"session": session.session, **limits}).encode()
+        milliseconds = int(self.presence.heartbeat_timeout * 1000)
+        return Grant(session.session, milliseconds, self._max_message_bytes).to_text().encode("ascii")
 
     def heartbeat(self, request: bytes, owner: str | None) -> bytes:
         """
