@@ -106,7 +106,8 @@ def loaded_by_import() -> set[str]:
     names = "{name.partition('.')[0] for name in sys.modules}"
     # PEFT imports bitsandbytes wherever it is installed.
     # Those that need the extra `split` are named, whether the package imports them or not.
-    package = "hf_federated, hf_federated.split.certificates, hf_federated.split.encryption"
+    rooms = ("certificates", "encryption", "network")
+    package = ", ".join(["hf_federated", *(f"hf_federated.split.{room}" for room in rooms)])
     code = f"import sys, peft, transformers; before = {names}; import {package}; print(*({names} - before))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(result.stdout.split())
