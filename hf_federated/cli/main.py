@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import audit, benchmark, certificates, inspection, partition, split_merge
+from hf_federated.cli import audit, benchmark, certificates, inspection, partition, split_merge, split_run
 from hf_federated.cli.errors import CommandError
 from hf_federated.cli.grid import BenchmarkSection, PlannedRun
 from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
@@ -126,6 +126,13 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
         " rows that are at hand, and report how much of the text is read.",
     )
     audit.add_arguments(audit_parser)
+    for name, what in (("split-server", "the server's blocks"), ("split-client", "a client's blocks and rows")):
+        run_parser = commands.add_parser(
+            name,
+            help=f"train a split model over a network: {what}",
+            description=f"Train a recipe with a section split over a network, with {what} on this machine.",
+        )
+        split_run.add_arguments(run_parser, server=name == "split-server")
     merge_parser = commands.add_parser(
         "split-merge",
         help="build the whole model from the parts of a split one",
@@ -193,6 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command == "audit":
             audit.audit(arguments)
+            return 0
+        if arguments.command in ("split-server", "split-client"):
+            (split_run.split_server if arguments.command == "split-server" else split_run.split_client)(arguments)
             return 0
         if arguments.command == "split-merge":
             split_merge.split_merge(arguments)

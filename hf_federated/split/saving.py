@@ -28,6 +28,7 @@ from .parts import Part
 
 
 PARTS_NAME = "split_parts.json"
+_SET_BY_TRAINERS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "use_cache"}
 
 
 def save_parts(
@@ -194,8 +195,10 @@ def _read(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
     return load_file(path / name)
 
 
-def _config(path: Path) -> Any:
-    return json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+def _config(path: Path) -> dict[str, Any]:
+    """A config without what a trainer sets, which only some of the parties have."""
+    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    return {name: value for name, value in values.items() if name not in _SET_BY_TRAINERS}
 
 
 def _describe(path: Path) -> dict[str, Any]:

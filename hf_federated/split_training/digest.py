@@ -51,6 +51,17 @@ _VOLATILE = {
 }
 
 
+def run_settings(split: SplitConfig, args: TrainingArguments) -> dict[str, object]:
+    """
+    What parties compare by value when they connect, so that an error names what differs.
+
+    Args:
+        split ([`SplitConfig`]): Strategy and cut.
+        args (`TrainingArguments`): Of these what decides the steps.
+    """
+    return {"split": split.to_dict(), "training": {name: getattr(args, name) for name in ARGUMENTS}}
+
+
 def run_digest(
     config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None
 ) -> str:
@@ -70,8 +81,7 @@ def run_digest(
     """
     settings = {
         "model": _lasting(config.to_dict()),
-        "split": split.to_dict(),
-        "training": {name: getattr(args, name) for name in ARGUMENTS},
+        **run_settings(split, args),
         "adapter": None if adapter is None else _lasting(adapter.to_dict()),
     }
     # Enums and sets are written as text; the latter in one order.

@@ -145,6 +145,17 @@ class TrainingServer:
             answer = handlers[type(message)](message)
             return b"" if answer is None else answer.to_bytes()
 
+    def wait(self) -> str | None:
+        """
+        Wait until the run is over.
+
+        Returns:
+            `str`: Why it failed; `None` where everybody finished.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self.finished.is_set())
+            return self._failure
+
     def client_lost(self, client_id: str) -> None:
         """A client is not heard any more: the run ends for all, and is resumed from its checkpoints."""
         with self._changed:

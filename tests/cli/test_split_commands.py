@@ -1,0 +1,175 @@
+"""`split-server` and `split-client`: a recipe trained over gRPC with certificates on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hf_federated.cli import split_run
+from hf_federated.cli.errors import CommandError
+from hf_federated.cli.main import build_parser, main
+from hf_federated.cli.split_run import split_client, split_server
+from hf_federated.split.certificates import create_certificates
+
+
+CLIENTS = ("0", "1")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    create_certificates(folder, ["localhost"], CLIENTS, rsa_bits=2048)
+    return folder
+
+
+@pytest.fixture
+def split_recipe(llama_dir, cloze_dir, tmp_path) -> Path:
+    recipe = {
+        "model": {"name_or_path": str(llama_dir), "lora": {"r": 2}},
+        "data": {"path": str(cloze_dir), "test_split": "validation"},
+        "task": {"name": "superglue-cloze", "max_length": 200},
+        "partition": {"name": "iid", "num_clients": 2},
+        "training": {
+            "output_dir": str(tmp_path / "run"),
+            "num_train_epochs": 4,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 1e-2,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "dataloader_pin_memory": False,
+            "disable_tqdm": True,
+            "report_to": "none",
+            "use_cpu": True,
+        },
+        "split": {"strategy": "client_batch", "average_every": 2, "encryption": True},
+    }
+    path = tmp_path / "split.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def lines_of(recipe: Path, certificates: Path, port: int, *more: str) -> dict[str, list[str]]:
+    shared = [str(recipe), "--certificates", str(certificates), "--address", f"localhost:{port}", *more]
+    ids = [part for client_id in CLIENTS for part in ("--client", client_id)]
+    commands = {"server": ["split-server", *shared, *ids]}
+    return commands | {client_id: ["split-client", *shared, "--client", client_id] for client_id in CLIENTS}
+
+
+def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificates, tmp_path, capsys, monkeypatch):
+    # Empty models are made by a change of torch that all threads see; processes have one party each.
+    loading = threading.Lock()
+    for name in ("load_client_model", "load_server_body"):
+        load = getattr(split_run, name)
+
+        def load_alone(*args, load=load, **kwargs):
+            with loading:
+                return load(*args, **kwargs)
+
+        monkeypatch.setattr(split_run, name, load_alone)
+    commands = lines_of(split_recipe, certificates, free_port())
+    errors: dict[str, Exception] = {}
+
+    def work(party: str) -> None:
+        try:
+            arguments = build_parser().parse_args(commands[party])
+            (split_server if party == "server" else split_client)(arguments)
+        except Exception as error:
+            errors[party] = error
+
+    threads = [threading.Thread(target=work, args=(party,), daemon=True) for party in commands]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    run = tmp_path / "run"
+    results = [json.loads((run / client_id / "results.json").read_text()) for client_id in CLIENTS]
+    # The final average is everybody's.
+    assert results[0]["accuracy"] == results[1]["accuracy"]
+    adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
+    assert adapters[0] == adapters[1]
+    assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(yaml.safe_load(split_recipe.read_text())["model"]["name_or_path"])
+    whole.load_adapter(str(run / "whole"))
+    assert "steps. The server's part is in" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recipe, certificates, tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+    def start(output: str, *more: str) -> dict[str, subprocess.Popen[str]]:
+        commands = lines_of(split_recipe, certificates, free_port(), "--output-dir", str(tmp_path / output))
+        found = {}
+        for party, line in commands.items():
+            extra = more if party != "server" else ("--heartbeat-timeout", "50")
+            found[party] = subprocess.Popen(
+                [sys.executable, "-m", "hf_federated.cli.main", *line, *extra],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        return found
+
+    def end(parties: dict[str, subprocess.Popen[str]]) -> dict[str, tuple[int, str]]:
+        return {party: (process.wait(300), process.stdout.read()) for party, process in parties.items()}
+
+    whole = end(start("whole"))
+    assert all(code == 0 for code, _ in whole.values()), whole
+
+    broken = start("broken")
+    checkpoint = tmp_path / "broken" / "1" / "checkpoint-2"
+    deadline = time.monotonic() + 240
+    while not checkpoint.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    broken["1"].send_signal(signal.SIGKILL)
+    ended = end(broken)
+    if ended["0"][0] == 0:
+        pytest.skip("the run was over before the client was killed")
+    assert ended["server"][0] == 2 and re.search("client '1' is gone", ended["server"][1])
+
+    again = end(start("broken", "--resume"))
+    assert all(code == 0 for code, _ in again.values()), again
+    for party in (*CLIENTS, "server"):
+        files = [tmp_path / output / party / "adapter_model.safetensors" for output in ("whole", "broken")]
+        assert files[0].read_bytes() == files[1].read_bytes(), party
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--set", "split=null"], "has no section split"),
+        (["--peer", "north"], "not of the form ID=FINGERPRINT"),
+        (["--set", "split.strategy=serial", "--set", "split.steps_per_turn=0"], "at least 1"),
+    ],
+    ids=["no split", "peer", "split"],
+)
+def test_what_a_server_cannot_do_is_said_in_a_line(change, message, split_recipe, certificates):
+    line = lines_of(split_recipe, certificates, free_port())["server"]
+    with pytest.raises(CommandError, match=message):
+        split_server(build_parser().parse_args([*line, *change]))
+
+
+def test_a_client_that_the_recipe_does_not_have_is_named(split_recipe, certificates):
+    line = lines_of(split_recipe, certificates, free_port())["0"]
+    with pytest.raises(CommandError, match="the recipe's clients are 0, 1"):
+        split_client(build_parser().parse_args([*line[:-1], "west"]))
