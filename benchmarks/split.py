@@ -4,8 +4,11 @@
     python benchmarks/split.py --hidden-size 64 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
 
 A step is a forward and a backward pass and one of AdamW on the adapters. All sides take turns in this process, and
-ratios are of medians. `meeting` is the step of a server whose clients' rows go through the body together; its rows a
-second stand beside those of the same clients one after the other. Bytes are those of the messages of a step.
+ratios are of medians. `split` is a step of `"serial"`; `sealed` is the same with every message encrypted; `meeting` is
+a step of `"client_batch"`, whose clients' rows go through the body together, and `replicas` one of
+`"server_hierarchical"`, each client before a body of its own. Their rows a second stand beside those of the same
+clients one after the other. Replicas would run on machines of their own: here they take turns. Bytes are those of the
+messages of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated import SplitModel
-from hf_federated.split import LocalLink, Meeting
+from hf_federated.split import LocalLink, Meeting, SealedLink, SealedServer
+from hf_federated.split.encryption import ClientSession, Identity, ServerSession
 
 
 def build(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -58,6 +62,27 @@ def stepper(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callable
     return step
 
 
+def sealed_stepper(options: argparse.Namespace) -> Callable[[], None]:
+    """A step whose messages are encrypted."""
+    split = SplitModel.from_model(build(options), client_id="client")
+    client, server = Identity.generate("client"), Identity.generate("server")
+    there = ServerSession(server, "client", client.fingerprint, rotate_every=None)
+    here = ClientSession(client, "server", server.fingerprint, rotate_every=None)
+    split.boundary.link = SealedLink(here, SealedServer(there, split.boundary.link.server.answer))
+    return stepper(split, batch(options, 0))
+
+
+def replicas_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
+    """A step of clients that each have a body of their own."""
+    steps = [stepper(SplitModel.from_model(build(options)), batch(options, own)) for own in range(num_clients)]
+
+    def step() -> None:
+        for own in steps:
+            own()
+
+    return step
+
+
 def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
     """A step of a server whose clients meet, with heads and tails of their own."""
     clients = {
@@ -72,10 +97,12 @@ def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[
         if name != "0":
             client.server_body = None
         client.boundary.link = meeting.link(name)
+        client.boundary.defers_backward = True
 
     def work(name: str) -> None:
         clients[name].boundary.begin_step(0, total_targets=options.batch_size * (options.length - 1))
         clients[name](**inputs[name]).loss.backward()
+        clients[name].boundary.finish_backward()
 
     def step() -> None:
         meeting.run({name: lambda name=name: work(name) for name in clients})
@@ -114,6 +141,8 @@ def main() -> None:
 
     whole, split = build(options), SplitModel.from_model(build(options))
     steps = {"unsplit": stepper(whole, batch(options, 0)), "split": stepper(split, batch(options, 0))}
+    steps["sealed"] = sealed_stepper(options)
+    steps |= {f"replicas of {number}": replicas_stepper(options, number) for number in options.num_clients[:1]}
     steps |= {f"meeting of {number}": meeting_stepper(options, number) for number in options.num_clients}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(1 + options.repetitions):
@@ -124,6 +153,10 @@ def main() -> None:
     # The first step of each builds its optimizer's state and warms caches.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     print(f"split / unsplit: {medians['split'] / medians['unsplit']:.3f}  ({medians['split']:.3f} s a step)")
+    print(f"sealed / split: {medians['sealed'] / medians['split']:.3f}")
+    for number in options.num_clients[:1]:
+        ratio = number * medians["split"] / medians[f"replicas of {number}"]
+        print(f"rows a second, {number} clients with replicas / one after the other: {ratio:.2f}")
     for number in options.num_clients:
         ratio = number * medians["split"] / medians[f"meeting of {number}"]
         print(f"rows a second, {number} clients that meet / one after the other: {ratio:.2f}")
