@@ -40,6 +40,21 @@ def seed_torch(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def torch_state() -> list[torch.Tensor]:
+    """The state of torch's global generators, on the CPU and on this process's accelerator."""
+    state = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        state.append(torch.get_device_module().get_rng_state())
+    return state
+
+
+def set_torch_state(state: list[torch.Tensor]) -> None:
+    """Take back what `torch_state` gave."""
+    torch.set_rng_state(state[0])
+    for own in state[1:]:
+        torch.get_device_module().set_rng_state(own)
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Put back the global generators of Python, numpy and torch, on the CPU and on this process's accelerator."""

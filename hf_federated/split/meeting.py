@@ -3,8 +3,11 @@
 FL-GLM's client-batch strategy (section 3.3): "stack the smashed data from different clients". Each client's work is an
 ordinary function that calls its model, in a thread of its own; at the boundary it waits until every other client is
 there too. Only one of the threads runs at a time, in the clients' order, and each has random numbers of its own, so
-the result does not depend on the machine. All this is for the CPU: backward passes on a GPU run in a thread of the
-device's own, which waiting clients would block, and are refused.
+the result does not depend on the machine.
+
+Backward passes on a GPU run in a thread of the device's own, which a waiting client would block for all. A client
+there sets `defers_backward` of its boundary: its backward pass then ends behind the boundary, and `finish_backward`
+waits for the others and goes on. Otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..generators import set_torch_state, torch_state
 from .body import BodyServer
 from .messages import Backward, Forget, Forward, read_request
 
@@ -89,7 +93,7 @@ class Meeting:
         failures: dict[str, BaseException] = {}
         self._present = list(work)
         self._turn = self._present[0]
-        random_state, num_targets = torch.get_rng_state(), self.server.num_targets
+        random_state, num_targets = torch_state(), self.server.num_targets
         threads = [
             threading.Thread(target=self._attend, args=(name, do, results, failures, torch.is_grad_enabled()))
             for name, do in work.items()
@@ -115,7 +119,7 @@ class Meeting:
             self._threads, self._present = {}, []
             self._messages.clear()
             self._answers.clear()
-            torch.set_rng_state(random_state)
+            set_torch_state(random_state)
         for name in work:
             if name in failures and not isinstance(failures[name], _Abandoned):
                 raise failures[name]
@@ -154,9 +158,9 @@ class Meeting:
         if self._threads[client_id] != threading.get_ident():
             raise RuntimeError(
                 f"The gradient of client {client_id!r} came from another thread, as it does on a GPU, where backward "
-                "passes of all clients share one: clients that meet run on the CPU so far."
+                "passes of all clients share one: set boundary.defers_backward, and call finish_backward()."
             )
-        state = torch.get_rng_state()
+        state = torch_state()
         with self._changed:
             self._check_goes_on()
             self._messages[client_id] = message
@@ -164,7 +168,7 @@ class Meeting:
             self._changed.wait_for(lambda: self._given_up or self._turn == client_id)
             if self._given_up:
                 raise _Abandoned("The meeting was given up.")
-            torch.set_rng_state(state)
+            set_torch_state(state)
             answer = self._answers.pop(client_id)
         if isinstance(answer, Exception):
             raise answer
