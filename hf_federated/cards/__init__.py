@@ -2,6 +2,17 @@
 
 from .model_card import render, render_model_card
 from .run_record import RunRecord
+from .saved import render_saved
+from .split_card import render_split, render_split_card
+from .split_record import SplitRecord
 
 
-__all__ = ["RunRecord", "render", "render_model_card"]
+__all__ = [
+    "RunRecord",
+    "SplitRecord",
+    "render",
+    "render_model_card",
+    "render_saved",
+    "render_split",
+    "render_split_card",
+]
