@@ -3,6 +3,20 @@
 from .leakage import add_leakage, leakage_report, leakage_section
 from .model_card import render, render_model_card
 from .run_record import RunRecord
+from .saved import render_saved
+from .split_card import render_split, render_split_card
+from .split_record import SplitRecord
 
 
-__all__ = ["RunRecord", "add_leakage", "leakage_report", "leakage_section", "render", "render_model_card"]
+__all__ = [
+    "RunRecord",
+    "SplitRecord",
+    "add_leakage",
+    "leakage_report",
+    "leakage_section",
+    "render",
+    "render_model_card",
+    "render_saved",
+    "render_split",
+    "render_split_card",
+]

@@ -19,6 +19,7 @@ from peft import PeftModel
 from transformers.modelcard import TASK_MAPPING
 
 from ..data import FederatedDataset
+from ..split import SplitModel
 
 
 # A data set read from the Hub lists its files as hf://datasets/<repository>@<commit>/<path>.
@@ -56,15 +57,17 @@ class ModelFacts:
     def of(cls, model: Any, finetuned_from: str | None = None) -> ModelFacts:
         """
         Args:
-            model (`transformers.PreTrainedModel` or `peft.PeftModel`): The trained model.
+            model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): The trained model.
             finetuned_from (`str`, *optional*): Hub id of the base model, where the model itself does not know it.
         """
-        base, adapter, name = model, None, None
+        base, peft_config = model, None
         if isinstance(model, PeftModel):
-            base = model.get_base_model()
-            config = model.peft_config[model.active_adapters[0]]
-            adapter, name = config.peft_type.value, config.base_model_name_or_path
-        name = name or base.config.name_or_path
+            base, peft_config = model.get_base_model(), model.peft_config[model.active_adapters[0]]
+        elif isinstance(model, SplitModel):
+            # Each part is a model of the whole one's class.
+            base, peft_config = model.client_head.model, model.adapter_config
+        adapter = None if peft_config is None else peft_config.peft_type.value
+        name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path
         class_name = type(base).__name__
         base_model = finetuned_from or (name if name and _is_hub_id(name) else None)
         return cls(

@@ -6,22 +6,19 @@ log, its card does not claim. The layout is `model_card_template.md`, beside thi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
-from .facts import DataFacts
 from .revealed import what_left
 from .run_record import FederatedRun, RunRecord
+from .sections import call, fill, origin, over_steps, settings
 from .tables import count, metric_name, plural, size, table, thin
 
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
-
-TAGS = ("federated-learning", "hf_federated", "generated_from_trainer")
 
 
 def render_model_card(
@@ -95,93 +92,26 @@ def render(record: RunRecord) -> str:
     Args:
         record ([`RunRecord`]): The run.
     """
-    card = ModelCard.from_template(
-        card_metadata(record),
-        template_path=str(TEMPLATE),
-        title=record.title,
+    return fill(
+        TEMPLATE,
+        record,
+        [_algorithm(record).lower()],
         summary=_summary(record),
         results_heading=_results_heading(record),
-        results=_results(record),
         client_results=_client_results(record),
         client_rows=_client_rows(record),
         rounds_heading=_rounds_heading(record),
         rounds=_rounds(record),
         federation=_federation(record),
         exchanged=what_left(record),
-        data=_data(record),
-        arguments=_arguments(record),
-        usage=_usage(record),
-        versions="\n".join(f"- {package} {version}" for package, version in record.versions.items()),
     )
-    # Jinja leaves empty lines where a section is left out
-    return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
-
-
-def card_metadata(record: RunRecord) -> ModelCardData:
-    """
-    The header of a card.
-
-    Args:
-        record ([`RunRecord`]): The run.
-    """
-    said, model = record.metadata, record.model
-    adapter_tags = [model.adapter.lower()] if model.adapter else []
-    names = [data.name for data in (record.train_data, record.eval_data) if data is not None and data.name]
-    return ModelCardData(
-        language=said["language"],
-        license=said["license"],
-        library_name=model.library_name,
-        base_model=model.base_model,
-        tags=[*TAGS, _algorithm(record).lower(), *adapter_tags, *said["tags"]],
-        datasets=said["dataset_tags"] or list(dict.fromkeys(names)) or None,
-        pipeline_tag=_task(record),
-        metrics=[result.metric_type for result in _eval_results(record)] or None,
-        model_name=record.title,
-        eval_results=_eval_results(record) or None,
-    )
-
-
-def _task(record: RunRecord) -> str | None:
-    return next(iter(record.metadata["tasks"]), record.model.task)
-
-
-def _eval_results(record: RunRecord) -> list[EvalResult]:
-    """Results for the header; none if the task is unknown, because the Hub takes none without a task."""
-    task, data = _task(record), record.eval_data or DataFacts()
-    if task is None:
-        return []
-    name = next(iter(record.metadata["dataset"]), data.name)
-    return [
-        EvalResult(
-            task_type=task,
-            # "unknown" is what the Hub's libraries write for data without a Hub id
-            dataset_type=data.name or "unknown",
-            dataset_name=name or "Unknown",
-            dataset_config=data.config,
-            dataset_split=data.split,
-            dataset_revision=data.revision,
-            dataset_args=next(iter(record.metadata["dataset_args"]), None),
-            metric_type=key.removeprefix("eval_"),
-            metric_name=metric_name(key),
-            metric_value=value,
-        )
-        for key, value in record.results.get("metrics", {}).items()
-        if isinstance(value, (int, float))
-    ]
 
 
 def _summary(record: RunRecord) -> str:
     model, federation = record.model, record.federation
-    start = {
-        "hub": f"[{model.base_model}](https://huggingface.co/{model.base_model})",
-        "local": f"a `{model.class_name}` loaded from a local directory",
-        "unnamed": f"a `{model.class_name}` whose starting weights have no name on record",
-    }[model.start]
-    commit = f" at commit `{model.base_revision}`" if model.base_revision else ""
-    subject = f"This is a {model.adapter} adapter for" if model.adapter else "This model is"
     clients, rounds = plural(federation["num_clients"], "client"), plural(federation["num_rounds_run"], "round")
     return (
-        f"{subject} {start}{commit}, trained federatedly with `hf_federated` ({_algorithm(record)}) over"
+        f"{origin(model)}, trained federatedly with `hf_federated` ({_algorithm(record)}) over"
         f" {clients} in {rounds}."
         f" It has {count(model.num_parameters)} parameters."
     )
@@ -194,13 +124,6 @@ def _results_heading(record: RunRecord) -> str:
     if best_by:
         return f"The global model of round {step}, the best by `{best_by}`; its weights are the ones saved."
     return f"The global model after round {step}."
-
-
-def _results(record: RunRecord) -> str:
-    metrics = record.results.get("metrics", {})
-    if not metrics:
-        return ""
-    return table(["Metric", "Value"], [[metric_name(key), value] for key, value in metrics.items()], numeric=True)
 
 
 def _client_results(record: RunRecord) -> str:
@@ -235,36 +158,27 @@ def _rounds_heading(record: RunRecord) -> str:
 
 
 def _rounds(record: RunRecord) -> str:
-    rows = _shown_rounds(record)
-    metrics = list(dict.fromkeys(key for row in rows for key in row if key.startswith("eval_")))
-    columns = {
-        "round": "Round",
-        "loss": "Training loss",
-        **{key: metric_name(key) for key in metrics},
-        "federated/num_clients": "Clients",
-        "federated/bytes_down": "Bytes down",
-        "federated/bytes_up": "Bytes up",
-    }
-    columns = {key: name for key, name in columns.items() if any(key in row for row in rows)}
-    if not rows:
-        return ""
-    return table(list(columns.values()), [[_cell(key, row.get(key)) for key in columns] for row in rows], numeric=True)
-
-
-def _cell(key: str, value: Any) -> Any:
-    return count(int(value)) if value is not None and key.startswith("federated/") else value
+    return over_steps(
+        _shown_rounds(record),
+        {"round": "Round", "loss": "Training loss"},
+        {
+            "federated/num_clients": "Clients",
+            "federated/bytes_down": "Bytes down",
+            "federated/bytes_up": "Bytes up",
+        },
+    )
 
 
 def _federation(record: RunRecord) -> str:
     federation = record.federation
-    steps = [_call(step["name"], step["settings"]) for step in federation["postprocessors"]]
+    steps = [call(step["name"], step["settings"]) for step in federation["postprocessors"]]
     share = federation["clients_per_round"]
     local = federation["local_steps"]
     distillation = federation.get("distillation")
     rounds = f"{federation['num_rounds_run']} of {federation['num_rounds']}"
     rows: list[list[Any]] = [
-        ["Algorithm", _call(federation["aggregation"], federation["aggregation_kwargs"])],
-        ["Distillation", distillation and _call(distillation, federation["distillation_kwargs"])],
+        ["Algorithm", call(federation["aggregation"], federation["aggregation_kwargs"])],
+        ["Distillation", distillation and call(distillation, federation["distillation_kwargs"])],
         ["Steps between training and aggregate", ", ".join(steps) or None],
         ["Clients", count(federation["num_clients"])],
         ["Clients sampled in a round", _share(share)],
@@ -281,7 +195,7 @@ def _federation(record: RunRecord) -> str:
         ["Bytes from clients to server", size(record.exchanged["bytes_up"])],
         ["Seconds of training", None if federation["seconds"] is None else f"{federation['seconds']:.1f}"],
     ]
-    return table(["Setting", "Value"], [row for row in rows if row[1] is not None])
+    return settings(rows)
 
 
 def _share(clients_per_round: int | float) -> str:
@@ -303,64 +217,3 @@ def _row_limit(federation: Mapping[str, Any]) -> str | None:
 def _algorithm(record: RunRecord) -> str:
     """The method's name: of a distillation its own, since what it does with parameters belongs to it."""
     return record.federation.get("distillation") or record.federation["aggregation"]
-
-
-def _data(record: RunRecord) -> str:
-    parts = [table(["Training data", ""], _data_rows(record.train_data))]
-    if record.public_data is not None:
-        parts.append(table(["Public data", ""], _data_rows(record.public_data)))
-    if record.eval_data is not None:
-        parts.append(table(["Evaluation data", ""], _data_rows(record.eval_data)))
-    return "\n\n".join(parts)
-
-
-def _data_rows(data: DataFacts) -> list[list[Any]]:
-    partitioning = dict(data.partitioning or {})
-    partitioner = partitioning.pop("partitioner", None)
-    settings = {name: value for name, value in partitioning.items() if value is not None}
-    rows: list[list[Any]] = [
-        ["Data set", data.name or "not named by the data"],
-        ["Revision", data.revision or "not recorded by the data"],
-        ["Configuration", data.config],
-        ["Split", data.split],
-        ["Fingerprint (`datasets`)", data.fingerprint],
-        ["Rows", None if data.num_rows is None else count(data.num_rows)],
-        ["Clients", None if data.num_clients is None else count(data.num_clients)],
-        ["Rows of a client", _least_median_most(data.rows_per_client)],
-        ["Partition", _call(partitioner, settings) if partitioner else None],
-    ]
-    return [row for row in rows if row[1] is not None]
-
-
-def _least_median_most(values: list[float] | None) -> str | None:
-    if values is None:
-        return None
-    least, median, most = values
-    return f"{least:g} to {most:g}, median {median:g}"
-
-
-def _arguments(record: RunRecord) -> str:
-    rows = [
-        [f"`{name}`", value if isinstance(value, str) else repr(value)]
-        for name, value in record.arguments.items()
-        if value is not None
-    ]
-    return table(["Argument", "Value"], rows)
-
-
-def _usage(record: RunRecord) -> str:
-    model = record.model
-    if not model.is_transformers_class:
-        return ""
-    lines = [f"from transformers import {model.class_name}", ""]
-    if model.adapter is None:
-        lines.append(f'model = {model.class_name}.from_pretrained("path/to/this/repository")')
-    else:
-        lines.insert(0, "from peft import PeftModel")
-        lines.append(f'base = {model.class_name}.from_pretrained("{model.base_model or "path/to/the/base/model"}")')
-        lines.append('model = PeftModel.from_pretrained(base, "path/to/this/repository")')
-    return "\n".join(["```python", *lines, "```"])
-
-
-def _call(name: str, settings: dict[str, Any]) -> str:
-    return f"`{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})`"

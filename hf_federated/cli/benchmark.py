@@ -36,6 +36,7 @@ EXPECTED_ERRORS = (ValueError, RuntimeError, FloatingPointError)
 RESULT_FIELDS = (
     "lower_is_better",
     "num_rounds",
+    "step_name",
     "num_epochs",
     "num_clients",
     "num_failed",
@@ -91,11 +92,11 @@ def benchmark(
         execute (`Callable`):
             A planned run and its folder to what it measured: `metric` (name of the task's main metric), `metrics` (all
             of them on the test rows), `history` (`[{"round": 1, "accuracy": 0.5}, ...]`), `scale`, `num_rounds`,
-            `num_epochs`, `num_clients`, `num_failed` (updates), `bytes_up`, `bytes_down`, `lower_is_better`,
-            `train_rows` and `test_rows` (hashes of the rows), `None` for what a method has not; `seconds`, by default
-            those of the call, `None` if they are not those of the whole run. The folder need not exist, or may hold
-            what a killed run or one of other settings has left; nothing of the latter may be used. What it raises
-            fails the run and no other.
+            `step_name` (what these rounds are, if not rounds), `num_epochs`, `num_clients`, `num_failed` (updates),
+            `bytes_up`, `bytes_down`, `lower_is_better`, `train_rows` and `test_rows` (hashes of the rows), `None` for
+            what a method has not; `seconds`, by default those of the call, `None` if they are not those of the whole
+            run. The folder need not exist, or may hold what a killed run or one of other settings has left; nothing
+            of the latter may be used. What it raises fails the run and no other.
         partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
             As in [`~hf_federated.cli.grid.plan`].
         echo (`Callable`, *optional*):

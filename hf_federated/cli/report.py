@@ -21,7 +21,6 @@ from hf_federated.data.tables import markdown_table
 
 # A record of a run as `run_log` reads it.
 Record = Mapping[str, Any]
-HEADER = ("passes over a row", "MB up", "rounds", "seconds")
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,14 @@ def curve_panel(records: Sequence[Record], section: BenchmarkSection, name: str)
             curve = {entry["round"]: entry[metric] for entry in record["history"] if entry.get(metric) is not None}
             if curve:
                 curves.setdefault(run, []).append(curve)
-    return CurvePanel(section.title or name, metric, curves, references) if curves else None
+    steps = " or ".join(step_names(records))
+    return CurvePanel(section.title or name, metric, curves, references, steps) if curves else None
+
+
+def step_names(records: Sequence[Record]) -> list[str]:
+    """What the runs count: `"round"`, or `"optimizer step"` of split models. A record of before these has no name."""
+    names = [record.get("step_name") or "round" for record in records if record["method"] == "federated"]
+    return list(dict.fromkeys(names)) or ["round"]
 
 
 def _results_table(
@@ -232,7 +238,9 @@ def _results_table(
                 _or_dash(_mean(made, "seconds"), ".0f"),
             ]
         )
-    return markdown_table(["run", metric.replace("|", r"\|"), "paper", *HEADER], rows, of_words={0})
+    steps = " or ".join(f"{name}s" for name in step_names(records))
+    header = ["run", metric.replace("|", r"\|"), "paper", "passes over a row", "MB up", steps, "seconds"]
+    return markdown_table(header, rows, of_words={0})
 
 
 def _claims_table(

@@ -50,6 +50,11 @@ class Run:
         """The metric that results are compared by."""
         return self.inputs.task.main_metric
 
+    @property
+    def step_name(self) -> str:
+        """What a step of the trainer is."""
+        return "round" if self.recipe.split is None else "optimizer step"
+
     def describe(self) -> list[str]:
         """Who trains on how many rows, and on what is tested."""
         raw, data = self.inputs.raw, self.recipe.data
@@ -216,7 +221,8 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
                     f"{error} (It went on from a checkpoint in {folder}; without it, it begins anew.)"
                 ) from error
             num_rounds = run.trainer.state.max_steps
-            result |= {"num_rounds": num_rounds, **_read_logs(run.trainer.state.log_history, num_rounds)}
+            result |= {"num_rounds": num_rounds, "step_name": run.step_name}
+            result |= _read_logs(run.trainer.state.log_history, num_rounds)
             if found:
                 result["seconds"] = None  # those of the rest
             for checkpoint in folder.glob("checkpoint-*"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cards import RunRecord
+from hf_federated.cards import RunRecord, SplitRecord
 from hf_federated.cli.baselines import BaselineResult
 from hf_federated.cli.recipe import Recipe
 from hf_federated.cli.run_log import finite
@@ -61,6 +61,8 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
         "num_train_rows": sum(raw.train.num_rows.values()),
         "num_test_clients": None if held_out is None else len(held_out),
         "num_test_rows": len(raw.test),
+        # Of a split model; what it came to stands under `federated` as of every other run.
+        "strategy": None if recipe.split is None else run.trainer.split.strategy,
         "baselines": {result.name: vars(result) for result in baselines},
         "federated": federated,
     }
@@ -68,7 +70,8 @@ def train(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], N
     run.trainer.save_model()
     (folder / RESULTS_NAME).write_text(json.dumps(finite(results), indent=2) + "\n", encoding="utf-8")
     run.trainer.create_model_card(**recipe.card)
-    RunRecord.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
+    record: Any = RunRecord if recipe.split is None else SplitRecord
+    record.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
     if recipe.plots:
         _plot(run, folder, baselines)
     echo("")
@@ -101,6 +104,8 @@ def closing_table(results: dict[str, Any]) -> list[str]:
     title = metric.replace("_", " ")
     rows = [("", title, "passes/row", "bytes up", "bytes down", "seconds")]
     labels = {"centralized": "centralized", "local": "local-only (mean of {})"}
+    strategy = results.get("strategy")
+    own = "federated" if strategy is None else f"split ({strategy})"
     for name, result in results["baselines"].items():
         spread = f" ±{result['spread'][metric]:.3f}" if result["spread"] else ""
         rows.append(
@@ -115,7 +120,7 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         )
     rows.append(
         (
-            "federated",
+            own,
             f"{federated['metrics'][metric]:.3f}",
             f"{federated['num_epochs']:.2f}",
             _megabytes(federated["bytes_up"]),
@@ -133,7 +138,7 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         difference = federated["metrics"][metric] - result["metrics"][metric]
         # Metrics where less is better are no shares of 1.
         said = f"{difference:+.2f}" if results["lower_is_better"] else f"{100 * difference:+.1f} points"
-        lines.append(f"federated minus {labels[name].partition(' ')[0]}: {said}")
+        lines.append(f"{own} minus {labels[name].partition(' ')[0]}: {said}")
     return lines
 
 
@@ -165,4 +170,5 @@ def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
         folder / "learning_curve.png",
         metric=f"eval_{run.metric}",
         references={names.get(item.name, item.name): item.metrics[run.metric] for item in baselines},
+        step_name=run.step_name,
     )

@@ -40,12 +40,15 @@ class CurvePanel:
             out.
         references (`Mapping[str, Sequence[float | None]]`, *optional*):
             Name of a baseline to its value under each seed.
+        step_name (`str`, *optional*, defaults to `"round"`):
+            What curves run over, for the horizontal axis.
     """
 
     title: str
     metric: str
     curves: Mapping[str, Sequence[Mapping[int, float | None]]]
     references: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    step_name: str = "round"
 
 
 def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[str]) -> None:
@@ -177,7 +180,7 @@ def _prepare(axis: Axes, panel: CurvePanel) -> None:
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(shown_name(panel.title, max_length=60), fontsize=10)
-    axis.set_xlabel("round")
+    axis.set_xlabel(panel.step_name)
     axis.set_ylabel(shown_name(panel.metric.replace("_", " ")))
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)
     axis.set_axisbelow(True)  # a baseline on a line of the grid stays whole

@@ -24,19 +24,22 @@ def plot_learning_curve(
     path: str | os.PathLike[str],
     metric: str = "eval_accuracy",
     references: Mapping[str, float] | None = None,
+    step_name: str = "round",
 ) -> None:
     """
-    Draws a metric, and the training loss if it was logged, over the rounds of a run.
+    Draws a metric, and the training loss if it was logged, over the rounds or steps of a run.
 
     Args:
         log_history (`Sequence[Mapping[str, Any]]`):
-            `trainer.state.log_history`; a step is a round.
+            `trainer.state.log_history`.
         path (`str`):
             The PNG file to write.
         metric (`str`, *optional*, defaults to `"eval_accuracy"`):
             The logged metric to draw.
         references (`Mapping[str, float]`, *optional*):
             Values to compare with, drawn as dashed horizontal lines: name to value.
+        step_name (`str`, *optional*, defaults to `"round"`):
+            What a step of the log is; `"optimizer step"` of a split model.
 
     Raises:
         ValueError: If the metric was never logged. The message lists what was.
@@ -62,30 +65,34 @@ def plot_learning_curve(
         raise ValueError(f"{metric!r} was never logged, so it has no curve. Logged: {', '.join(logged) or 'nothing'}.")
     loss = _series(log_history, "loss")
     figure, axes = new_figure(9 if loss else 5.5, 3.6, ncols=2 if loss else 1, squeeze=False)
-    _draw_curve(
-        axes[0, 0], curve, metric.removeprefix("eval_").replace("_", " "), f"federated {curve[max(curve)]:.3f}"
-    )
+    rounds = step_name == "round"
+    name = f"{'federated' if rounds else 'split'} {curve[max(curve)]:.3f}"
+    _draw_curve(axes[0, 0], curve, step_name, metric.removeprefix("eval_").replace("_", " "), name)
     for color, (name, value) in zip(COLORS[1:], (references or {}).items(), strict=False):
         axes[0, 0].axhline(value, color=color, linestyle="--", linewidth=1.5, label=f"{name} {value:.3f}")
     axes[0, 0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
     axes[0, 0].margins(y=0.12)
     axes[0, 0].set_title("held-out rows", fontsize=10)
     if loss:
-        _draw_curve(axes[0, 1], loss, "training loss")
-        axes[0, 1].set_title("mean of the round's clients", fontsize=10)
+        _draw_curve(axes[0, 1], loss, step_name, "training loss")
+        axes[0, 1].set_title(
+            "mean of the round's clients" if rounds else "mean of the steps since the point before", fontsize=10
+        )
     figure.savefig(path, dpi=130)
 
 
 def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """Round to value; the last one if a round was logged twice."""
+    """Step to value; the last one if a step was logged twice."""
     return {int(entry["step"]): float(entry[key]) for entry in log_history if key in entry}
 
 
-def _draw_curve(axis: Axes, series: Mapping[int, float], quantity: str, name: str | None = None) -> None:
+def _draw_curve(
+    axis: Axes, series: Mapping[int, float], step_name: str, quantity: str, name: str | None = None
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.plot(list(series), list(series.values()), color=COLORS[0], marker="o", markersize=4, label=name)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_xlabel("round")
+    axis.set_xlabel(step_name)
     axis.set_ylabel(quantity)
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)

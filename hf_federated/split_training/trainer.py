@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
+from ..cards import render_split_card
 from ..checkpoint import clear_staging, list_checkpoints, publish, rotate, staged_directory
 from ..checks import as_federated_dataset
 from ..config import FederatedConfig
@@ -90,6 +91,11 @@ class SplitMixin(_Base):
         self._resume_from: str | None = None
         self._user_args = self.args
         self.add_callback(_StepEnd(self))
+
+    @property
+    def run_args(self) -> TrainingArguments:
+        """The user's arguments, also while it trains and `args` are those of the loop over steps."""
+        return self._user_args
 
     @contextmanager
     def _arguments(self, args: TrainingArguments) -> Iterator[None]:
@@ -312,10 +318,11 @@ class SplitMixin(_Base):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """`Trainer.log`, with the norm of all parties' gradients and the bytes that crossed until then."""
-        if self._joint_optimizer is not None and "loss" in logs:
-            logs["grad_norm"] = self._joint_optimizer.norm
-            logs["federated/bytes_up"] = self.ledger.bytes_up
-            logs["federated/bytes_down"] = self.ledger.bytes_down
+        if self._joint_optimizer is not None and "train_runtime" not in logs:
+            # Not into the metrics that an evaluation returns.
+            logs = {**logs, "federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
+            if "loss" in logs:
+                logs["grad_norm"] = self._joint_optimizer.norm
         super().log(logs, start_time)
 
     # ---- The model that is evaluated and saved
@@ -353,6 +360,14 @@ class SplitMixin(_Base):
             save_parts(parts, self.model.config, output_dir, self.model.adapter_config)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""
+        if self.clients is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            card = render_split_card(self, *args, **kwargs)
+            card.save(os.path.join(self.run_args.output_dir, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The parent's checkpoint and every party's part, written aside and put in place by one rename."""

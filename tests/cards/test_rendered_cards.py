@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_federated.cards import RunRecord, render
+from hf_federated.cards import render_saved
 
 
 FOLDER = Path(__file__).parents[2] / "model_cards"
@@ -16,7 +16,7 @@ RECORDS = sorted(FOLDER.glob("*.json"))
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_record_renders_to_its_card(path):
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == render(RunRecord.load(path))
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == render_saved(path)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

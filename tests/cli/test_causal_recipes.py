@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from datasets import concatenate_datasets
+from huggingface_hub import ModelCard
 from superglue_raw import files
 
+from hf_federated.cards import render_saved
 from hf_federated.cli.recipe import RecipeError, check_recipe, load_recipe
 from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.runs import measure
-from hf_federated.cli.train import train
+from hf_federated.cli.train import closing_table, train
 from hf_federated.tasks import superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
 
@@ -67,7 +71,39 @@ def test_a_grid_measures_a_split_model(recipe_path, llama_dir, cloze_dir, adapte
     assert results["federated"]["bytes_up"] > 0 and results["federated"]["num_clients"] == 2
     for result in results.values():
         assert 0 <= result["metrics"]["accuracy"] <= 1
+    assert results["federated"]["step_name"] == "optimizer step"
     assert results["federated"]["history"][-1]["round"] == results["federated"]["num_rounds"]
+
+
+@pytest.mark.parametrize("adapter", ["null", "{r: 2}"])
+def test_a_split_recipe_trains_beside_its_baseline(recipe_path, llama_dir, cloze_dir, adapter, tmp_path, capsys):
+    overrides = [
+        f"model={{name_or_path: {llama_dir}, lora: {adapter}}}",
+        f"data={{path: {cloze_dir}, test_split: validation}}",
+        "task={name: superglue-cloze, max_length: 200}",
+        "partition={name: iid, num_clients: 2}",
+        "federation=null",
+        "training.num_train_epochs=2",
+        "training.eval_strategy=epoch",
+        "split={strategy: client_batch, average_every: 1}",
+        "compare=[centralized]",
+        "card={license: mit, tags: [copa]}",
+        "plots=true",
+    ]
+    results = train(load_recipe(recipe_path, overrides))
+    folder, table = tmp_path / "run", capsys.readouterr().out
+    assert "\n".join(closing_table(results)) in table and "split (client_batch) minus centralized" in table
+    assert json.loads((folder / "results.json").read_text()) == results
+    for name in ("partition.png", "learning_curve.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    card = ModelCard.load(folder / "README.md")
+    assert card.text.strip() == ModelCard(render_saved(folder / "run_record.json")).text.strip()
+    assert card.data.license == "mit" and "copa" in card.data.tags
+    assert {found.metric_type: found.metric_value for found in card.data.eval_results}["accuracy"] == (
+        results["federated"]["metrics"]["accuracy"]
+    )
+    assert f"({results['federated']['bytes_up']:,} bytes)" in card.text
+    assert (folder / ("adapter_model.safetensors" if adapter != "null" else "model.safetensors")).is_file()
 
 
 def test_a_split_recipe_says_what_does_not_go_with_it(recipe_path):

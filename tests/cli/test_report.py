@@ -169,3 +169,14 @@ def test_the_panel_has_the_curves_of_federations_and_the_values_of_baselines():
     panel = curve_panel(made, SECTION, "text.yaml")
     assert panel is not None and (panel.title, panel.metric) == ("text.yaml", "accuracy")
     assert panel.curves == {"FedAvg": [{2: 0.3}]} and panel.references == {"central": [0.7]}
+    assert panel.step_name == "round"
+
+
+def test_runs_of_split_models_count_optimizer_steps():
+    made = [{**item, "step_name": "optimizer step"} for item in records()]
+    made[0]["history"] = [{"round": 26, "accuracy": 0.3}]
+    panel = curve_panel(made, SECTION, "text.yaml")
+    assert panel is not None and panel.step_name == "optimizer step"
+    assert "| optimizer steps |" in " ".join(benchmark_report(made, SECTION, "text.yaml").split())
+    made[0]["step_name"] = None  # of a federation, or logged before there was a name
+    assert "rounds or optimizer steps" in benchmark_report(made, SECTION, "text.yaml")

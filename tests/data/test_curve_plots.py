@@ -47,6 +47,12 @@ def test_a_line_is_the_mean_and_its_band_from_lowest_to_highest(monkeypatch, tmp
     assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_title()) == ("round", "accuracy", "t")
 
 
+def test_a_panel_may_run_over_something_else_than_rounds(monkeypatch, tmp_path):
+    steps = CurvePanel("t", "accuracy", {"a": [{1: 0.1, 2: 0.4}]}, step_name="optimizer step")
+    first, second = draw(monkeypatch, tmp_path, [steps, panel(1)]).axes
+    assert (first.get_xlabel(), second.get_xlabel()) == ("optimizer step", "round")
+
+
 def test_one_seed_has_no_band(monkeypatch, tmp_path):
     (axis,) = draw(monkeypatch, tmp_path, [CurvePanel("t", "accuracy", {"a": [{1: 0.1, 2: 0.4}]})]).axes
     assert len(axis.lines) == 1 and not axis.collections

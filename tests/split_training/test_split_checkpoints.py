@@ -159,7 +159,7 @@ def test_a_killed_run_ends_in_the_bytes_of_one_that_was_not(tmp_path):
         for kill in [*kills, -1]:
             process = subprocess.run(
                 [sys.executable, script, tmp_path / name, str(kill)],
-                env={**__import__("os").environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path.cwd()}"},
+                env={**__import__("os").environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path.cwd()}"},
                 capture_output=True,
                 check=False,
             )
