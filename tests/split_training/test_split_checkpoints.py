@@ -25,8 +25,18 @@ def config_of(strategy: str) -> SplitConfig:
     return SplitConfig(strategy=strategy, average_every=None if strategy == "serial" else 2)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA, PREFIX], ids=["all", "lora", "prefix"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+ADAPTERS = {"all": None, "lora": LORA, "prefix": PREFIX}
+
+
+# Each strategy and each adapter once; the others take longer than they tell.
+@pytest.mark.parametrize(
+    ("strategy", "adapter"),
+    [
+        pytest.param(strategy, adapter, id=f"{strategy}-{name}", marks=[] if place == kind else pytest.mark.slow)
+        for place, strategy in enumerate(STRATEGIES)
+        for kind, (name, adapter) in enumerate(ADAPTERS.items())
+    ],
+)
 def test_a_resumed_run_ends_in_the_same_bytes(strategy, adapter, tmp_path):
     clients = clients_of(8, 6)
     changes = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, "warmup_steps": 2}
@@ -73,8 +83,7 @@ def test_every_party_saves_its_own_part_under_the_models_numbers(tmp_path):
     )
 
 
-@pytest.mark.parametrize("save_only_model", [False, True])
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["all", "lora"])
+@pytest.mark.parametrize(("adapter", "save_only_model"), [(None, False), (LORA, False), (LORA, True)])
 def test_the_best_model_is_loaded_at_the_end_and_stays(adapter, save_only_model, tmp_path):
     name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
     values = iter([1.0, 3.0, 2.0])
