@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +283,12 @@ class SplitMixin(_Base):
             lambda client, own: self._train_client(client, own, num_items[client.client_id]),
             self._joint_optimizer,
         )
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """`Trainer` leaves mixed precision to what it prepared, the whole model: clients' own are entered here."""
+        if self._federation is None:
+            return super().autocast_smart_context_manager(cache_enabled)
+        return self.accelerator.autocast()
 
     def _train_client(self, client: ClientParty, batches: list[Any], num_items: torch.Tensor | int | None) -> Any:
         losses = []

@@ -66,6 +66,17 @@ def test_one_client_trains_as_the_unsplit_model(strategy, encryption, tmp_path):
     assert len(logs) == 4 and all(a == pytest.approx(b, rel=1e-5) for a, b in zip(logs, expected, strict=True))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_precision_is_that_of_the_unsplit_model(strategy, tmp_path):
+    plain = Trainer(whole_model(), arguments(tmp_path, bf16=True), train_dataset=rows_of(0))
+    plain.train()
+    trainer = split_trainer(tmp_path, rows_of(0), SplitConfig(strategy=strategy), bf16=True)
+    trainer.train()
+    losses = [[own["loss"] for own in each.state.log_history if "loss" in own] for each in (plain, trainer)]
+    # Where clients meet, gradients are summed in bfloat16 before they are divided.
+    assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
 def test_clients_that_hand_over_train_one_model_one_after_the_other(tmp_path):
     # Without a state of the optimizer it is one model's training on the first client's rows and then the second's.
     changes = {"optim": "sgd", "learning_rate": 0.5, "train_sampling_strategy": "sequential", "num_train_epochs": 2}
