@@ -61,6 +61,11 @@ def check_split_arguments(
             "`optimizers=` holds one optimizer, and every party needs its own: use `optim` and `learning_rate` of the "
             "arguments, `optimizer_cls_and_kwargs`, or override `create_optimizer`."
         )
+    if others.get("compute_loss_func") is not None and config.strategy == "client_batch":
+        raise ValueError(
+            "`compute_loss_func` is not supported with strategy='client_batch', whose clients' models count target "
+            "tokens: override `compute_loss` and hand the labels to the model, or use another strategy."
+        )
     for client_id in clients or ():
         rows = clients[client_id]  # type: ignore[index]
         if isinstance(rows, IterableDataset) or not hasattr(type(rows), "__len__"):

@@ -296,6 +296,7 @@ class SplitMixin(_Base):
             self.current_gradient_accumulation_steps = len(batches)
             losses.append(super().training_step(client.model, batch, num_items))
             client.model.boundary.finish_backward()
+        client.model.boundary.check_targets()
         return torch.stack(losses).sum()
 
     def _count_tokens(self, batches: StepBatches) -> None:

@@ -62,6 +62,8 @@ def test_other_ways_to_build_a_trainer_wrongly_are_refused(tmp_path):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), optimizers=(optimizer, None))
     with pytest.raises(ValueError, match="pass the `model`"):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), model_init=whole_model)
+    with pytest.raises(ValueError, match="override `compute_loss`"):
+        SplitFederatedTrainer(model, args, split=SplitConfig(strategy="client_batch"), compute_loss_func=len)
     with pytest.raises(ValueError, match="SplitModel, or a model to be split, got Linear"):
         SplitFederatedTrainer(torch.nn.Linear(1, 1), args, train_dataset=rows_of(0))
     with pytest.raises(ValueError, match="needs a `train_dataset`"):
