@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_torch
+from ..generators import derived_seed, own_draws, seed_generators
 from ..ledger import Ledger
 from ..split.body import BodyServer
 from ..split.boundary import Boundary, Link, LocalLink
@@ -157,7 +157,7 @@ class SplitFederation:
 
         def work(client: ClientParty) -> Callable[[], torch.Tensor]:
             def train_it() -> torch.Tensor:
-                seed_torch(derived_seed(self.seed, "client", client.client_id, step))
+                seed_generators(derived_seed(self.seed, "client", client.client_id, step))
                 return train(client, batches[client.client_id])
 
             return train_it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_torch
+from ..generators import derived_seed, own_draws, seed_generators
 from ..ledger import Ledger
 from ..split.boundary import Link
 from ..split.envelope import PeerEnvelopes
@@ -183,7 +183,7 @@ class RemoteFederation:
             self._link.ask(Begin(self.client_id, step, len(own), num_rows[self.client_id]), Begun)
             boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
             with own_draws(self.seed):
-                seed_torch(derived_seed(self.seed, "client", self.client_id, step))
+                seed_generators(derived_seed(self.seed, "client", self.client_id, step))
                 loss = train(self.client, own)
         except LateError:
             self._give_up_step()

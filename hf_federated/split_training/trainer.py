@@ -78,8 +78,10 @@ class SplitMixin(_Base):
             train_dataset = own_rows(model.boundary.client_id, train_dataset)
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
         check_split_arguments(args, self.split, clients, kwargs)
-        if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: _rows_together(own) for name, own in eval_dataset.items()}
+        else:
+            eval_dataset = _rows_together(eval_dataset)
         first = None if clients is None else clients[next(iter(clients))]
         super().__init__(as_split_model(model, self.split), args, data_collator, first, eval_dataset, **kwargs)
         self.clients = clients
@@ -131,6 +133,10 @@ class SplitMixin(_Base):
                 clear_staging(self.args.output_dir)
                 rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
             return output
+        except BaseException:
+            # Of a run that is interrupted, too, the model is what was trained until then.
+            self.catch_up()
+            raise
         finally:
             self._federation = self._joint_optimizer = None
             self._is_behind = False
@@ -245,10 +251,20 @@ class SplitMixin(_Base):
         return self.optimizer
 
     def begin(self) -> None:
-        """Before the first step: give every party the part and state that it had, where a checkpoint is resumed."""
+        """
+        Before the first step: give every party the part and state that it had, where a checkpoint is resumed.
+
+        Raises:
+            TypeError: If an overridden `create_optimizer` made no party's optimizer.
+        """
+        if self._federation is None:
+            raise TypeError(
+                f"{type(self).__name__}.create_optimizer gives the parties no optimizers: override it in the class "
+                "that split_federate() takes, where it is called for each party with its part as `model`."
+            )
         if self._remote is not None:
             self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
-        if self._resume_from is not None and self._federation is not None:
+        if self._resume_from is not None:
             self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
@@ -336,9 +352,7 @@ class SplitMixin(_Base):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
         self.catch_up()
-        if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(_rows_together(eval_dataset), *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.predict`."""
@@ -409,6 +423,10 @@ class SplitMixin(_Base):
             return
         load_parties(self._federation, best)
         self._federation.copy_into_model()
+
+
+def _rows_together(dataset: Any) -> Any:
+    return dataset.to_dataset() if isinstance(dataset, FederatedDataset) else dataset
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:
