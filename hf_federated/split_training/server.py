@@ -33,7 +33,7 @@ from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .parties import Party, total_norm
-from .schedule import create_optimizers, number_of_steps, saves_at
+from .schedule import create_optimizers, kept_checkpoints, number_of_steps, saves_at
 from .steps import plan_together, plan_turns
 
 
@@ -220,6 +220,8 @@ class TrainingServer:
         if common:
             self.step = self._resume_step = max(common)
             self._load(own_steps[self.step])
+        elif any(own.checkpoints for own in self._joined.values()):
+            logger.warning("There is no step of which server and clients all have a checkpoint: the run begins anew.")
         logger.info(f"{len(steps)} clients joined: {self.max_steps} steps, from {self.step}.")
 
     def _finish(self, message: Finish) -> None:
@@ -264,6 +266,8 @@ class TrainingServer:
     def _begin(self, message: Begin) -> Begun | Late:
         client_id = message.client_id
         self._wait(lambda: self.step >= message.step)
+        if not message.num_batches:
+            return Begun(client_id, message.step)
         if self._is_late(message):
             return Late(client_id, message.step)
         if client_id not in self._participants():
@@ -324,7 +328,8 @@ class TrainingServer:
         ended = self.step
         self.step += 1
         every = self.split.average_every
-        if len(self.parties) > 1 and every is not None and self.step % every == 0:
+        # Clients evaluate in the end what is saved.
+        if len(self.parties) > 1 and (self.step == self.max_steps or (every is not None and self.step % every == 0)):
             mean = self._mean()
             for party in self.parties.values():
                 party.load(mean)
@@ -413,7 +418,7 @@ class TrainingServer:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, self._run_state())
             publish(staging, final)
-        rotate(self._directory, self.args.save_total_limit, None)
+        rotate(self._directory, kept_checkpoints(self.args), None)
 
     def _run_state(self) -> dict[str, Any]:
         return {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
 from ..checkpoint import clear_staging, list_checkpoints, publish, rotate, staged_directory
 from ..checks import as_federated_dataset
@@ -35,15 +36,18 @@ from ..split.adapters import load_adapter
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
 from ..split.saving import save_parts
-from .checkpoint import check_checkpoint, load_parties, save_parties
+from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints, save_parties
 from .checks import as_split_model, check_split_arguments, own_rows
 from .config import SplitConfig
 from .digest import run_digest
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer
 from .remote import RemoteFederation
+from .schedule import kept_checkpoints
 from .steps import SplitSteps, StepBatches, only_item, steps_of_rows
 
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -131,8 +135,8 @@ class SplitMixin(_Base):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
-                rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-            return output
+                rotate(self.args.output_dir, self._kept_checkpoints, self.state.best_model_checkpoint)
+            return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
         except BaseException:
             # Of a run that is interrupted, too, the model is what was trained until then.
             self.catch_up()
@@ -141,6 +145,11 @@ class SplitMixin(_Base):
             self._federation = self._joint_optimizer = None
             self._is_behind = False
             self.is_in_train = False
+
+    @property
+    def _kept_checkpoints(self) -> int | None:
+        args = self._user_args
+        return args.save_total_limit if self._remote is None else kept_checkpoints(args)
 
     def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         if not resume_from_checkpoint:
@@ -160,8 +169,7 @@ class SplitMixin(_Base):
             raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
-        checkpoints = list_checkpoints(self.args.output_dir) if resume_from_checkpoint else []
-        paths = {int(path.name.rpartition("-")[2]): os.fspath(path) for path in checkpoints}
+        paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
         args, num_rows = self.args, len(self.clients[next(iter(self.clients))])
         num_steps = steps_of_rows(
             num_rows, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
@@ -170,6 +178,8 @@ class SplitMixin(_Base):
         self._remote = RemoteFederation(self.model, self.split, seed, self.ledger, self._envelopes)
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
         step = self._remote.join(digest, num_steps, num_rows, list(paths))
+        if paths and not step:
+            logger.warning(f"Others have no checkpoint of the steps {sorted(paths)}: the run begins anew.")
         return paths[step] if step else None
 
     def leave(self) -> None:
@@ -271,6 +281,8 @@ class SplitMixin(_Base):
             if self._remote is not None:
                 # What was on its way when the run broke off.
                 self._remote.hand_over()
+                if self.state.global_step >= self.state.max_steps:
+                    self._remote.finish()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -339,6 +351,8 @@ class SplitMixin(_Base):
             logs["grad_norm"] = self._joint_optimizer.norm
             logs["federated/bytes_up"] = self.ledger.bytes_up
             logs["federated/bytes_down"] = self.ledger.bytes_down
+        if self._remote is not None:
+            self._remote.own_losses(logs)
         super().log(logs, start_time)
 
     # ---- The model that is evaluated and saved
@@ -397,7 +411,7 @@ class SplitMixin(_Base):
             if not self.args.save_only_model:
                 save_parties(self._federation, staged)
             publish(staged, final)
-            rotate(self.args.output_dir, self._user_args.save_total_limit, best)
+            rotate(self.args.output_dir, self._kept_checkpoints, best)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))

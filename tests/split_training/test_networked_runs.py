@@ -77,6 +77,85 @@ def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
             assert torch.equal(value, found[party][name]), (party, name)
 
 
+def test_what_a_client_logs_is_of_its_own_steps(tmp_path):
+    clients, split = clients_of(4, 4), config_of("serial")
+    one = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
+    one.train()
+    losses = [own["loss"] for own in one.state.log_history if "loss" in own]
+    run = Run(tmp_path, clients, split, LORA, num_train_epochs=2, logging_steps=3)
+    run.train()
+    assert not run.errors
+    logged = {
+        own: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+        for own, trainer in run.trainers.items()
+    }
+    # Steps 1, 2, 5 and 6 are the first client's.
+    means = {"client 0": {3: (0, 1), 6: (4, 5)}, "client 1": {3: (2,), 6: (3,)}}
+    for own, expected in means.items():
+        found = {step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()}
+        assert logged[own] == pytest.approx(found, rel=1e-6)
+    assert run.trainers["client 0"].state.log_history[-1]["train_loss"] == pytest.approx(
+        sum(losses[number] for number in (0, 1, 4, 5)) / 4, rel=1e-6
+    )
+
+
+def test_who_waits_for_its_turn_saves_with_the_others(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    run = Run(tmp_path, clients_of(10, 2), config_of("serial"), LORA, **changes)
+    trainer = run.trainers["client 0"]
+    step = trainer.training_step
+
+    def killed(*args):
+        if trainer.state.global_step == 3:
+            raise RuntimeError("killed")
+        return step(*args)
+
+    trainer.training_step = killed
+    run.train()
+    kept = {
+        own: {int(path.name[11:]) for path in (tmp_path / own).glob("checkpoint-*")}
+        for own in ("server", *run.trainers)
+    }
+    assert all(max(own) == 3 and len(own) == 2 for own in kept.values()), kept
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+def test_a_run_that_is_over_may_be_resumed(strategy, tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    for resume in (False, True):
+        run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy), LORA, **changes)
+        run.train(resume)
+        assert not run.errors and run.server.finished.is_set()
+    assert run.server._resume_step == run.server.max_steps
+
+
+def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    for resume in (False, True):
+        run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
+        run.train(resume)
+        assert not run.errors and run.server._resume_step == 0
+
+
+def test_clients_of_replicas_evaluate_what_is_saved(tmp_path):
+    clients, split = clients_of(6, 6), config_of("server_hierarchical")
+    one = split_trainer(tmp_path / "one", clients, split, LORA)
+    one.train()
+    run = Run(tmp_path, clients, split, LORA)
+    found = []
+    for trainer in run.trainers.values():
+        leave = trainer.leave
+
+        def evaluate_and_leave(trainer=trainer, leave=leave):
+            found.append(trainer.evaluate(rows_of(9))["eval_loss"])
+            leave()
+
+        trainer.leave = evaluate_and_leave
+    run.train()
+    assert not run.errors
+    assert found == [one.evaluate(rows_of(9))["eval_loss"]] * 2
+
+
 def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
     run.train()
