@@ -81,6 +81,7 @@ class Boundary:
         self.total_targets: int | None = None
         self.defers_backward = False
         self._micro_step = 0
+        self._num_told = 0
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
 
     def begin_step(self, step: int, total_targets: int | None = None) -> None:
@@ -89,7 +90,7 @@ class Boundary:
             self.link.end_step()
         self.step = step
         self.total_targets = total_targets
-        self._micro_step = 0
+        self._micro_step = self._num_told = 0
         self._deferred.clear()
 
     def cross(
@@ -138,6 +139,7 @@ class Boundary:
             "seen": seen,
         }
         self._micro_step += 1
+        self._num_told += num_targets or 0
         # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
         # blocks would get none.
         anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
@@ -157,6 +159,18 @@ class Boundary:
             states = self.exchange_gradient(went.grad_fn, received.grad)
             if hidden.requires_grad:
                 hidden.backward(states)
+
+    def check_targets(self) -> None:
+        """
+        Raises:
+            ValueError: If the passages of the step had other target tokens than `total_targets`: the server's
+                gradients would be divided by another number than the loss.
+        """
+        if self.total_targets not in (None, self._num_told):
+            raise ValueError(
+                f"The model was called on {self._num_told} target tokens in a step of {self.total_targets}. Where "
+                "clients meet, the loss calls the model once for each batch: use another strategy than 'client_batch'."
+            )
 
     def exchange_gradient(self, passage: Any, gradient: torch.Tensor) -> torch.Tensor:
         """

@@ -20,6 +20,7 @@ from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .adapters import add_adapter, check_peft_model, save_adapter, take_adapter
@@ -382,7 +383,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         if shifted is None:
             if labels is None:
                 raise ValueError("Clients that meet tell their target tokens: give labels.")
-            shifted = labels[:, 1:]
+            # As Trainer counts them, which divides the loss by their number.
+            shifted = labels[:, 1:] if LOSS_MAPPING.get(self.loss_type) is ForCausalLMLoss else labels
         return int((shifted != -100).sum())
 
     def _check_length(self, length: int) -> None:

@@ -59,7 +59,12 @@ def check_split_arguments(
     if any(part is not None for part in others.get("optimizers") or ()):
         raise ValueError(
             "`optimizers=` holds one optimizer, and every party needs its own: use `optim` and `learning_rate` of the "
-            "arguments, `optimizer_cls_and_kwargs`, or override `create_optimizer`."
+            "arguments, or `optimizer_cls_and_kwargs`."
+        )
+    if others.get("compute_loss_func") is not None and config.strategy == "client_batch":
+        raise ValueError(
+            "`compute_loss_func` is not supported with strategy='client_batch', whose clients' models count target "
+            "tokens: override `compute_loss` and hand the labels to the model, or use another strategy."
         )
     for client_id in clients or ():
         rows = clients[client_id]  # type: ignore[index]

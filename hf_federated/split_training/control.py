@@ -105,7 +105,7 @@ class Begin(Control):
 
     Args:
         step (`int`): Optimizer steps done before it.
-        num_batches (`int`): Passages that it will make.
+        num_batches (`int`): Passages that it will make; 0 only waits until it is time.
         num_rows (`int`): Its rows in the step.
     """
 

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_torch
+from ..generators import derived_seed, own_draws, seed_generators
 from ..ledger import Ledger
 from ..split.body import BodyServer
 from ..split.boundary import Boundary, Link, LocalLink
@@ -157,7 +157,7 @@ class SplitFederation:
 
         def work(client: ClientParty) -> Callable[[], torch.Tensor]:
             def train_it() -> torch.Tensor:
-                seed_torch(derived_seed(self.seed, "client", client.client_id, step))
+                seed_generators(derived_seed(self.seed, "client", client.client_id, step))
                 return train(client, batches[client.client_id])
 
             return train_it
@@ -171,9 +171,11 @@ class SplitFederation:
         for client in taking_part:
             client.num_rows += num_rows[client.client_id]
         optimizer.groups = self._stepping(taking_part)
-        weights = {own: float(num_targets[own] or num_rows[own]) for own in losses}
-        total_weight = sum(weights.values())
-        return torch.stack([losses[own] * (weights[own] / total_weight) for own in losses]).sum()
+        weights = {own: num_rows[own] if num_targets[own] is None else num_targets[own] for own in losses}
+        # The loss of no target tokens is no number.
+        counted = {own: weight for own, weight in weights.items() if weight} or dict.fromkeys(losses, 1)
+        total_weight = sum(counted.values())
+        return torch.stack([losses[own] * (weight / total_weight) for own, weight in counted.items()]).sum()
 
     def _stepping(self, taking_part: Sequence[ClientParty]) -> list[list[str]]:
         """Who clips by one norm: all that one body answers."""

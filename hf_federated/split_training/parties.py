@@ -100,7 +100,7 @@ class JointOptimizer(torch.optim.Optimizer):
     Attributes:
         groups (`list[list[str]]`): Who steps next: parties that clip by one norm, which share a model. What trains
             sets it.
-        norm (`float`): Of the last step, before clipping: the mean over the groups.
+        norm (`float`): Of the last step that a party took, before clipping: the mean over the groups.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class JointOptimizer(torch.optim.Optimizer):
             for member in members:
                 member.step(norm, self.max_grad_norm)
         self.groups = []
-        self.norm = math.fsum(norms) / max(len(norms), 1)
+        if norms:
+            self.norm = math.fsum(norms) / len(norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget everybody's gradients."""

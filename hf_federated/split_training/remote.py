@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_torch
+from ..generators import derived_seed, own_draws, seed_generators
 from ..ledger import Ledger
 from ..split.boundary import Link
 from ..split.envelope import PeerEnvelopes
@@ -111,6 +112,9 @@ class RemoteFederation:
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
         self.plan: list[dict[str, int]] = []
+        # Of the steps in which this client took part: since they were logged last, and of all.
+        self._losses: list[torch.Tensor] = []
+        self._logged: list[float] = []
         self._averaged_at = -1
         self._finished = False
 
@@ -183,14 +187,32 @@ class RemoteFederation:
             self._link.ask(Begin(self.client_id, step, len(own), num_rows[self.client_id]), Begun)
             boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
             with own_draws(self.seed):
-                seed_torch(derived_seed(self.seed, "client", self.client_id, step))
+                seed_generators(derived_seed(self.seed, "client", self.client_id, step))
                 loss = train(self.client, own)
         except LateError:
             self._give_up_step()
             return torch.zeros(())
         self.client.num_rows += num_rows[self.client_id]
         optimizer.groups = [[self.client.name]]
+        self._losses.append(loss.detach())
         return loss
+
+    def own_losses(self, logs: dict[str, float]) -> None:
+        """
+        Let losses that are logged be means over the steps in which this client took part, not over everybody's.
+
+        Args:
+            logs (`dict[str, float]`): What is logged; where the client took part in no step, without a loss then.
+        """
+        if not logs.keys() & {"loss", "train_loss"}:
+            return
+        recent, self._losses = [float(own) for own in self._losses], []
+        self._logged += recent
+        for name, losses in (("loss", recent), ("train_loss", self._logged)):
+            if name in logs and losses:
+                logs[name] = math.fsum(losses) / len(losses)
+            else:
+                logs.pop(name, None)
 
     def _give_up_step(self) -> None:
         self.num_late += 1
@@ -231,6 +253,9 @@ class RemoteFederation:
     def end_step(self, num_steps: int) -> None:
         """Hand over or average, where it is time."""
         self.step = num_steps
+        if self.client_id not in self._taking_part(num_steps - 1):
+            # What it evaluates and saves is of this step.
+            self._link.ask(Begin(self.client_id, num_steps, 0, 0), Begun)
         every = self.config.average_every
         if every is not None and num_steps % every == 0:
             self.average()

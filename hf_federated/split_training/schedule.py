@@ -26,6 +26,11 @@ def saves_at(args: TrainingArguments, step: int, max_steps: int, steps_in_epoch:
     return args.save_strategy == SaveStrategy.EPOCH and (step % steps_in_epoch == 0 or step >= max_steps)
 
 
+def kept_checkpoints(args: TrainingArguments) -> int | None:
+    """`save_total_limit` of a networked run: two or more, for a party may break off before it has the newest too."""
+    return args.save_total_limit and max(args.save_total_limit, 2)
+
+
 def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_steps: int) -> list[Any]:
     """
     Give every party that trains anything the optimizer that `Trainer` would make.

@@ -10,6 +10,7 @@ Nothing here sees tokens, labels or losses, nor parameters of a head or tail.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .parties import Party, total_norm
-from .schedule import create_optimizers, number_of_steps, saves_at
+from .schedule import create_optimizers, kept_checkpoints, number_of_steps, saves_at
 from .steps import plan_together, plan_turns
 
 
@@ -187,6 +188,10 @@ class TrainingServer:
                 "The settings of client and server differ (model, split, training or adapter): give both the same "
                 f"recipe. The server's digest is {self.digest[:12]}, the client's {message.digest[:12]}."
             )
+        if not message.num_steps:
+            raise ValueError(
+                f"Client {message.client_id!r} has too few rows for a step: give more, or smaller batches."
+            )
         if message.client_id in self._joined:
             raise ValueError(
                 f"Client {message.client_id!r} joined this run before. Start the server again to resume it."
@@ -215,6 +220,8 @@ class TrainingServer:
         if common:
             self.step = self._resume_step = max(common)
             self._load(own_steps[self.step])
+        elif any(own.checkpoints for own in self._joined.values()):
+            logger.warning("There is no step of which server and clients all have a checkpoint: the run begins anew.")
         logger.info(f"{len(steps)} clients joined: {self.max_steps} steps, from {self.step}.")
 
     def _finish(self, message: Finish) -> None:
@@ -245,9 +252,22 @@ class TrainingServer:
             raise ValueError(f"Step {message.step} of {message.client_id!r} was not begun; this is {self.step}.")
         return message.step < self.step or message.client_id in self._late
 
+    def _check_begun(self, message: Any) -> None:
+        """Refuse what a client that takes no part in the step sends, or more than it said."""
+        begun = self._begun.get(message.client_id)
+        if begun is None:
+            raise ValueError(f"Client {message.client_id!r} did not begin step {self.step}.")
+        if getattr(message, "micro_step", 0) >= begun.num_batches:
+            raise ValueError(
+                f"Client {message.client_id!r} began step {self.step} with {begun.num_batches} passages, and another "
+                "came: a loss calls the model once for each batch."
+            )
+
     def _begin(self, message: Begin) -> Begun | Late:
         client_id = message.client_id
         self._wait(lambda: self.step >= message.step)
+        if not message.num_batches:
+            return Begun(client_id, message.step)
         if self._is_late(message):
             return Late(client_id, message.step)
         if client_id not in self._participants():
@@ -258,10 +278,11 @@ class TrainingServer:
 
     def _forward(self, message: Forward) -> Any:
         server = self._bodies[message.client_id]
-        if not (message.training and message.grad):
+        if not message.grad:
             return server.forward(message)
         if self._is_late(message):
             return Late(message.client_id, message.step)
+        self._check_begun(message)
         if self.split.strategy != "client_batch":
             return server.forward(message)
         return self._meet("forward", message, server.forward_batch)
@@ -270,6 +291,7 @@ class TrainingServer:
         server = self._bodies[message.client_id]
         if self._is_late(message):
             return Late(message.client_id, message.step)
+        self._check_begun(message)
         if self.split.strategy != "client_batch":
             return server.backward(message)
         return self._meet("backward", message, server.backward_batch)
@@ -280,6 +302,12 @@ class TrainingServer:
     def _end(self, message: Step) -> Any:
         if self._is_late(message):
             return Late(message.client_id, message.step)
+        self._check_begun(message)
+        if not math.isfinite(message.squared_norm):
+            raise ValueError(
+                f"The gradients of client {message.client_id!r} are not finite at step {self.step}, by which others "
+                "would clip theirs: lower the learning rate."
+            )
         return self._meet("step", message, self._step_together)
 
     def _step_together(self, messages: Sequence[Step]) -> list[Stepped]:
@@ -300,7 +328,8 @@ class TrainingServer:
         ended = self.step
         self.step += 1
         every = self.split.average_every
-        if len(self.parties) > 1 and every is not None and self.step % every == 0:
+        # Clients evaluate in the end what is saved.
+        if len(self.parties) > 1 and (self.step == self.max_steps or (every is not None and self.step % every == 0)):
             mean = self._mean()
             for party in self.parties.values():
                 party.load(mean)
@@ -327,20 +356,17 @@ class TrainingServer:
         gathering.messages[message.client_id] = message
         self._changed.notify_all()
         alone = self.split.strategy == "server_hierarchical" and what != "step"
-        while gathering.answers is None and gathering.error is None:
+        while not gathering.settled:
             expected = [message.client_id] if alone else self._expected(what, key[1])
-            if message.client_id in self._late:
-                return Late(message.client_id, message.step)
             if all(own in gathering.messages for own in expected):
                 gathering.settle([gathering.messages[own] for own in expected], answer)
                 self._changed.notify_all()
                 break
             left = None if self.deadline is None else gathering.began + self.deadline - time.monotonic()
             if left is not None and left <= 0:
-                missing = [own for own in expected if own not in gathering.messages]
-                logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
-                self._late.update(missing)
-                self._changed.notify_all()
+                self._go_on_without(expected)
+                # Those that waited for the late ones too have the time again.
+                gathering.began = time.monotonic()
                 continue
             self._changed.wait(left)
             self._check()
@@ -348,6 +374,14 @@ class TrainingServer:
             raise ValueError(str(gathering.error)) from gathering.error
         assert gathering.answers is not None
         return gathering.answers[message.client_id]
+
+    def _go_on_without(self, expected: Sequence[str]) -> None:
+        """Those of whom nothing came; who waits, here or at another passage, is not late."""
+        waiting = {own for each in self._gathered.values() if not each.settled for own in each.messages}
+        missing = [own for own in expected if own not in waiting]
+        logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
+        self._late.update(missing)
+        self._changed.notify_all()
 
     def _expected(self, what: str, micro_step: int) -> list[str]:
         """Whose messages one waits for."""
@@ -384,7 +418,7 @@ class TrainingServer:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, self._run_state())
             publish(staging, final)
-        rotate(self._directory, self.args.save_total_limit, None)
+        rotate(self._directory, kept_checkpoints(self.args), None)
 
     def _run_state(self) -> dict[str, Any]:
         return {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
@@ -406,6 +440,10 @@ class _Gathering:
         self.messages: dict[str, Any] = {}
         self.answers: dict[str, Any] | None = None
         self.error: Exception | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self.answers is not None or self.error is not None
 
     def settle(self, messages: Sequence[Any], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         try:

@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
 from ..cards import render_split_card
 from ..checkpoint import clear_staging, list_checkpoints, publish, rotate, staged_directory
@@ -36,15 +37,18 @@ from ..split.adapters import load_adapter
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
 from ..split.saving import save_parts
-from .checkpoint import check_checkpoint, load_parties, save_parties
+from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints, save_parties
 from .checks import as_split_model, check_split_arguments, own_rows
 from .config import SplitConfig
 from .digest import run_digest
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer
 from .remote import RemoteFederation
+from .schedule import kept_checkpoints
 from .steps import SplitSteps, StepBatches, only_item, steps_of_rows
 
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -79,8 +83,10 @@ class SplitMixin(_Base):
             train_dataset = own_rows(model.boundary.client_id, train_dataset)
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
         check_split_arguments(args, self.split, clients, kwargs)
-        if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: _rows_together(own) for name, own in eval_dataset.items()}
+        else:
+            eval_dataset = _rows_together(eval_dataset)
         first = None if clients is None else clients[next(iter(clients))]
         super().__init__(as_split_model(model, self.split), args, data_collator, first, eval_dataset, **kwargs)
         self.clients = clients
@@ -135,12 +141,21 @@ class SplitMixin(_Base):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
-                rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-            return output
+                rotate(self.args.output_dir, self._kept_checkpoints, self.state.best_model_checkpoint)
+            return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
+        except BaseException:
+            # Of a run that is interrupted, too, the model is what was trained until then.
+            self.catch_up()
+            raise
         finally:
             self._federation = self._joint_optimizer = None
             self._is_behind = False
             self.is_in_train = False
+
+    @property
+    def _kept_checkpoints(self) -> int | None:
+        args = self._user_args
+        return args.save_total_limit if self._remote is None else kept_checkpoints(args)
 
     def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         if not resume_from_checkpoint:
@@ -160,8 +175,7 @@ class SplitMixin(_Base):
             raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
-        checkpoints = list_checkpoints(self.args.output_dir) if resume_from_checkpoint else []
-        paths = {int(path.name.rpartition("-")[2]): os.fspath(path) for path in checkpoints}
+        paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
         args, num_rows = self.args, len(self.clients[next(iter(self.clients))])
         num_steps = steps_of_rows(
             num_rows, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
@@ -170,6 +184,8 @@ class SplitMixin(_Base):
         self._remote = RemoteFederation(self.model, self.split, seed, self.ledger, self._envelopes)
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
         step = self._remote.join(digest, num_steps, num_rows, list(paths))
+        if paths and not step:
+            logger.warning(f"Others have no checkpoint of the steps {sorted(paths)}: the run begins anew.")
         return paths[step] if step else None
 
     def leave(self) -> None:
@@ -251,16 +267,28 @@ class SplitMixin(_Base):
         return self.optimizer
 
     def begin(self) -> None:
-        """Before the first step: give every party the part and state that it had, where a checkpoint is resumed."""
+        """
+        Before the first step: give every party the part and state that it had, where a checkpoint is resumed.
+
+        Raises:
+            TypeError: If an overridden `create_optimizer` made no party's optimizer.
+        """
+        if self._federation is None:
+            raise TypeError(
+                f"{type(self).__name__}.create_optimizer gives the parties no optimizers: override it in the class "
+                "that split_federate() takes, where it is called for each party with its part as `model`."
+            )
         if self._remote is not None:
             self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
-        if self._resume_from is not None and self._federation is not None:
+        if self._resume_from is not None:
             self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
             if self._remote is not None:
                 # What was on its way when the run broke off.
                 self._remote.hand_over()
+                if self.state.global_step >= self.state.max_steps:
+                    self._remote.finish()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -290,12 +318,19 @@ class SplitMixin(_Base):
             self._joint_optimizer,
         )
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """`Trainer` leaves mixed precision to what it prepared, the whole model: clients' own are entered here."""
+        if self._federation is None:
+            return super().autocast_smart_context_manager(cache_enabled)
+        return self.accelerator.autocast()
+
     def _train_client(self, client: ClientParty, batches: list[Any], num_items: torch.Tensor | int | None) -> Any:
         losses = []
         for batch in batches:
             self.current_gradient_accumulation_steps = len(batches)
             losses.append(super().training_step(client.model, batch, num_items))
             client.model.boundary.finish_backward()
+        client.model.boundary.check_targets()
         return torch.stack(losses).sum()
 
     def _count_tokens(self, batches: StepBatches) -> None:
@@ -323,6 +358,8 @@ class SplitMixin(_Base):
             logs = {**logs, "federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
             if "loss" in logs:
                 logs["grad_norm"] = self._joint_optimizer.norm
+        if self._remote is not None:
+            self._remote.own_losses(logs)
         super().log(logs, start_time)
 
     # ---- The model that is evaluated and saved
@@ -336,9 +373,7 @@ class SplitMixin(_Base):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
         self.catch_up()
-        if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(_rows_together(eval_dataset), *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.predict`."""
@@ -391,7 +426,7 @@ class SplitMixin(_Base):
             if not self.args.save_only_model:
                 save_parties(self._federation, staged)
             publish(staged, final)
-            rotate(self.args.output_dir, self._user_args.save_total_limit, best)
+            rotate(self.args.output_dir, self._kept_checkpoints, best)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))
@@ -417,6 +452,10 @@ class SplitMixin(_Base):
             return
         load_parties(self._federation, best)
         self._federation.copy_into_model()
+
+
+def _rows_together(dataset: Any) -> Any:
+    return dataset.to_dataset() if isinstance(dataset, FederatedDataset) else dataset
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -76,6 +77,85 @@ def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
             assert torch.equal(value, found[party][name]), (party, name)
 
 
+def test_what_a_client_logs_is_of_its_own_steps(tmp_path):
+    clients, split = clients_of(4, 4), config_of("serial")
+    one = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
+    one.train()
+    losses = [own["loss"] for own in one.state.log_history if "loss" in own]
+    run = Run(tmp_path, clients, split, LORA, num_train_epochs=2, logging_steps=3)
+    run.train()
+    assert not run.errors
+    logged = {
+        own: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+        for own, trainer in run.trainers.items()
+    }
+    # Steps 1, 2, 5 and 6 are the first client's.
+    means = {"client 0": {3: (0, 1), 6: (4, 5)}, "client 1": {3: (2,), 6: (3,)}}
+    for own, expected in means.items():
+        found = {step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()}
+        assert logged[own] == pytest.approx(found, rel=1e-6)
+    assert run.trainers["client 0"].state.log_history[-1]["train_loss"] == pytest.approx(
+        sum(losses[number] for number in (0, 1, 4, 5)) / 4, rel=1e-6
+    )
+
+
+def test_who_waits_for_its_turn_saves_with_the_others(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    run = Run(tmp_path, clients_of(10, 2), config_of("serial"), LORA, **changes)
+    trainer = run.trainers["client 0"]
+    step = trainer.training_step
+
+    def killed(*args):
+        if trainer.state.global_step == 3:
+            raise RuntimeError("killed")
+        return step(*args)
+
+    trainer.training_step = killed
+    run.train()
+    kept = {
+        own: {int(path.name[11:]) for path in (tmp_path / own).glob("checkpoint-*")}
+        for own in ("server", *run.trainers)
+    }
+    assert all(max(own) == 3 and len(own) == 2 for own in kept.values()), kept
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+def test_a_run_that_is_over_may_be_resumed(strategy, tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    for resume in (False, True):
+        run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy), LORA, **changes)
+        run.train(resume)
+        assert not run.errors and run.server.finished.is_set()
+    assert run.server._resume_step == run.server.max_steps
+
+
+def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    for resume in (False, True):
+        run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
+        run.train(resume)
+        assert not run.errors and run.server._resume_step == 0
+
+
+def test_clients_of_replicas_evaluate_what_is_saved(tmp_path):
+    clients, split = clients_of(6, 6), config_of("server_hierarchical")
+    one = split_trainer(tmp_path / "one", clients, split, LORA)
+    one.train()
+    run = Run(tmp_path, clients, split, LORA)
+    found = []
+    for trainer in run.trainers.values():
+        leave = trainer.leave
+
+        def evaluate_and_leave(trainer=trainer, leave=leave):
+            found.append(trainer.evaluate(rows_of(9))["eval_loss"])
+            leave()
+
+        trainer.leave = evaluate_and_leave
+    run.train()
+    assert not run.errors
+    assert found == [one.evaluate(rows_of(9))["eval_loss"]] * 2
+
+
 def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
     run.train()
@@ -110,6 +190,81 @@ def test_a_step_goes_on_without_a_straggler(tmp_path):
     assert run.server._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
 
 
+def test_who_waits_for_a_straggler_is_none(tmp_path):
+    clients = {"client 0": rows_of(0, 2), "client 1": rows_of(1, 4), "client 2": rows_of(2, 4)}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # The first waits for the others' second passage, at which the second waits for the third.
+            if client_id == "client 2" and getattr(message, "micro_step", 0) == 1:
+                time.sleep(1.2)
+
+        return Direct(server, client_id, wait)
+
+    split = SplitConfig(strategy="client_batch")
+    run = Run(tmp_path, clients, split, LORA, deadline=0.6, links=links, gradient_accumulation_steps=2)
+    run.train()
+    assert not run.errors
+    assert {own: trainer._remote.num_late for own, trainer in run.trainers.items()} == {
+        "client 0": 0,
+        "client 1": 0,
+        "client 2": 1,
+    }
+
+
+def attacked(tmp_path, strategy, attack):
+    """A run whose second client does something else than a step."""
+    run = Run(tmp_path, clients_of(2, 2), config_of(strategy), LORA)
+    trainer = run.trainers["client 1"]
+    trainer.training_step = lambda *args: attack(run, trainer, *args)
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+def test_a_client_that_did_not_begin_a_step_moves_nothing(strategy, tmp_path):
+    def intrude(run, trainer, *args):
+        step = trainer.state.global_step
+        trainer.model.train().boundary.begin_step(step)
+        tokens = torch.tensor([[3, 4, 5]])
+        for send in (
+            lambda: trainer.model(tokens, labels=tokens),
+            lambda: run.server.answer("client 1", Step("client 1", step, 1.0).to_bytes()),
+        ):
+            with pytest.raises(ValueError, match="did not begin step 0"):
+                send()
+        raise RuntimeError("refused")
+
+    run = attacked(tmp_path, strategy, intrude)
+    assert str(run.errors["client 1"]) == "refused" and run.server.step <= 1
+
+
+def test_gradients_of_a_client_that_are_not_finite_reach_nobody(tmp_path):
+    def poison(run, trainer, *args):
+        loss = type(trainer).training_step(trainer, *args)
+        next(iter(trainer._federation.client.trained().values())).grad.fill_(float("nan"))
+        return loss
+
+    run = attacked(tmp_path, "client_batch", poison)
+    assert "of client 'client 1' are not finite at step 0" in str(run.errors["client 1"])
+    assert "client 'client 1' is gone" in str(run.errors["client 0"]) and run.server.step == 0
+
+
+def test_more_passages_than_were_said_are_refused(tmp_path):
+    def twice(run, trainer, *args):
+        compute_loss = type(trainer).compute_loss
+
+        def call_twice(model, inputs, *args, **kwargs):
+            return sum(compute_loss(trainer, model, dict(inputs), *args, **kwargs) for _ in range(2))
+
+        trainer.compute_loss = call_twice
+        return type(trainer).training_step(trainer, *args)
+
+    run = attacked(tmp_path, "client_batch", twice)
+    assert "began step 0 with 1 passages, and another came" in str(run.errors["client 1"])
+
+
 def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
     seen = []
 
@@ -132,14 +287,17 @@ def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
     ("message", "error"),
     [
         (Join("client 0", "other", 1, 1, [], as_tensor(b"")), "settings of client and server differ"),
+        (Join("client 0", "", 0, 1, [], as_tensor(b"")), "too few rows for a step"),
         (Begin("client 1", 0, 1, 1), "in the name of 'client 1'"),
         (Step("client 0", 7, 1.0), "was not begun"),
         (Send("client 0", 0, "nobody", as_tensor(b"x")), "takes no part"),
     ],
-    ids=["settings", "name", "step", "recipient"],
+    ids=["settings", "no step", "name", "step", "recipient"],
 )
 def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
+    if isinstance(message, Join) and not message.digest:
+        message = dataclasses.replace(message, digest=run.server.digest)
     with pytest.raises(ValueError, match=error):
         run.server.answer("client 0", message.to_bytes())
     run.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from datasets import concatenate_datasets
@@ -17,9 +19,9 @@ from split_runs import (
     whole_model,
 )
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
-from hf_federated import SplitConfig
+from hf_federated import SplitConfig, SplitFederatedTrainer
 from hf_federated.split_training.federation import SplitFederation
 from hf_federated.split_training.parties import Party
 
@@ -64,6 +66,56 @@ def test_one_client_trains_as_the_unsplit_model(strategy, encryption, tmp_path):
     logs = [(own["grad_norm"], own["learning_rate"]) for own in trainer.state.log_history if "grad_norm" in own]
     expected = [(own["grad_norm"], own["learning_rate"]) for own in plain.state.log_history if "grad_norm" in own]
     assert len(logs) == 4 and all(a == pytest.approx(b, rel=1e-5) for a, b in zip(logs, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_precision_is_that_of_the_unsplit_model(strategy, tmp_path):
+    plain = Trainer(whole_model(), arguments(tmp_path, bf16=True), train_dataset=rows_of(0))
+    plain.train()
+    trainer = split_trainer(tmp_path, rows_of(0), SplitConfig(strategy=strategy), bf16=True)
+    trainer.train()
+    losses = [[own["loss"] for own in each.state.log_history if "loss" in own] for each in (plain, trainer)]
+    # Where clients meet, gradients are summed in bfloat16 before they are divided.
+    assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+def test_target_tokens_are_counted_as_trainer_counts_them(tmp_path):
+    # GPT-2 names no loss, and all its labels are counted.
+    config = GPT2Config(
+        vocab_size=40, n_positions=8, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model = GPT2LMHeadModel(config)
+    changes = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 1}
+    trainer = split_trainer(
+        tmp_path, rows_of(0), SplitConfig(strategy="client_batch"), model=copy.deepcopy(model), **changes
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "whole"))
+    Trainer(model, arguments(tmp_path, **changes), train_dataset=rows_of(0)).train()
+    found = GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    assert_close(dict(found.named_parameters()), dict(model.named_parameters()), 1e-6)
+
+
+def test_a_loss_that_calls_the_model_twice_is_refused_where_clients_meet(tmp_path):
+    class Twice(SplitFederatedTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            losses = [super(Twice, self).compute_loss(model, dict(inputs), *args, **kwargs) for _ in range(2)]
+            return sum(losses) / 2
+
+    split = SplitConfig(strategy="client_batch")
+    trainer = Twice(whole_model(), arguments(tmp_path), train_dataset=rows_of(0), split=split)
+    with pytest.raises(ValueError, match="24 target tokens in a step of 12"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_client_without_target_tokens_leaves_the_others_loss_as_it_is(strategy, tmp_path):
+    silent = rows_of(1, 2).map(lambda row: {"labels": [-100] * len(row["input_ids"])})
+    losses = []
+    for clients in ({"a": rows_of(0, 2)}, {"a": rows_of(0, 2), "b": silent}):
+        trainer = split_trainer(tmp_path, clients, SplitConfig(strategy=strategy))
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == losses[1] > 0
 
 
 def test_clients_that_hand_over_train_one_model_one_after_the_other(tmp_path):

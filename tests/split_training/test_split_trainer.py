@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
-from transformers import HfArgumentParser, TrainingArguments
+from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, trained_values, whole_model
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel
+from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
 from hf_federated.split_training.steps import SplitSteps, plan_together, plan_turns
 from hf_federated.split_training.transfer import PartParameters
 
@@ -62,6 +66,8 @@ def test_other_ways_to_build_a_trainer_wrongly_are_refused(tmp_path):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), optimizers=(optimizer, None))
     with pytest.raises(ValueError, match="pass the `model`"):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), model_init=whole_model)
+    with pytest.raises(ValueError, match="override `compute_loss`"):
+        SplitFederatedTrainer(model, args, split=SplitConfig(strategy="client_batch"), compute_loss_func=len)
     with pytest.raises(ValueError, match="SplitModel, or a model to be split, got Linear"):
         SplitFederatedTrainer(torch.nn.Linear(1, 1), args, train_dataset=rows_of(0))
     with pytest.raises(ValueError, match="needs a `train_dataset`"):
@@ -135,9 +141,9 @@ def test_rows_of_a_federated_data_set_are_trained_on_and_evaluated(tmp_path):
         whole_model(),
         arguments(tmp_path, include_num_input_tokens_seen="all"),
         train_dataset=clients,
-        eval_dataset=clients,
+        eval_dataset={"all": clients},
     )
-    before = trainer.evaluate()["eval_loss"]
+    before = trainer.evaluate()["eval_all_loss"]
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 8 * 7
     assert trainer.evaluate(clients)["eval_loss"] < before
@@ -148,3 +154,60 @@ def test_many_clients_take_turns(tmp_path):
     clients = {str(number): rows_of(number, 1, 4) for number in range(30)}
     trainer = split_trainer(tmp_path, clients, SplitConfig(strategy="serial"), LORA, max_steps=3)
     assert trainer.train().global_step == 3
+
+
+def test_an_interrupted_run_leaves_the_model_as_it_was_trained_until_then(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    models = []
+    for callbacks in ([], [Interrupt()]):
+        trainer = split_trainer(tmp_path, clients_of(4, 4), max_steps=1)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        with pytest.raises(KeyboardInterrupt) if callbacks else contextlib.nullcontext():
+            trainer.train()
+        models.append(trained_values(trainer.model))
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_what_a_loss_draws_differs_between_steps_and_clients(tmp_path):
+    drawn = []
+
+    class Drawing(SplitFederatedTrainer):
+        def compute_loss(self, *args, **kwargs):
+            drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+            return super().compute_loss(*args, **kwargs)
+
+    for _ in range(2):
+        Drawing(whole_model(), arguments(tmp_path), train_dataset=clients_of(4, 4)).train()
+    assert drawn[:4] == drawn[4:] and all(len(set(own)) == 4 for own in zip(*drawn, strict=True))
+
+
+def test_an_optimizer_that_no_party_has_is_refused(tmp_path):
+    class Own(SplitFederatedTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    with pytest.raises(TypeError, match="Own.create_optimizer gives the parties no optimizers"):
+        Own(whole_model(), arguments(tmp_path), train_dataset=rows_of(0, 2)).train()
+
+
+def test_an_optimizer_of_ones_own_is_made_for_every_party(tmp_path):
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return self.optimizer
+
+    made = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            made.append([type(own.optimizer) for own in trainer._federation.parties.values()])
+
+    trainer = split_federate(Own)(whole_model(), arguments(tmp_path), train_dataset=clients_of(2, 2))
+    trainer.add_callback(Look())
+    trainer.train()
+    assert made == [[torch.optim.SGD] * 3] * 2
