@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from ..generators import derived_seed, own_draws
 from .layouts import Places
-from .messages import Backward, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
+from .messages import Backward, Crossing, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
 from .parts import Part
 from .wire import Wire
 
@@ -127,7 +127,7 @@ class BodyServer:
             raise ValueError(f"A passage came twice in one batch: {passages}.")
         for message in messages:
             self._check_places(message)
-        states = [self._states(message.hidden, message.batch_size) for message in messages]
+        states = [self._states(message, message.hidden, message.batch_size) for message in messages]
         sizes = [(len(own), own.shape[1]) for own in states]
         length = max(own for _, own in sizes)
         came = _joined([functional.pad(own, (0, 0, 0, length - own.shape[1])) for own in states])
@@ -166,7 +166,7 @@ class BodyServer:
                 raise ValueError(f"{message.passage} is not of the batch of {messages[0].passage}, or came twice.")
             places.append(message.passage)
             place = own[graph.passages.index(message.passage)]
-            states = self._states(message.gradient, len(place))
+            states = self._states(message, message.gradient, len(place))
             if states.shape != place.shape:
                 raise ValueError(
                     f"The gradient has shape {tuple(states.shape)}; what was sent has {tuple(place.shape)}."
@@ -198,12 +198,16 @@ class BodyServer:
                     parameter.grad /= self.num_targets
         self.num_targets = 0
 
-    def _states(self, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+    def _states(self, message: Crossing, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         width, expected = encoded["values"].shape[1], self.body.model.config.hidden_size
         if width != expected:
             raise ValueError(f"Hidden states of {width} numbers came to a body of {expected}: another model's.")
         parameter = next(self.body.model.parameters())
-        return self.wire.decode(encoded, batch_size, self.body.dtype).to(parameter.device)
+        try:
+            states = self.wire.decode(encoded, batch_size, self.body.dtype)
+        except ValueError as error:
+            raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
+        return states.to(parameter.device)
 
     def _graph(self, message: Backward) -> _Graph:
         if message.passage not in self._graphs:

@@ -184,9 +184,14 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         raise ValueError("Resize the embeddings of the whole model, save it, and split it then.")
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As of the whole model, in every part that is here."""
+        """
+        As of the whole model, in every part that is here.
+
+        Raises:
+            ValueError: If there are prefixes, which go into a cache.
+        """
         for part in self.parts:
-            part.model.activation_checkpointing_enable(*args, **kwargs)
+            part.enable_checkpointing(*args, **kwargs)
 
     def activation_checkpointing_disable(self) -> None:
         """As of the whole model, in every part that is here."""

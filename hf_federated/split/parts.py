@@ -195,6 +195,20 @@ class Part(nn.Module):
         loss = None if labels is None else ForCausalLMLoss(logits, labels, logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
+    def enable_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """
+        `activation_checkpointing_enable` of its blocks.
+
+        Raises:
+            ValueError: If it has prefixes, which go into a cache.
+        """
+        if self.prefix is not None:
+            raise ValueError(
+                "Blocks whose activations are computed again take no cache, in which prefixes lie: set "
+                "activation_checkpointing=False, or use LoRA."
+            )
+        self.model.activation_checkpointing_enable(*args, **kwargs)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""

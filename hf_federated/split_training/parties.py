@@ -37,6 +37,28 @@ class Party:
         """The values of what it trains; not copies."""
         return {name: own.detach() for name, own in self.trained().items()}
 
+    def check(self, state: Mapping[str, torch.Tensor], origin: str = "a state") -> None:
+        """
+        Compare values with what it trains.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): The values, by name.
+            origin (`str`, *optional*, defaults to `"a state"`): Where they come from, for errors.
+
+        Raises:
+            ValueError: If a name or a shape is another one.
+        """
+        own = self.trained()
+        if own.keys() != state.keys():
+            different = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"{self.name!r} trains other parameters than {origin} holds: {different[:3]}.")
+        for name, parameter in own.items():
+            if parameter.shape != state[name].shape:
+                raise ValueError(
+                    f"{name} of {self.name!r} has shape {tuple(parameter.shape)}, and {tuple(state[name].shape)} in "
+                    f"{origin}."
+                )
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """
@@ -45,17 +67,9 @@ class Party:
         Raises:
             ValueError: If a name or a shape is another one.
         """
-        own = self.trained()
-        if own.keys() != state.keys():
-            different = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"{self.name!r} trains other parameters than these values are of: {different[:3]}.")
-        for name, parameter in own.items():
-            value = state[name]
-            if parameter.shape != value.shape:
-                raise ValueError(
-                    f"{name} of {self.name!r} has shape {tuple(parameter.shape)}, these values {tuple(value.shape)}."
-                )
-            parameter.copy_(value)
+        self.check(state)
+        for name, parameter in self.trained().items():
+            parameter.copy_(state[name])
 
     def squared_norm(self) -> float:
         """The square of the norm of its gradients."""
@@ -122,11 +136,20 @@ class JointOptimizer(torch.optim.Optimizer):
         return [group for optimizer in own for group in optimizer.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip and step, every group of parties by its own norm."""
+        """
+        Clip and step, every group of parties by its own norm.
+
+        Raises:
+            ValueError: If a party's gradients are not finite, by which the others of its group would clip theirs.
+        """
         norms = []
         for names in self.groups:
             members = [self.parties[name] for name in names]
-            norm = self.shared_norm(math.fsum(member.squared_norm() for member in members))
+            squares = [member.squared_norm() for member in members]
+            for member, square in zip(members, squares, strict=True):
+                if not math.isfinite(square):
+                    raise ValueError(f"The gradients of {member.name!r} are not finite: lower the learning rate.")
+            norm = self.shared_norm(math.fsum(squares))
             if norm is None:
                 continue
             norms.append(norm)

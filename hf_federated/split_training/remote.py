@@ -318,7 +318,10 @@ class RemoteFederation:
         assert self.envelopes is not None
         fetched: Fetched = self._link.ask(Fetch(self.client_id, self.step, sender), Fetched)
         payload = self.envelopes.open(sender, f"step {self.step}", as_bytes(fetched.sealed))
-        return PartParameters.from_bytes(payload)
+        message = PartParameters.from_bytes(payload)
+        # A mean would stretch what is too small.
+        self.client.check(message.state, f"what client {sender!r} sent")
+        return message
 
     def copy_into_model(self) -> None:
         """Nothing: the model is this client's own."""

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from ..split.parts import Part
 from .parties import Party
 
 
@@ -46,6 +47,14 @@ def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_ste
         party.optimizer = trainer.create_optimizer(party.module)
         schedulers.append(trainer.create_scheduler(max_steps, party.optimizer))
     return schedulers
+
+
+def enable_checkpointing(part: Part, args: TrainingArguments) -> None:
+    """Activation checkpointing as `Trainer` reads it from the arguments."""
+    if args.activation_checkpointing:
+        settings = dict(args.activation_checkpointing_kwargs or {})
+        every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+        part.enable_checkpointing(settings or None, every_n_layers=every, offload=offload)
 
 
 class _Unused(nn.Module):

@@ -33,7 +33,7 @@ from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .parties import Party, total_norm
-from .schedule import create_optimizers, kept_checkpoints, number_of_steps, saves_at
+from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
 from .steps import plan_together, plan_turns
 
 
@@ -89,6 +89,7 @@ class TrainingServer:
         self.step = 0
         self.max_steps = 0
         seed = args.seed if split.split_seed is None else split.split_seed
+        enable_checkpointing(body, args)
         replicas = split.strategy == "server_hierarchical"
         self.parties: dict[str, Party] = {}
         self._bodies: dict[str, BodyServer] = {}
@@ -365,8 +366,6 @@ class TrainingServer:
             left = None if self.deadline is None else gathering.began + self.deadline - time.monotonic()
             if left is not None and left <= 0:
                 self._go_on_without(expected)
-                # Those that waited for the late ones too have the time again.
-                gathering.began = time.monotonic()
                 continue
             self._changed.wait(left)
             self._check()
@@ -381,6 +380,9 @@ class TrainingServer:
         missing = [own for own in expected if own not in waiting]
         logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
         self._late.update(missing)
+        # Those that waited for the late ones too have the time again.
+        for each in self._gathered.values():
+            each.began = time.monotonic()
         self._changed.notify_all()
 
     def _expected(self, what: str, micro_step: int) -> list[str]:
@@ -396,6 +398,8 @@ class TrainingServer:
     def _send(self, message: Send) -> Sent:
         if message.recipient not in self.client_ids:
             raise ValueError(f"{message.client_id!r} sent an envelope to {message.recipient!r}, who takes no part.")
+        if any(key[:2] == (message.client_id, message.recipient) for key in self._envelopes):
+            raise ValueError(f"An envelope from {message.client_id!r} for {message.recipient!r} waits to be fetched.")
         self._envelopes[message.client_id, message.recipient, message.step] = message.sealed
         self._changed.notify_all()
         return Sent(message.client_id, message.step)

@@ -284,6 +284,8 @@ class SplitMixin(_Base):
             self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
+            # Adapters came to the parties alone, and there may be no step left that the model would catch up with.
+            self._federation.copy_into_model()
             if self._remote is not None:
                 # What was on its way when the run broke off.
                 self._remote.hand_over()

@@ -35,6 +35,8 @@ class PartParameters(Packed):
         for name, kind in (("client_id", str), ("step", int), ("num_rows", int), ("state", dict)):
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"{self.kind}: {name} must be {kind.__name__}.")
+        if self.num_rows < 0:
+            raise ValueError(f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}.")
         for name, value in self.state.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{self.kind}: {name!r} is no tensor.")

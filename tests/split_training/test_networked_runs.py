@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -198,12 +200,19 @@ def test_who_waits_for_a_straggler_is_none(tmp_path):
             message = read_message(blob)
             # The first waits for the others' second passage, at which the second waits for the third.
             if client_id == "client 2" and getattr(message, "micro_step", 0) == 1:
-                time.sleep(1.2)
+                given_up.wait(20)
 
         return Direct(server, client_id, wait)
 
-    split = SplitConfig(strategy="client_batch")
-    run = Run(tmp_path, clients, split, LORA, deadline=0.6, links=links, gradient_accumulation_steps=2)
+    split, given_up = SplitConfig(strategy="client_batch"), threading.Event()
+    run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
+    end_step = run.server._step_together
+
+    def end_and_tell(messages):
+        given_up.set()
+        return end_step(messages)
+
+    run.server._step_together = end_and_tell
     run.train()
     assert not run.errors
     assert {own: trainer._remote.num_late for own, trainer in run.trainers.items()} == {
@@ -242,13 +251,36 @@ def test_a_client_that_did_not_begin_a_step_moves_nothing(strategy, tmp_path):
 
 def test_gradients_of_a_client_that_are_not_finite_reach_nobody(tmp_path):
     def poison(run, trainer, *args):
-        loss = type(trainer).training_step(trainer, *args)
-        next(iter(trainer._federation.client.trained().values())).grad.fill_(float("nan"))
-        return loss
+        type(trainer).training_step(trainer, *args)
+        run.server.answer("client 1", Step("client 1", 0, float("nan")).to_bytes())
 
     run = attacked(tmp_path, "client_batch", poison)
     assert "of client 'client 1' are not finite at step 0" in str(run.errors["client 1"])
     assert "client 'client 1' is gone" in str(run.errors["client 0"]) and run.server.step == 0
+
+
+@pytest.mark.parametrize("state", ["names", "shapes"])
+def test_parameters_of_another_model_are_not_averaged(state, tmp_path):
+    def send_others(run, trainer, *args):
+        client = trainer._federation.client
+        own = {"w": torch.ones(1)} if state == "names" else dict.fromkeys(client.state(), torch.ones(1))
+        client.state = lambda: own
+        return type(trainer).training_step(trainer, *args)
+
+    run = attacked(tmp_path, "client_batch", send_others)
+    assert "what client 'client 1' sent" in str(run.errors["client 0"])
+
+
+def test_a_server_keeps_one_envelope_for_each_pair(tmp_path):
+    server = Run(tmp_path, clients_of(2, 2), config_of("serial")).server
+    for step, error in ((0, contextlib.nullcontext()), (1, pytest.raises(ValueError, match="waits to be fetched"))):
+        with error:
+            server.answer("client 0", Send("client 0", step, "client 1", as_tensor(b"x")).to_bytes())
+
+
+def test_a_server_checkpoints_its_activations_too(tmp_path):
+    server = Run(tmp_path, clients_of(2), config_of("serial"), activation_checkpointing=True).server
+    assert server.parties["server"].module.model.is_activation_checkpointing
 
 
 def test_more_passages_than_were_said_are_refused(tmp_path):

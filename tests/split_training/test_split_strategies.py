@@ -21,7 +21,9 @@ from split_runs import (
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
-from hf_federated import SplitConfig, SplitFederatedTrainer
+from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
+from hf_federated.split.body import BodyServer
+from hf_federated.split.boundary import LocalLink
 from hf_federated.split_training.federation import SplitFederation
 from hf_federated.split_training.parties import Party
 
@@ -260,3 +262,16 @@ def test_only_what_trains_is_copied_and_handed_over(tmp_path):
     before = whole_model()
     weights = {name: value for name, value in before.named_parameters()}
     assert torch.equal(frozen[0].model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+
+
+def test_a_body_draws_anew_in_every_passage():
+    model = SplitModel.from_model(whole_model(attention_dropout=0.5))
+    boundary = model.boundary
+    boundary.link = LocalLink(BodyServer(model.server_body, boundary.wire, seed=0))
+    hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for step in (0, 0, 1):
+        boundary.begin_step(step)
+        found.append([boundary.cross(hidden, None, None, training=True) for _ in range(2)])
+    assert all(torch.equal(*own) for own in zip(found[0], found[1], strict=True))
+    assert not torch.equal(*found[0]) and not torch.equal(found[0][0], found[2][0])

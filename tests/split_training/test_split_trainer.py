@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, trained_values, whole_model
+from split_runs import (
+    LORA,
+    PREFIX,
+    STRATEGIES,
+    arguments,
+    clients_of,
+    rows_of,
+    split_trainer,
+    trained_values,
+    whole_model,
+)
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
@@ -82,6 +92,12 @@ def test_other_ways_to_build_a_trainer_wrongly_are_refused(tmp_path):
         SplitFederatedTrainer(model, args, split=SplitConfig(head_blocks=4))
 
 
+def test_prefixes_and_activation_checkpointing_are_refused_together(tmp_path):
+    trainer = split_trainer(tmp_path, rows_of(0, 2), adapter=PREFIX, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="set activation_checkpointing=False, or use LoRA"):
+        trainer.train()
+
+
 def test_rows_without_labels_cannot_be_weighed(tmp_path):
     rows = rows_of(0).remove_columns("labels")
     trainer = split_trainer(tmp_path, {"a": rows, "b": rows}, SplitConfig(strategy="client_batch"))
@@ -101,7 +117,7 @@ def test_a_client_whose_weights_are_not_finite_is_named_before_it_reaches_others
         return optimizer
 
     trainer.create_optimizer = poisoned
-    with pytest.raises(ValueError, match="not finite|NaN or infinite"):
+    with pytest.raises(ValueError, match="client 1' are not finite|'client 1'.*not finite"):
         trainer.train()
 
 
@@ -110,6 +126,8 @@ def test_parameters_that_are_handed_over_are_checked():
         PartParameters("a", 3, 1, {"w": torch.tensor([float("nan")])})
     with pytest.raises(ValueError, match="num_rows must be int"):
         PartParameters("a", 3, 1.0, {})
+    with pytest.raises(ValueError, match="num_rows of client 'a' is -1"):
+        PartParameters("a", 3, -1, {})
     message = PartParameters("a", 3, 1, {"w": torch.ones(2)})
     assert torch.equal(PartParameters.from_bytes(message.to_bytes()).state["w"], torch.ones(2))
 
