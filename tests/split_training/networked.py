@@ -59,6 +59,7 @@ class Run:
         split ([`SplitConfig`]): Strategy.
         adapter (`PeftConfig`, *optional*): What all parts get.
         deadline (`float`, *optional*): As of [`TrainingServer`].
+        model (`PreTrainedModel`, *optional*): What all start from.
         changes: Of the training arguments.
     """
 
@@ -70,9 +71,10 @@ class Run:
         adapter: PeftConfig | None = None,
         deadline: float | None = None,
         links: Callable[[TrainingServer, str], Any] = Direct,
+        model: Any = None,
         **changes: Any,
     ) -> None:
-        model = SplitModel.from_model(whole_model(), split.head_blocks, split.tail_blocks)
+        model = SplitModel.from_model(whole_model() if model is None else model, split.head_blocks, split.tail_blocks)
         if adapter is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(1)

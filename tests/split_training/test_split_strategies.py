@@ -264,6 +264,15 @@ def test_only_what_trains_is_copied_and_handed_over(tmp_path):
     assert torch.equal(frozen[0].model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_the_loss_of_a_step_is_that_of_all_its_rows(strategy, tmp_path):
+    clients = clients_of(2, 1)
+    pooled = torch.tensor([row["input_ids"] for own in clients.values() for row in own])
+    trainer = split_trainer(tmp_path, clients, SplitConfig(strategy=strategy), max_steps=1)
+    expected = whole_model()(pooled, labels=pooled).loss.item()
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_body_draws_anew_in_every_passage():
     model = SplitModel.from_model(whole_model(attention_dropout=0.5))
     boundary = model.boundary

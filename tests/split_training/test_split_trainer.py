@@ -150,6 +150,8 @@ def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
         seen = [x for step in epochs[-1] for own in step.values() for batch in own for x in batch]
         assert sorted(seen) == list(range(10))
     assert epochs[0] == epochs[2] != epochs[1]
+    orders = [[x for step in epochs[0] for batch in step[own] for x in batch] for own in rows]
+    assert orders[0] != [x - 5 for x in orders[1]]
     assert [len(own) for step in epochs[0] for own in step.values()] == [2, 2, 1, 1]
 
 
