@@ -37,21 +37,17 @@ MOMENTS = [
 ]
 QUICK = [
     ("fedopt", "client"),
-    ("fedopt", "after model file"),
     ("scaffold_disk", "before trainer_state.json"),
-    ("scaffold_disk", "after rename"),
     ("one_client", "before rename"),
-    ("one_client", "evaluation"),
     ("balanced", "client"),
     ("lora", "aggregation"),
     ("p_tuning", "client"),
     ("best", "rotation"),
     ("fedid", "exchange"),
     ("adafd", "after rename"),
-    ("fedaux", "client"),
     ("feddrs", "samples"),
 ]
-THOROUGH = [("adafd", "exchange")]
+THOROUGH = [("adafd", "exchange"), ("fedaux", "client")]
 THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
 # About as many file events as a run has; those beyond its end are not reached, and the run is simply resumed.
 FILE_EVENTS = range(1, 130)

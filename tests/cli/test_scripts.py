@@ -89,7 +89,7 @@ sys.stdout.write(f"rank {{os.environ['RANK']}} engine {{type(trainer.engine).__n
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
     script = tmp_path / "script.py"
     tests = str(Path(__file__).parents[1])
@@ -103,6 +103,7 @@ def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
     assert "at exit True" not in output
 
 
+@pytest.mark.slow
 def test_divergence_falls_with_alpha_and_is_drawn(tmp_path: Path) -> None:
     labels = [f"group {number % 20}" for number in range(4000)]
     Dataset.from_dict({"label": labels}).to_parquet(tmp_path / "news" / "train.parquet")

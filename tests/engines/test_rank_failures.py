@@ -44,8 +44,15 @@ def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) 
     assert same_bits(*states)
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("scenario", ["fedprox", "data many"])
+@pytest.mark.parametrize(
+    ("scenario", "failing"),
+    [
+        ("fedprox", 0),
+        ("data many", 2),
+        pytest.param("fedprox", 2, marks=pytest.mark.slow),
+        pytest.param("data many", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path, scenario: str, failing: int) -> None:
     errors = failed_in_every_process(launch, tmp_path, scenario, 3, trouble="callback", rank=failing)
     first = "ValueError: the callback gave up"
@@ -92,8 +99,15 @@ def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
     assert "at 'evaluation of clients, round 2'" in error
 
 
-@pytest.mark.parametrize("scenario", ["fedprox", "data many"])
-@pytest.mark.parametrize("what", ["build", "train"])
+@pytest.mark.parametrize(
+    ("scenario", "what"),
+    [
+        ("fedprox", "build"),
+        ("data many", "train"),
+        pytest.param("fedprox", "train", marks=pytest.mark.slow),
+        pytest.param("data many", "build", marks=pytest.mark.slow),
+    ],
+)
 def test_a_launch_that_failed_is_not_gone_on_with(launch, tmp_path: Path, scenario: str, what: str) -> None:
     for error in failed_in_every_process(launch, tmp_path, scenario, trouble="callback", again=what):
         assert "LaunchFailedError: An earlier run of this launch failed" in error

@@ -31,9 +31,12 @@ SCENARIOS = [
 ]
 
 # Those that run over three processes, too, in every run of the tests; the others do among the slow ones.
-OVER_THREE = {"fedavg", "scaffold", "fedid", "adafd", "feddrs"}
+OVER_THREE = {"fedavg", "fedid"}
+SLOW = [pytest.mark.slow]
 RUNS = [(name, 2) for name in SCENARIOS]
-RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else [pytest.mark.slow]) for name in SCENARIOS]
+RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
+RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
+RESUMED |= {("fedaux", (2, 1))}
 
 
 # ---- The same results over any number of processes
@@ -54,8 +57,10 @@ def test_clients_over_processes_train_the_same_model(finished, scenario: str, wo
             assert notes_a[0] == notes_b[0] and without_timings([notes_a[1]]) == without_timings([notes_b[1]])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("scenario", ["fedid", "adafd"])
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [("fedid", 3), ("adafd", 2), pytest.param("fedid", 2, marks=SLOW), pytest.param("adafd", 3, marks=SLOW)],
+)
 def test_clients_own_models_over_processes_are_the_same(finished, scenario: str, world_size: int) -> None:
     alone, together = finished(scenario, 1), finished(scenario, world_size)
     expected = notes(alone)["digests"]
@@ -104,7 +109,14 @@ def test_a_trainer_that_prepares_its_rows_over_processes(finished) -> None:
     assert without_timings(notes(alone)["log"]) == without_timings(notes(together, 1)["log"])
 
 
-@pytest.mark.parametrize("scenario", ["unseeded fedavg", "unseeded fedopt", "unseeded lora", "unseeded fedaux"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "unseeded fedavg",
+        "unseeded lora",
+        *(pytest.param(f"unseeded {own}", marks=SLOW) for own in ("fedopt", "fedaux")),
+    ],
+)
 def test_every_process_starts_from_the_whole_model_of_the_main_process(finished, scenario: str) -> None:
     alone, together = finished(scenario, 1), finished(scenario, 3)
     assert all(same_bits(weights(alone), weights(together, rank)) for rank in range(3))
@@ -140,8 +152,14 @@ def test_a_client_stays_where_its_state_is(finished) -> None:
         assert sum(map(len, homes)) == len(set.union(*homes)) == 5
 
 
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("scenario", ["carry", "scaffold", "lora", "masked", "fedid", "fedaux"])
+@pytest.mark.parametrize(
+    ("scenario", "before", "after"),
+    [
+        pytest.param(name, *ways, marks=[] if (name, ways) in RESUMED else SLOW)
+        for name in ("carry", "scaffold", "lora", "masked", "fedid", "fedaux")
+        for ways in ((2, 1), (1, 2), (3, 2))
+    ],
+)
 def test_a_checkpoint_resumes_on_another_number_of_processes(
     launch, finished, tmp_path: Path, scenario: str, before: int, after: int
 ) -> None:
