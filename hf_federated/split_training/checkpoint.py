@@ -135,7 +135,7 @@ def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
 
 def parts_of(party: Party) -> list[Part]:
     """A client's head and tail, or a server's body."""
-    return [party.module] if isinstance(party.module, Part) else [own for own in party.module.children()]  # type: ignore[misc]
+    return [own for own in (party.module, *party.module.children()) if isinstance(own, Part)]
 
 
 def _read(path: Path) -> dict[str, Any]:

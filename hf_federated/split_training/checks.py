@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from peft import PeftModel
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -66,9 +65,8 @@ def check_split_arguments(
             "`compute_loss_func` is not supported with strategy='client_batch', whose clients' models count target "
             "tokens: override `compute_loss` and hand the labels to the model, or use another strategy."
         )
-    for client_id in clients or ():
-        rows = clients[client_id]  # type: ignore[index]
-        if isinstance(rows, IterableDataset) or not hasattr(type(rows), "__len__"):
+    for client_id, num_rows in ({} if clients is None else clients.num_rows).items():
+        if num_rows is None:
             raise ValueError(f"The rows of client {client_id!r} are a stream, whose steps cannot be planned.")
     if args is None:
         return

@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import TrainingArguments
+
 from ..split.wire import WIRE_DTYPES
 
 
@@ -42,7 +44,8 @@ class SplitConfig:
         wire_dtype (`str`, *optional*, defaults to `"auto"`): As in [`SplitModel.from_model`].
         encryption (`bool`, *optional*, defaults to `False`): Seal what crosses, as between two machines.
         rotate_keys_every (`int`, *optional*, defaults to `100`): Optimizer steps of a client for which keys last.
-        split_seed (`int`, *optional*): Of dropout and the order of rows; by default `seed` of the training arguments.
+        split_seed (`int`, *optional*): Of what parties draw, such as dropout; by default `seed` of the training
+            arguments. The order of rows is by `data_seed` or `seed`, as in `Trainer`.
 
     Example:
 
@@ -69,7 +72,7 @@ class SplitConfig:
     encryption: bool = field(default=False, metadata={"help": "Seal what crosses (extra: split)."})
     rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client for which keys last."})
     split_seed: int | None = field(
-        default=None, metadata={"help": "Seed of dropout and of the order of rows (default: seed)."}
+        default=None, metadata={"help": "Seed of what parties draw, such as dropout (default: seed)."}
     )
 
     def __post_init__(self) -> None:
@@ -86,6 +89,10 @@ class SplitConfig:
             raise ValueError(f"`head_blocks` is {self.head_blocks!r}; it is a number of blocks.")
         if type(self.tail_blocks) is not int or self.tail_blocks < 1:
             raise ValueError(f"`tail_blocks` is {self.tail_blocks!r}; a client keeps at least the last block.")
+
+    def seed_of(self, args: TrainingArguments) -> int:
+        """What parties draw by."""
+        return args.seed if self.split_seed is None else self.split_seed
 
     @property
     def hands_over(self) -> bool:

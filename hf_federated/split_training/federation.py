@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
@@ -112,8 +111,7 @@ class SplitFederation:
         boundary.defers_backward = self._meeting is not None
         client = SplitModel(self.model.config, head, tail, boundary)
         client.adapter_config = self.model.adapter_config
-        if isinstance(client, GenerationMixin):
-            client.generation_config = self.model.generation_config
+        client.generation_config = self.model.generation_config
         return client.train(self.model.training)
 
     def _count(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
@@ -216,12 +214,14 @@ class SplitFederation:
             received = PartParameters.from_bytes(blob)
             mean.add(received.state, received.num_rows)
         blob = PartParameters("", self.step, sum(weights.values()), mean.finalize()).to_bytes()
-        bodies = self._mean_of(self._server_by_client())
+        if len(self.servers) > 1:
+            # Bodies do not leave the server.
+            bodies = self._mean_of(self._server_by_client())
+            for server in self.servers.values():
+                server.load(bodies)
         for client_id, client in self.clients.items():
             self._count(client_id, 0, len(blob))
             client.load(PartParameters.from_bytes(blob).state)
-            # Bodies do not leave the server.
-            self.servers[self._server_of[client_id]].load(bodies)
             client.num_rows = 0
 
     def _weights(self) -> dict[str, int]:
@@ -234,8 +234,6 @@ class SplitFederation:
 
     def _mean_of(self, parties: Mapping[str, Party]) -> dict[str, torch.Tensor]:
         """The mean of what clients, or the bodies that answer them, train."""
-        if len({party.name for party in parties.values()}) == 1:
-            return next(iter(parties.values())).state()
         mean = WeightedMean()
         for client_id, num_rows in self._weights().items():
             mean.add(parties[client_id].state(), num_rows)
@@ -252,8 +250,9 @@ class SplitFederation:
             clients.load(self._mean_of(self.clients))
         elif self.holder is not None:
             clients.load(self.clients[self.holder].state())
-        assert own.server_body is not None
-        Party("model", own.server_body, None).load(self._mean_of(self._server_by_client()))
+        if own.server_body is not next(iter(self.servers.values())).module:
+            assert own.server_body is not None
+            Party("model", own.server_body, None).load(self._mean_of(self._server_by_client()))
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the parties' own states."""

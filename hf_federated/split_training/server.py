@@ -32,6 +32,7 @@ from ..split.wire import Wire
 from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
+from .federation import SERVER
 from .parties import Party, total_norm
 from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
 from .steps import plan_together, plan_turns
@@ -88,19 +89,13 @@ class TrainingServer:
         self.finished = threading.Event()
         self.step = 0
         self.max_steps = 0
-        seed = args.seed if split.split_seed is None else split.split_seed
         enable_checkpointing(body, args)
         replicas = split.strategy == "server_hierarchical"
-        self.parties: dict[str, Party] = {}
-        self._bodies: dict[str, BodyServer] = {}
-        for client_id in self.client_ids:
-            name = f"server/{client_id}" if replicas else "server"
-            if name not in self.parties:
-                own = copy_model(body) if replicas else body
-                self.parties[name] = Party(name, own, None)
-            found = next((b for b in self._bodies.values() if b.body is self.parties[name].module), None)
-            self._bodies[client_id] = found or BodyServer(self.parties[name].module, wire, seed)  # type: ignore[arg-type]
-        self._server_of = {own: f"server/{own}" if replicas else "server" for own in self.client_ids}
+        self._server_of = {own: f"{SERVER}/{own}" if replicas else SERVER for own in self.client_ids}
+        parts = {name: copy_model(body) if replicas else body for name in self._server_of.values()}
+        bodies = {name: BodyServer(own, wire, split.seed_of(args)) for name, own in parts.items()}
+        self.parties = {name: Party(name, own, None) for name, own in parts.items()}
+        self._bodies = {own: bodies[name] for own, name in self._server_of.items()}
         # Everything below is guarded by it.
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -175,11 +170,10 @@ class TrainingServer:
                 f"The run ended at step {self.step}: {self._failure}. Start server and clients again with resume."
             )
 
-    def _wait(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
+    def _wait(self, until: Callable[[], bool]) -> None:
         """Let others go on until something is so, or the run fails."""
-        arrived = self._changed.wait_for(lambda: self._failure is not None or until(), timeout)
+        self._changed.wait_for(lambda: self._failure is not None or until())
         self._check()
-        return arrived
 
     # ---- Beginning and end
 

@@ -173,6 +173,10 @@ class SplitMixin(_Base):
         assert self.clients is not None
         if self._remote is not None:
             raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
+        if self.args.load_best_model_at_end:
+            raise ValueError(
+                "Every client of a networked run has results of its own: set load_best_model_at_end=False."
+            )
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
         paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
@@ -180,8 +184,7 @@ class SplitMixin(_Base):
         num_steps = steps_of_rows(
             num_rows, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
         )
-        seed = args.seed if self.split.split_seed is None else self.split.split_seed
-        self._remote = RemoteFederation(self.model, self.split, seed, self.ledger, self._envelopes)
+        self._remote = RemoteFederation(self.model, self.split, self.split.seed_of(args), self.ledger, self._envelopes)
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
         step = self._remote.join(digest, num_steps, num_rows, list(paths))
         if paths and not step:
@@ -254,7 +257,7 @@ class SplitMixin(_Base):
         if self._remote is not None:
             self._federation = self._remote
         else:
-            seed = self.args.seed if self.split.split_seed is None else self.split.split_seed
+            seed = self.split.seed_of(self.args)
             self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
         parties = self._federation.parties
         for party in parties.values():
@@ -440,10 +443,6 @@ class SplitMixin(_Base):
             super()._load_from_checkpoint(*given)
 
     def _load_best_model(self) -> None:
-        if self._remote is not None:
-            raise ValueError(
-                "Every client of a networked run has results of its own: set load_best_model_at_end=False."
-            )
         if self.model.adapter_config is None or self._federation is None:
             super()._load_best_model()
             return
