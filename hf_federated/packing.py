@@ -129,11 +129,25 @@ def unpack(blob: bytes) -> Any:
         ValueError: If the blob is not one of ours or is cut short.
     """
     try:
-        tensors = safetensors.torch.load(blob)
-        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-        return _unflatten(json.loads(header["__metadata__"][TREE_KEY]), tensors)
+        return _unflatten(_skeleton(blob), safetensors.torch.load(blob))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
+
+
+def packed_kind(blob: bytes) -> str | None:
+    """What stands under `kind` in a tree that `pack` serialised, without reading its tensors; `None` where nothing."""
+    try:
+        skeleton = _skeleton(blob)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    kind = skeleton.get("kind") if isinstance(skeleton, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _skeleton(blob: bytes) -> Any:
+    """A packed tree with references in the place of its tensors."""
+    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    return json.loads(header["__metadata__"][TREE_KEY])
 
 
 def packed_size(tree: Any) -> int:

@@ -66,7 +66,6 @@ class Join(Control):
     Args:
         digest (`str`): Of all settings that parties must have in common.
         num_steps (`int`): Optimizer steps that its rows make in an epoch.
-        num_rows (`int`): Its rows.
         checkpoints (`list[int]`): Steps of the checkpoints that it can go on from.
         introduction (`torch.Tensor`): To other clients; uint8, empty where nothing is sealed for them.
     """
@@ -75,7 +74,6 @@ class Join(Control):
 
     digest: str
     num_steps: int
-    num_rows: int
     checkpoints: list[int]
     introduction: torch.Tensor
 

@@ -135,7 +135,7 @@ class JointOptimizer(torch.optim.Optimizer):
         own = [party.optimizer for party in self.parties.values() if party.optimizer is not None]
         return [group for optimizer in own for group in optimizer.param_groups]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
         """
         Clip and step, every group of parties by its own norm.
 

@@ -11,6 +11,7 @@ import torch
 from ..aggregation import WeightedMean
 from ..generators import derived_seed, own_draws, seed_generators
 from ..ledger import Ledger
+from ..packing import packed_kind
 from ..split.boundary import Link
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
@@ -61,11 +62,9 @@ class RunLink:
             LateError: If the step went on without this client.
         """
         answer = self.link.exchange(blob)
-        try:
-            Late.from_bytes(answer)
-        except ValueError:
-            return answer
-        raise LateError("The step went on without this client.")
+        if packed_kind(answer) == Late.kind:
+            raise LateError("The step went on without this client.")
+        return answer
 
     def end_step(self) -> None:
         """An optimizer step ended."""
@@ -121,14 +120,13 @@ class RemoteFederation:
     def _count(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
         self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
 
-    def join(self, digest: str, num_steps: int, num_rows: int, checkpoints: Sequence[int]) -> int:
+    def join(self, digest: str, num_steps: int, checkpoints: Sequence[int]) -> int:
         """
         Wait until everybody is there.
 
         Args:
             digest (`str`): Of all settings that parties must have in common.
             num_steps (`int`): Optimizer steps that this client's rows make in an epoch.
-            num_rows (`int`): Its rows.
             checkpoints (`Sequence[int]`): Steps of the checkpoints that it can go on from.
 
         Returns:
@@ -138,7 +136,7 @@ class RemoteFederation:
             ValueError: If the server refuses, or others could not be sent what is sealed for them.
         """
         introduction = b"" if self.envelopes is None else self.envelopes.introduction(digest)
-        message = Join(self.client_id, digest, num_steps, num_rows, sorted(checkpoints), as_tensor(introduction))
+        message = Join(self.client_id, digest, num_steps, sorted(checkpoints), as_tensor(introduction))
         joined: Joined = self._link.ask(message, Joined)
         self.client_ids = list(joined.steps_of)
         if len(self.client_ids) > 1:

@@ -186,7 +186,7 @@ class SplitMixin(_Base):
         )
         self._remote = RemoteFederation(self.model, self.split, self.split.seed_of(args), self.ledger, self._envelopes)
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
-        step = self._remote.join(digest, num_steps, num_rows, list(paths))
+        step = self._remote.join(digest, num_steps, list(paths))
         if paths and not step:
             logger.warning(f"Others have no checkpoint of the steps {sorted(paths)}: the run begins anew.")
         return paths[step] if step else None

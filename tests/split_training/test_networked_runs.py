@@ -331,8 +331,8 @@ def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (Join("client 0", "other", 1, 1, [], as_tensor(b"")), "settings of client and server differ"),
-        (Join("client 0", "", 0, 1, [], as_tensor(b"")), "too few rows for a step"),
+        (Join("client 0", "other", 1, [], as_tensor(b"")), "settings of client and server differ"),
+        (Join("client 0", "", 0, [], as_tensor(b"")), "too few rows for a step"),
         (Begin("client 1", 0, 1, 1), "in the name of 'client 1'"),
         (Step("client 0", 7, 1.0), "was not begun"),
         (Send("client 0", 0, "nobody", as_tensor(b"x")), "takes no part"),
@@ -350,11 +350,10 @@ def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
 
 
 def test_fields_of_control_messages_are_checked():
-    good = {"client_id": "a", "digest": "d", "num_steps": 1, "num_rows": 1, "checkpoints": []}
+    good = {"client_id": "a", "digest": "d", "num_steps": 1, "checkpoints": []}
     good["introduction"] = as_tensor(b"")
     for name, value in (
         ("num_steps", -1),
-        ("num_rows", 1.0),
         ("checkpoints", ["2"]),
         ("introduction", torch.zeros(2)),
         ("digest", None),

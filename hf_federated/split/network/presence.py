@@ -202,5 +202,6 @@ class Presence:
         if self._on_lost is not None:
             try:
                 self._on_lost(session.client_id)
+            # Whatever it raises, the others are still to be watched.
             except Exception:
                 logger.exception(f"on_lost failed for {session.client_id!r}.")
