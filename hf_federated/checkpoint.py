@@ -11,6 +11,7 @@ A checkpoint is written under another name and gets its own by one rename. What 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .packing import pack, unpack
@@ -134,6 +136,46 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a directory, oldest step first."""
     found = [(int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.match(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def checkpoint_to_resume(
+    output_dir: str | os.PathLike[str], resume_from_checkpoint: str | os.PathLike[str] | bool | None
+) -> str | None:
+    """
+    The checkpoint that `Trainer.train` is asked to go on from.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): Where `True` looks for the last one.
+        resume_from_checkpoint (`str`, `os.PathLike` or `bool`, *optional*): As in `Trainer.train`.
+
+    Raises:
+        ValueError: If there is none in the output directory.
+    """
+    if resume_from_checkpoint is True:
+        checkpoints = list_checkpoints(output_dir)
+        if not checkpoints:
+            raise ValueError(f"No checkpoint found in the output directory {os.fspath(output_dir)!r}.")
+        resume_from_checkpoint = checkpoints[-1]
+    return os.fspath(resume_from_checkpoint) if resume_from_checkpoint else None
+
+
+def name_checkpoint(output_dir: str | os.PathLike[str], state: TrainerState) -> Path:
+    """
+    Where the checkpoint of this step will lie, which `state` then knows if it is the best: as it is written aside, the
+    parent would record another path.
+    """
+    final = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.best_global_step == state.global_step:
+        state.best_model_checkpoint = os.fspath(final)
+    return final
+
+
+def staged_arguments(args: TrainingArguments, staging: Path) -> TrainingArguments:
+    """The arguments under which a trainer writes its checkpoint aside, and pushes nothing yet."""
+    staged = copy.copy(args)
+    staged.output_dir = os.fspath(staging)
+    staged.push_to_hub = False
+    return staged
 
 
 def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, best: str | None) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
-from .checkpoint import clear_staging, list_checkpoints, read_server_state, rotate
+from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
 from .client_models import FROM_TASK, EncodedClients, Participants, encode_for_server
 from .clients import ClientSpec, fresh_collator
@@ -212,7 +211,9 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: list[str] | None
     ) -> TrainOutput:
         self._user_args = self.args
-        self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
+        self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        if self._resume_from is not None:
+            read_server_state(self._resume_from)
         neftune = self.neftune_noise_alpha
         self.neftune_noise_alpha = None
         # Every `train()` of a client collects garbage; what exists by now need not be looked at each time.
@@ -233,17 +234,6 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             self.neftune_noise_alpha = neftune
             self.is_in_train = False
             gc.unfreeze()
-
-    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        if not resume_from_checkpoint:
-            return None
-        if resume_from_checkpoint is True:
-            checkpoints = list_checkpoints(self.args.output_dir)
-            if not checkpoints:
-                raise ValueError(f"No checkpoint found in the output directory {self.args.output_dir!r}.")
-            resume_from_checkpoint = os.fspath(checkpoints[-1])
-        read_server_state(resume_from_checkpoint)
-        return resume_from_checkpoint
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -12,7 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .cards import render_model_card
-from .checkpoint import check_weights, clients_directory, publish, rotate, staged_directory
+from .checkpoint import (
+    check_weights,
+    clients_directory,
+    name_checkpoint,
+    publish,
+    rotate,
+    staged_arguments,
+    staged_directory,
+)
 from .roles import RoleMixin
 
 
@@ -36,20 +42,14 @@ class SavingMixin(RoleMixin):
         if not self._is_federating:
             super()._save_checkpoint(model, trial)
             return
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        # The best model may be this very checkpoint, of which the parent would record the temporary path.
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = os.fspath(final)
+        final = name_checkpoint(self.args.output_dir, self.state)
         best = self.state.best_model_checkpoint
         runtime = self._federation
         processes = runtime.processes
         with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
             processes.wait(f"{final.name}: its directory")
-            staged_args = copy.copy(self.args)
-            staged_args.output_dir = os.fspath(staging)
-            staged_args.push_to_hub = False
             if processes.is_main or not runtime.spreads_clients:
-                with self._arguments(staged_args):
+                with self._arguments(staged_arguments(self.args, staging)):
                     super()._save_checkpoint(model, trial)
             else:
                 self.store_flos()

@@ -116,7 +116,7 @@ def split_server(arguments: argparse.Namespace) -> None:
             print(f"Listening at {server.address} for {', '.join(arguments.client)}.", flush=True)
             failure = run.wait()
     if failure is not None:
-        raise CommandError(f"the run ended at step {run.step} of {run.max_steps}: {failure}.")
+        raise CommandError(f"the run ended at step {run.step} of {run.bodies.max_steps}: {failure}.")
     print(f"{run.step} steps. The server's part is in {args.output_dir}.")
 
 

@@ -13,28 +13,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.utils import logging
 
-from ..adapters.copying import copy_model
-from ..aggregation import WeightedMean
-from ..checkpoint import list_checkpoints, publish, rotate, staged_directory
-from ..split.body import BodyServer
 from ..split.messages import Backward, Forget, Forward
 from ..split.parts import Part
-from ..split.saving import save_parts
 from ..split.wire import Wire
-from .checkpoint import load_party, party_directory, save_party
+from .bodies import ServerBodies
 from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
-from .federation import SERVER
-from .parties import Party, total_norm
-from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
 from .steps import plan_together, plan_turns
 
 
@@ -79,23 +70,13 @@ class TrainingServer:
     ) -> None:
         if deadline is not None and split.strategy != "client_batch":
             raise ValueError(f"A deadline is for clients that meet, strategy='client_batch', not {split.strategy!r}.")
-        self.config = config
         self.split = split
-        self.args = args
         self.client_ids = list(client_ids)
         self.digest = digest
-        self.adapter = adapter
         self.deadline = deadline
         self.finished = threading.Event()
         self.step = 0
-        self.max_steps = 0
-        enable_checkpointing(body, args)
-        replicas = split.strategy == "server_hierarchical"
-        self._server_of = {own: f"{SERVER}/{own}" if replicas else SERVER for own in self.client_ids}
-        parts = {name: copy_model(body) if replicas else body for name in self._server_of.values()}
-        bodies = {name: BodyServer(own, wire, split.seed_of(args)) for name, own in parts.items()}
-        self.parties = {name: Party(name, own, None) for name, own in parts.items()}
-        self._bodies = {own: bodies[name] for own, name in self._server_of.items()}
+        self.bodies = ServerBodies(body, config, wire, split, args, self.client_ids, adapter)
         # Everything below is guarded by it.
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -106,7 +87,6 @@ class TrainingServer:
         self._late: set[str] = set()
         self._gathered: dict[tuple[str, int], _Gathering] = {}
         self._envelopes: dict[tuple[str, str, int], Any] = {}
-        self._rows = dict.fromkeys(self.client_ids, 0)
         self._done: set[str] = set()
 
     def answer(self, client_id: str, blob: bytes) -> bytes:
@@ -208,32 +188,22 @@ class TrainingServer:
         steps = {own: self._joined[own].num_steps for own in self.client_ids}
         together = self.split.strategy != "serial"
         self._plan = plan_together(steps) if together else plan_turns(steps, self.split.steps_per_turn)
-        self.max_steps = number_of_steps(self.args, len(self._plan))
-        self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
-        own_steps = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self._directory)}
+        self.bodies.prepare(len(self._plan))
+        own_steps = self.bodies.checkpoints()
         common = set(own_steps).intersection(*(set(own.checkpoints) for own in self._joined.values()))
         if common:
             self.step = self._resume_step = max(common)
-            self._load(own_steps[self.step])
+            self.bodies.load_checkpoint(own_steps[self.step])
         elif any(own.checkpoints for own in self._joined.values()):
             logger.warning("There is no step of which server and clients all have a checkpoint: the run begins anew.")
-        logger.info(f"{len(steps)} clients joined: {self.max_steps} steps, from {self.step}.")
+        logger.info(f"{len(steps)} clients joined: {self.bodies.max_steps} steps, from {self.step}.")
 
     def _finish(self, message: Finish) -> None:
         self._done.add(message.client_id)
         if len(self._done) == len(self.client_ids):
-            parts = self._mean_body()
-            save_parts([parts], self.config, self._directory, self.adapter)
+            self.bodies.save()
             self.finished.set()
         self._changed.notify_all()
-
-    def _mean_body(self) -> Part:
-        """The body that is saved in the end: the only one, or the mean of all."""
-        first = next(iter(self.parties.values()))
-        if len(self.parties) > 1:
-            first.load(self._mean())
-        assert isinstance(first.module, Part)
-        return first.module
 
     # ---- Steps
 
@@ -272,7 +242,7 @@ class TrainingServer:
         return Begun(client_id, message.step)
 
     def _forward(self, message: Forward) -> Any:
-        server = self._bodies[message.client_id]
+        server = self.bodies.of_client[message.client_id]
         if not message.grad:
             return server.forward(message)
         if self._is_late(message):
@@ -283,7 +253,7 @@ class TrainingServer:
         return self._meet("forward", message, server.forward_batch)
 
     def _backward(self, message: Backward) -> Any:
-        server = self._bodies[message.client_id]
+        server = self.bodies.of_client[message.client_id]
         if self._is_late(message):
             return Late(message.client_id, message.step)
         self._check_begun(message)
@@ -292,7 +262,7 @@ class TrainingServer:
         return self._meet("backward", message, server.backward_batch)
 
     def _forget(self, message: Forget) -> None:
-        self._bodies[message.client_id].answer(message.to_bytes())
+        self.bodies.of_client[message.client_id].answer(message.to_bytes())
 
     def _end(self, message: Step) -> Any:
         if self._is_late(message):
@@ -307,42 +277,15 @@ class TrainingServer:
 
     def _step_together(self, messages: Sequence[Step]) -> list[Stepped]:
         """Step for everybody who takes part, and end the step."""
-        squared = {message.client_id: message.squared_norm for message in messages}
-        norms: dict[str, float] = {}
-        for name in {self._server_of[own]: None for own in squared}:
-            party = self.parties[name]
-            members = [own for own in squared if self._server_of[own] == name]
-            self._bodies[members[0]].average_gradients()
-            norm = total_norm([party.squared_norm(), *(squared[own] for own in members)])
-            norms |= dict.fromkeys(members, norm)
-            party.step(norm, self.args.max_grad_norm)
-        for scheduler in self._schedulers:
-            scheduler.step()
-        for own in squared:
-            self._rows[own] += self._begun[own].num_rows
         ended = self.step
+        squared_norms = {message.client_id: message.squared_norm for message in messages}
+        norms = self.bodies.train_step(ended, squared_norms, {own: self._begun[own].num_rows for own in squared_norms})
         self.step += 1
-        every = self.split.average_every
-        # Clients evaluate in the end what is saved.
-        if len(self.parties) > 1 and (self.step == self.max_steps or (every is not None and self.step % every == 0)):
-            mean = self._mean()
-            for party in self.parties.values():
-                party.load(mean)
-            self._rows = dict.fromkeys(self._rows, 0)
         for own in self._late:
-            self._bodies[own].forget_passages([own])
+            self.bodies.of_client[own].forget_passages([own])
         self._late, self._begun, self._gathered = set(), {}, {}
-        if saves_at(self.args, self.step, self.max_steps, len(self._plan)):
-            self._save()
+        self.bodies.save_checkpoint(self.step)
         return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
-
-    def _mean(self) -> dict[str, Any]:
-        """The mean of all bodies, weighted by the rows of their clients since the last time."""
-        weights = {own: rows for own, rows in self._rows.items() if rows} or dict.fromkeys(self._rows, 1)
-        mean = WeightedMean()
-        for own, rows in weights.items():
-            mean.add(self.parties[self._server_of[own]].state(), rows)
-        return mean.finalize()
 
     def _meet(self, what: str, message: Any, answer: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
         """Wait for everybody who takes part, or until the deadline, and let one answer all."""
@@ -402,32 +345,6 @@ class TrainingServer:
         key = message.sender, message.client_id, message.step
         self._wait(lambda: key in self._envelopes)
         return Fetched(message.client_id, message.step, message.sender, self._envelopes.pop(key))
-
-    # ---- Checkpoints
-
-    @property
-    def _directory(self) -> str:
-        assert self.args.output_dir is not None
-        return self.args.output_dir
-
-    def _save(self) -> None:
-        final = Path(self._directory) / f"checkpoint-{self.step}"
-        with staged_directory(self._directory) as staging:
-            for party in self.parties.values():
-                save_party(party, self.config, party_directory(staging, party.name), self.adapter, self._run_state())
-            publish(staging, final)
-        rotate(self._directory, kept_checkpoints(self.args), None)
-
-    def _run_state(self) -> dict[str, Any]:
-        return {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
-
-    def _load(self, checkpoint: Path) -> None:
-        state: Mapping[str, Any] = {}
-        for party in self.parties.values():
-            state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
-        self._rows = dict(state["rows"])
-        for scheduler, own in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(own)
 
 
 class _Gathering:

@@ -10,61 +10,44 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
 from peft import PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from ..cards import render_split_card
-from ..checkpoint import clear_staging, list_checkpoints, publish, rotate, staged_directory
+from ..checkpoint import checkpoint_to_resume, clear_staging, rotate
 from ..checks import as_federated_dataset
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..ledger import Ledger
-from ..split.adapters import load_adapter
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
-from ..split.saving import save_parts
-from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints, save_parties
+from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints
 from .checks import as_split_model, check_split_arguments, own_rows
 from .config import SplitConfig
 from .digest import run_digest
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer
 from .remote import RemoteFederation
-from .schedule import kept_checkpoints
+from .saving import SplitSavingMixin
 from .steps import SplitSteps, StepBatches, only_item, steps_of_rows
 
 
 logger = logging.get_logger(__name__)
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
 
-
-class SplitMixin(_Base):
+class SplitMixin(SplitSavingMixin):
     """What `split_federate()` puts before a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`]."""
 
-    _federation: SplitFederation | RemoteFederation | None = None
-    _remote: RemoteFederation | None = None
     _joint_optimizer: JointOptimizer | None = None
-    # Whether the model that is evaluated and saved is older than what the parties trained.
-    _is_behind = False
-    args: TrainingArguments
 
     def __init__(
         self,
@@ -93,23 +76,10 @@ class SplitMixin(_Base):
         self.train_dataset = clients
         self.ledger = Ledger()
         self._envelopes = envelopes
-        self._remote: RemoteFederation | None = None
-        self._resume_from: str | None = None
+        self._remote = None
+        self._resume_from = None
         self._user_args = self.args
         self.add_callback(_StepEnd(self))
-
-    @property
-    def run_args(self) -> TrainingArguments:
-        """The user's arguments, also while it trains and `args` are those of the loop over steps."""
-        return self._user_args
-
-    @contextmanager
-    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        own, self.args = self.args, args
-        try:
-            yield
-        finally:
-            self.args = own
 
     def train(
         self,
@@ -135,7 +105,9 @@ class SplitMixin(_Base):
         if self.model.server_body is None:
             self._resume_from = self._join(resume_from_checkpoint)
         else:
-            self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
+            self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+            if self._resume_from is not None:
+                check_checkpoint(self._resume_from)
         try:
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
@@ -151,22 +123,6 @@ class SplitMixin(_Base):
             self._federation = self._joint_optimizer = None
             self._is_behind = False
             self.is_in_train = False
-
-    @property
-    def _kept_checkpoints(self) -> int | None:
-        args = self._user_args
-        return args.save_total_limit if self._remote is None else kept_checkpoints(args)
-
-    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        if not resume_from_checkpoint:
-            return None
-        if resume_from_checkpoint is True:
-            checkpoints = list_checkpoints(self.args.output_dir)
-            if not checkpoints:
-                raise ValueError(f"No checkpoint found in the output directory {self.args.output_dir!r}.")
-            resume_from_checkpoint = os.fspath(checkpoints[-1])
-        check_checkpoint(resume_from_checkpoint)
-        return resume_from_checkpoint
 
     def _join(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Join a networked run; the checkpoint to go on from, if everybody has one of the same step."""
@@ -367,14 +323,7 @@ class SplitMixin(_Base):
             self._remote.own_losses(logs)
         super().log(logs, start_time)
 
-    # ---- The model that is evaluated and saved
-
-    def catch_up(self) -> None:
-        """Let `model` be what the parties trained: their mean, or what is handed from one to the next."""
-        if self._is_behind and self._federation is not None:
-            self._federation.copy_into_model()
-            self._is_behind = False
-
+    # ---- The model that is evaluated
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
         self.catch_up()
@@ -384,75 +333,6 @@ class SplitMixin(_Base):
         """`Trainer.predict`."""
         self.catch_up()
         return super().predict(*args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`: the ordinary whole model or adapter; `split_config.json` and the ledger beside it."""
-        self.catch_up()
-        output_dir = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            self.split.save_pretrained(output_dir)
-            self.ledger.save(output_dir)
-        if self._remote is None:
-            with self._arguments(self._user_args):
-                super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
-            parts = [self.model.client_head, self.model.client_tail]
-            save_parts(parts, self.model.config, output_dir, self.model.adapter_config)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(output_dir)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""
-        if self.clients is None:
-            super().create_model_card(*args, **kwargs)
-        elif self.is_world_process_zero():
-            card = render_split_card(self, *args, **kwargs)
-            card.save(os.path.join(self.run_args.output_dir, "README.md"))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The parent's checkpoint and every party's part, written aside and put in place by one rename."""
-        if self._federation is None:
-            super()._save_checkpoint(model, trial)
-            return
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        # The best model may be this very checkpoint, of which the parent would record the temporary path.
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = os.fspath(final)
-        best = self.state.best_model_checkpoint
-        with staged_directory(self.args.output_dir) as staging:
-            staged_args = copy.copy(self.args)
-            staged_args.output_dir = os.fspath(staging)
-            staged_args.push_to_hub = False
-            with self._arguments(staged_args):
-                super()._save_checkpoint(model, trial)
-            staged = staging / final.name
-            self.state.best_model_checkpoint = best
-            self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
-            if not self.args.save_only_model:
-                save_parties(self._federation, staged)
-            publish(staged, final)
-            rotate(self.args.output_dir, self._kept_checkpoints, best)
-        if self.args.push_to_hub:
-            with self._arguments(self._user_args):
-                self._push_from_checkpoint(os.fspath(final))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Adapters come with the parties, as they are trained.
-        if self._remote is None and (self._resume_from is None or self.model.adapter_config is None):
-            given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
-            super()._load_from_checkpoint(*given)
-
-    def _load_best_model(self) -> None:
-        if self.model.adapter_config is None or self._federation is None:
-            super()._load_best_model()
-            return
-        best = self.state.best_model_checkpoint
-        assert best is not None
-        if self.args.save_only_model:
-            load_adapter(self.model.parts, load_file(Path(best) / SAFETENSORS_WEIGHTS_NAME))
-            return
-        load_parties(self._federation, best)
-        self._federation.copy_into_model()
 
 
 def _rows_together(dataset: Any) -> Any:

@@ -138,7 +138,7 @@ class Run:
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
         """What every party trained."""
         found = {own: dict(trainer.model.named_parameters()) for own, trainer in self.trainers.items()}
-        bodies = {own: party.state() for own, party in self.server.parties.items()}
+        bodies = {own: party.state() for own, party in self.server.bodies.parties.items()}
         return {
             own: {name: value.detach().clone() for name, value in values.items()}
             for own, values in {**found, **bodies}.items()

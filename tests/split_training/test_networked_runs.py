@@ -43,7 +43,7 @@ def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tmp_path):
     for values in (run.values()[client_id] for client_id in clients):
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
-    for name, value in run.server.parties[next(iter(run.server.parties))].state().items():
+    for name, value in run.server.bodies.parties[next(iter(run.server.bodies.parties))].state().items():
         assert torch.equal(value, expected[f"server_body.{name}"]), name
     assert all(own.state.global_step == trainer.state.global_step for own in run.trainers.values())
 
@@ -141,7 +141,7 @@ def test_a_run_that_is_over_may_be_resumed(strategy, tmp_path):
         run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy), LORA, **changes)
         run.train(resume)
         assert not run.errors and run.server.finished.is_set()
-    assert run.server._resume_step == run.server.max_steps
+    assert run.server._resume_step == run.server.bodies.max_steps
 
 
 def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
@@ -200,9 +200,9 @@ def test_a_step_goes_on_without_a_straggler(tmp_path):
     run.train()
     assert not run.errors
     assert run.trainers["client 1"]._remote.num_late >= 1 and run.trainers["client 0"]._remote.num_late == 0
-    assert run.server.step == 4 and run.server._rows["client 0"] == 8
+    assert run.server.step == 4 and run.server.bodies._rows["client 0"] == 8
     # What it did not train is not counted.
-    assert run.server._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
+    assert run.server.bodies._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
 
 
 def test_who_waits_for_a_straggler_is_none(tmp_path):
@@ -293,7 +293,7 @@ def test_a_server_keeps_one_envelope_for_each_pair(tmp_path):
 
 def test_a_server_checkpoints_its_activations_too(tmp_path):
     server = Run(tmp_path, clients_of(2), config_of("serial"), activation_checkpointing=True).server
-    assert server.parties["server"].module.model.is_activation_checkpointing
+    assert server.bodies.parties["server"].module.model.is_activation_checkpointing
 
 
 def test_more_passages_than_were_said_are_refused(tmp_path):

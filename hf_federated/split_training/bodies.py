@@ -1,0 +1,160 @@
+"""What the server of a networked run trains: the body, or one for each client, its optimizers and checkpoints.
+
+It knows nothing of messages and waiting, which are `server.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..adapters.copying import copy_model
+from ..aggregation import WeightedMean
+from ..checkpoint import list_checkpoints, publish, rotate, staged_directory
+from ..split.body import BodyServer
+from ..split.parts import Part
+from ..split.saving import save_parts
+from ..split.wire import Wire
+from .checkpoint import load_party, party_directory, save_party
+from .config import SplitConfig
+from .federation import SERVER
+from .parties import Party, total_norm
+from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
+
+
+class ServerBodies:
+    """
+    The server's body, or with `"server_hierarchical"` a replica for each client, and what training them needs.
+
+    Args:
+        body ([`Part`]): The server's blocks, with the adapters that they have.
+        config (`PretrainedConfig`): The whole model's.
+        wire ([`Wire`]): How states travel.
+        split ([`SplitConfig`]): As the clients have it.
+        args (`TrainingArguments`): As the clients have them; `output_dir` is the server's own.
+        client_ids (`Sequence[str]`): Who takes part, in their order.
+        adapter (`PeftConfig`, *optional*): What the body's adapters were made from.
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        config: PretrainedConfig,
+        wire: Wire,
+        split: SplitConfig,
+        args: TrainingArguments,
+        client_ids: Sequence[str],
+        adapter: PeftConfig | None,
+    ) -> None:
+        self.config = config
+        self.split = split
+        self.args = args
+        self.adapter = adapter
+        self.max_steps = 0
+        enable_checkpointing(body, args)
+        replicas = split.strategy == "server_hierarchical"
+        self._server_of = {own: f"{SERVER}/{own}" if replicas else SERVER for own in client_ids}
+        parts = {name: copy_model(body) if replicas else body for name in self._server_of.values()}
+        bodies = {name: BodyServer(own, wire, split.seed_of(args)) for name, own in parts.items()}
+        self.parties = {name: Party(name, own, None) for name, own in parts.items()}
+        self.of_client = {own: bodies[name] for own, name in self._server_of.items()}
+        # Rows trained since the bodies were averaged last.
+        self._rows = dict.fromkeys(client_ids, 0)
+
+    def prepare(self, steps_per_epoch: int) -> None:
+        """Make the optimizers and schedules of a run."""
+        self._steps_per_epoch = steps_per_epoch
+        self.max_steps = number_of_steps(self.args, steps_per_epoch)
+        self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
+
+    def train_step(
+        self, step: int, squared_norms: Mapping[str, float], num_rows: Mapping[str, int]
+    ) -> dict[str, float]:
+        """
+        Clip and step every body that was used, by one norm with its clients' parts; average where it is time.
+
+        Args:
+            step (`int`): Optimizer steps before this one.
+            squared_norms (`Mapping[str, float]`): Of the gradients of each client that took part.
+            num_rows (`Mapping[str, int]`): Rows of each.
+
+        Returns:
+            `dict[str, float]`: For each client the norm by which it clips too.
+        """
+        norms: dict[str, float] = {}
+        for name in {self._server_of[own]: None for own in squared_norms}:
+            party = self.parties[name]
+            members = [own for own in squared_norms if self._server_of[own] == name]
+            self.of_client[members[0]].average_gradients()
+            norm = total_norm([party.squared_norm(), *(squared_norms[own] for own in members)])
+            norms |= dict.fromkeys(members, norm)
+            party.step(norm, self.args.max_grad_norm)
+        for scheduler in self._schedulers:
+            scheduler.step()
+        for own in squared_norms:
+            self._rows[own] += num_rows[own]
+        ended, every = step + 1, self.split.average_every
+        # Clients evaluate in the end what is saved.
+        if len(self.parties) > 1 and (ended == self.max_steps or (every is not None and ended % every == 0)):
+            mean = self._mean()
+            for party in self.parties.values():
+                party.load(mean)
+            self._rows = dict.fromkeys(self._rows, 0)
+        return norms
+
+    def _mean(self) -> dict[str, Any]:
+        """The mean of all bodies, weighted by the rows of their clients since the last time."""
+        weights = {own: rows for own, rows in self._rows.items() if rows} or dict.fromkeys(self._rows, 1)
+        mean = WeightedMean()
+        for own, rows in weights.items():
+            mean.add(self.parties[self._server_of[own]].state(), rows)
+        return mean.finalize()
+
+    # ---- Files
+
+    @property
+    def _directory(self) -> str:
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    def checkpoints(self) -> dict[int, Path]:
+        """What there is to go on from, by step."""
+        return {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self._directory)}
+
+    def save_checkpoint(self, step: int) -> None:
+        """Write a checkpoint, where one of these many steps is due."""
+        if not saves_at(self.args, step, self.max_steps, self._steps_per_epoch):
+            return
+        state = {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
+        with staged_directory(self._directory) as staging:
+            for party in self.parties.values():
+                save_party(party, self.config, party_directory(staging, party.name), self.adapter, state)
+            publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        rotate(self._directory, kept_checkpoints(self.args), None)
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """
+        Go back to a checkpoint.
+
+        Raises:
+            ValueError: If it is not whole, or not one of this run's.
+        """
+        state: Mapping[str, Any] = {}
+        for party in self.parties.values():
+            state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
+        self._rows = dict(state["rows"])
+        for scheduler, own in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(own)
+
+    def save(self) -> None:
+        """Write the body: the only one, or the mean of all."""
+        first = next(iter(self.parties.values()))
+        if len(self.parties) > 1:
+            first.load(self._mean())
+        assert isinstance(first.module, Part)
+        save_parts([first.module], self.config, self._directory, self.adapter)
