@@ -6,16 +6,17 @@ import json
 
 import numpy as np
 import pytest
-from datasets import concatenate_datasets
+from datasets import concatenate_datasets, load_dataset
 from huggingface_hub import ModelCard
 from superglue_raw import files
+from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
 from hf_federated.cli.recipe import RecipeError, check_recipe, load_recipe
 from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.runs import measure
 from hf_federated.cli.train import closing_table, train
-from hf_federated.tasks import superglue_cloze_rows
+from hf_federated.tasks import Summarization, superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
 
 
@@ -51,6 +52,39 @@ def test_a_recipe_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
     assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
     assert 0 <= results["federated"]["metrics"]["rougeL"] <= 1
     assert 0 <= results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
+
+
+def test_a_split_model_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
+    overrides = [
+        f"model.name_or_path={llama_dir}",
+        f"data={{path: {texts_dir}, test_split: test}}",
+        "task={name: summarization, target_column: targets, max_target_length: 4}",
+        "partition={name: iid, num_clients: 2}",
+        "federation=null",
+        "training.num_train_epochs=3",
+        "training.eval_strategy=epoch",
+        "training.learning_rate=0.01",
+        "split={strategy: serial, encryption: true}",
+        "compare=[centralized]",
+    ]
+    results = train(load_recipe(recipe_path, overrides))
+    assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
+    assert 0 < results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
+    # The model that it saved writes the same, unsplit.
+    task = Summarization(target_column="targets", max_target_length=4)
+    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
+    rows = load_dataset(str(texts_dir), split="test")
+    features = task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
+    trainer = Seq2SeqTrainer(
+        task.load_model(str(tmp_path / "run")),
+        Seq2SeqTrainingArguments(str(tmp_path / "whole"), predict_with_generate=True, report_to=[], use_cpu=True),
+        data_collator=task.data_collator(tokenizer),
+        eval_dataset=features,
+        processing_class=tokenizer,
+        compute_metrics=task.build_compute_metrics(tokenizer, features, rows),
+    )
+    ours = results["federated"]["metrics"]["rougeL"]
+    assert ours > 0.1 and trainer.evaluate()["eval_rougeL"] == pytest.approx(ours)
 
 
 @pytest.mark.parametrize("adapter", ["lora: {r: 2}", "prefix: {num_virtual_tokens: 2}"])
