@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,14 +72,13 @@ def as_federated_dataset(train_dataset: Any, federation: FederatedConfig | None)
 
 def resolve_federation(federation: FederatedConfig | None, args: TrainingArguments) -> FederatedConfig:
     """The configuration with `num_rounds` and `federation_seed` filled in from the training arguments."""
-    values = (
-        {} if federation is None else {name: getattr(federation, name) for name in federation.__dataclass_fields__}
+    federation = FederatedConfig() if federation is None else federation
+    rounds, seed = federation.num_rounds, federation.federation_seed
+    return dataclasses.replace(
+        federation,
+        num_rounds=max(int(-(-args.num_train_epochs // 1)), 1) if rounds is None else rounds,
+        federation_seed=args.seed if seed is None else seed,
     )
-    if values.get("num_rounds") is None:
-        values["num_rounds"] = max(int(-(-args.num_train_epochs // 1)), 1)
-    if values.get("federation_seed") is None:
-        values["federation_seed"] = args.seed
-    return FederatedConfig(**values)
 
 
 def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:

@@ -11,10 +11,8 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-
-CONFIG_NAME = "federated_config.json"
 
 EXCHANGES = ("auto", "trainable", "adapter", "all")
 EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
@@ -25,6 +23,8 @@ BALANCES = ("min",)
 
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     ShareOrCount = int | float
 else:
 
@@ -68,8 +68,45 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}; allowed are {', '.join(map(repr, allowed))}.")
 
 
+class SavedConfig:
+    """A dataclass that saves and loads as one JSON file in a directory, like the configurations of transformers."""
+
+    # The file's name.
+    file_name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]  # every subclass is a dataclass
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """
+        The config that `to_dict` wrote.
+
+        Raises:
+            ValueError: If `values` holds a key that is not a field. The message lists the fields.
+        """
+        known = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]  # as above
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"Unknown fields {unknown} of {cls.__name__}; the fields are {known}.")
+        return cls(**values)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write the file into a directory, which is created if need be."""
+        os.makedirs(save_directory, exist_ok=True)
+        with open(os.path.join(save_directory, self.file_name), "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """Read the file from a directory."""
+        with open(os.path.join(directory, cls.file_name), encoding="utf-8") as file:
+            return cls.from_dict(json.load(file))
+
+
 @dataclass
-class FederatedConfig:
+class FederatedConfig(SavedConfig):
     """
     The settings of a federation.
 
@@ -151,6 +188,8 @@ class FederatedConfig:
     True
     ```
     """
+
+    file_name: ClassVar[str] = "federated_config.json"
 
     num_rounds: int | None = field(default=None, metadata={"help": "Rounds to run (default: num_train_epochs)."})
     clients_per_round: ShareOrCount = field(
@@ -267,29 +306,3 @@ class FederatedConfig:
             values["distillation_kwargs"] = self.distillation.non_default_settings()
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> FederatedConfig:
-        """
-        The config that `to_dict` wrote.
-
-        Raises:
-            ValueError: If `values` holds a key that is not a field. The message lists the fields.
-        """
-        known = [item.name for item in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"Unknown fields {unknown} of FederatedConfig; the fields are {known}.")
-        return cls(**values)
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write `federated_config.json` into a directory, which is created if need be."""
-        os.makedirs(save_directory, exist_ok=True)
-        with open(os.path.join(save_directory, CONFIG_NAME), "w", encoding="utf-8") as file:
-            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
-
-    @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str]) -> FederatedConfig:
-        """Read `federated_config.json` from a directory."""
-        with open(os.path.join(directory, CONFIG_NAME), encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))

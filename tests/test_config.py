@@ -11,7 +11,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_federated import AGGREGATIONS, FedAvg, FederatedConfig, FedOpt
 from hf_federated.aggregation import build_aggregation
-from hf_federated.config import CONFIG_NAME
 
 
 def parse(*arguments: str) -> tuple[TrainingArguments, FederatedConfig]:
@@ -91,7 +90,7 @@ def test_it_survives_a_file(tmp_path):
     config = FederatedConfig(num_rounds=2, clients_per_round=3, aggregation="fedprox", freeze="1", federation_seed=5)
     config.save_pretrained(tmp_path / "new" / "directory")
     assert FederatedConfig.from_pretrained(tmp_path / "new" / "directory") == config
-    values = json.loads((tmp_path / "new" / "directory" / CONFIG_NAME).read_text(encoding="utf-8"))
+    values = json.loads((tmp_path / "new" / "directory" / FederatedConfig.file_name).read_text(encoding="utf-8"))
     assert list(values) == sorted(item.name for item in dataclasses.fields(FederatedConfig))
 
 

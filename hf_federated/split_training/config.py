@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from transformers import TrainingArguments
 
+from ..config import SavedConfig
 from ..split.wire import WIRE_DTYPES
 
 
-CONFIG_NAME = "split_config.json"
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
 
 
 @dataclass
-class SplitConfig:
+class SplitConfig(SavedConfig):
     """
     Who trains when, where the model is cut, and how states travel (FL-GLM, section 3.3).
 
@@ -56,6 +53,8 @@ class SplitConfig:
     50
     ```
     """
+
+    file_name: ClassVar[str] = "split_config.json"
 
     strategy: str = field(default="serial", metadata={"help": "Who trains when.", "choices": list(STRATEGIES)})
     average_every: int | None = field(
@@ -98,33 +97,3 @@ class SplitConfig:
     def hands_over(self) -> bool:
         """Whether a client takes over what the one before it trained."""
         return self.strategy == "serial" and self.average_every is None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SplitConfig:
-        """
-        The config that `to_dict` wrote.
-
-        Raises:
-            ValueError: If `values` holds a key that is not a field. The message lists the fields.
-        """
-        known = [item.name for item in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"Unknown fields {unknown} of SplitConfig; the fields are {known}.")
-        return cls(**values)
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write `split_config.json` into a directory, which is created if need be."""
-        os.makedirs(save_directory, exist_ok=True)
-        with open(os.path.join(save_directory, CONFIG_NAME), "w", encoding="utf-8") as file:
-            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
-
-    @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str]) -> SplitConfig:
-        """Read `split_config.json` from a directory."""
-        with open(os.path.join(directory, CONFIG_NAME), encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
