@@ -116,6 +116,7 @@ class RemoteFederation:
         self._logged: list[float] = []
         self._averaged_at = -1
         self._finished = False
+        self._left = False
 
     def _count(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
         self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
@@ -302,8 +303,9 @@ class RemoteFederation:
                 self.client.load(self._fetch(holder).state)
 
     def leave(self) -> None:
-        """Tell the server that nothing more is asked of it."""
-        if self._finished:
+        """Tell the server that nothing more is asked of it. Before the last step this ends the run for all."""
+        if not self._left:
+            self._left = True
             self._link.exchange(Finish(self.client_id, self.step).to_bytes())
 
     def _send(self, recipient: str, state: Mapping[str, torch.Tensor]) -> None:

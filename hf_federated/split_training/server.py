@@ -200,6 +200,12 @@ class TrainingServer:
 
     def _finish(self, message: Finish) -> None:
         self._done.add(message.client_id)
+        if message.step < self.bodies.max_steps:
+            self._fail(
+                f"client {message.client_id!r} stopped before step {self.bodies.max_steps}, where all have to end: set"
+                " max_steps or num_train_epochs in place of a callback that stops one client"
+            )
+            return
         if len(self._done) == len(self.client_ids):
             self.bodies.save()
             self.finished.set()

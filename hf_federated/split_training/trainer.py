@@ -111,6 +111,9 @@ class SplitMixin(SplitSavingMixin):
         try:
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
+            if self._remote is not None and self.state.global_step < self.state.max_steps:
+                logger.warning(f"Stopped after {self.state.global_step} steps: the run ends here for all clients.")
+                self._remote.leave()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 rotate(self.args.output_dir, self._kept_checkpoints, self.state.best_model_checkpoint)

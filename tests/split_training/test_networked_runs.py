@@ -11,6 +11,7 @@ import pytest
 import torch
 from networked import Direct, Run
 from split_runs import LORA, STRATEGIES, clients_of, rows_of, split_trainer, whole_model
+from transformers import TrainerCallback
 
 from hf_federated import SplitConfig
 from hf_federated.packing import pack
@@ -132,6 +133,23 @@ def test_who_waits_for_its_turn_saves_with_the_others(tmp_path):
         for own in ("server", *run.trainers)
     }
     assert all(max(own) == 3 and len(own) == 2 for own in kept.values()), kept
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+def test_a_client_that_stops_early_ends_the_run_for_all_by_name(strategy, tmp_path):
+    run = Run(tmp_path, clients_of(8, 8), SplitConfig(strategy=strategy), LORA)
+    run.trainers["client 1"].add_callback(StopAfter(3))
+    run.train()
+    assert list(run.errors) == ["client 0"] and run.trainers["client 1"].state.global_step == 3
+    assert "'client 1' stopped before step" in str(run.errors["client 0"]) and not run.server.finished.is_set()
 
 
 @pytest.mark.parametrize("strategy", ["serial", "client_batch"])
