@@ -27,9 +27,14 @@ SCALES = [
 ]
 
 
-def tiny_split(llama_dir, cloze_dir):
+def tiny_split(values, llama_dir, cloze_dir, texts_dir):
     """The same of a recipe with a split model."""
-    inputs = [f"model.name_or_path={llama_dir}", f"data.path={cloze_dir}", "task.max_length=200"]
+    inputs = [f"model.name_or_path={llama_dir}"]
+    if values["task"]["name"] == "summarization":
+        inputs += [f"data.path={texts_dir}", "data.test_split=test", "data.max_train_rows=null"]
+        inputs += ["data.max_test_rows=null", "task.max_target_length=4"]
+    else:
+        inputs += [f"data.path={cloze_dir}", "task.max_length=200"]
     return [*inputs, "training.num_train_epochs=1", "training.use_cpu=true", "split.average_every=1"]
 
 
@@ -88,7 +93,7 @@ def test_every_benchmark_runs_one_round_on_a_tiny_model(
 ):
     values = read_values(path)
     if "split" in values:
-        settings = tiny_split(llama_dir, cloze_dir)
+        settings = tiny_split(values, llama_dir, cloze_dir, texts_dir)
     else:
         settings = tiny(values, model_dir, texts_dir, superglue_dir)
     values = read_values(path, settings)
