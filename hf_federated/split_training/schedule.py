@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +40,9 @@ def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_ste
     Returns:
         `list[LRScheduler]`: The schedule of each.
     """
+    args = copy.copy(args)
+    # A trainer that may push creates its repository when it is built.
+    args.push_to_hub = False
     schedulers = []
     for party in parties:
         if not party.trained():

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 import time
 
 import pytest
 import torch
 from networked import Direct, Run
-from split_runs import LORA, STRATEGIES, clients_of, rows_of, split_trainer, whole_model
-from transformers import TrainerCallback
+from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
+from transformers import Trainer, TrainerCallback
 
-from hf_federated import SplitConfig
+from hf_federated import SplitConfig, SplitModel
 from hf_federated.packing import pack
 from hf_federated.split import load_saved_parts, merge_parts
 from hf_federated.split_training.control import Begin, Join, Send, Step, as_tensor, read_message
+from hf_federated.split_training.parties import Party
+from hf_federated.split_training.schedule import create_optimizers
 
 
 def config_of(strategy, **changes):
@@ -168,6 +171,30 @@ def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
         run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
         run.train(resume)
         assert not run.errors and run.server._resume_step == 0
+
+
+def test_checkpoints_that_others_lack_are_told_and_left_alone(tmp_path, caplog):
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
+    run.train()
+    shutil.rmtree(tmp_path / "server")
+    run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
+    run.train(resume=True)
+    assert not run.errors and run.server._resume_step == 0
+    assert "no step of which server and clients all have a checkpoint: the run begins anew" in caplog.text
+    assert caplog.text.count("Others have no checkpoint of the steps [") == 2
+
+
+def test_an_optimizer_of_the_server_creates_no_repository(tmp_path, monkeypatch):
+    def create(*args, **kwargs):
+        raise AssertionError("a repository would be created")
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", create)
+    part = SplitModel.from_model(whole_model()).server_body
+    party = Party("server", part, None)
+    args = arguments(tmp_path, push_to_hub=True)
+    create_optimizers([party], args, max_steps=3)
+    assert party.optimizer is not None and args.push_to_hub
 
 
 def test_clients_of_replicas_evaluate_what_is_saved(tmp_path):
