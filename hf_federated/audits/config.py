@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..split.wire import WIRE_DTYPES
+from ..quantization import TRAVEL_DTYPES
 
 
 ATTACKERS = ("nearest", "decoder", "transformer", "search")
@@ -72,7 +72,7 @@ class AuditConfig:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must name at least one, and each once; got {values}.")
-        for name, allowed in (("attackers", ATTACKERS), ("wire_dtypes", tuple(WIRE_DTYPES))):
+        for name, allowed in (("attackers", ATTACKERS), ("wire_dtypes", tuple(TRAVEL_DTYPES))):
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown:
                 raise ValueError(f"{name} may be {', '.join(allowed)}; got {', '.join(unknown)}.")

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-
-_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-}
-_INT8_STEPS = 255
+from ..quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,8 @@ class PredictionCodec:
     top_k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"`dtype` is {self.dtype!r}; predictions travel as one of {', '.join(_DTYPES)}.")
+        if self.dtype not in TRAVEL_DTYPES:
+            raise ValueError(f"`dtype` is {self.dtype!r}; predictions travel as one of {', '.join(TRAVEL_DTYPES)}.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}; it must be at least 1, or `None` to send every class.")
 
@@ -116,7 +109,9 @@ class PredictionCodec:
         else:
             values = rows
         encoded.update(
-            _quantise(values) if self.dtype == "int8" else {"values": values.to(_DTYPES[self.dtype], copy=True)}
+            quantize_rows(values)
+            if self.dtype == "int8"
+            else {"values": values.to(TRAVEL_DTYPES[self.dtype], copy=True)}
         )
         return {name: encoded[name].cpu() for name in self._layout(0, num_classes)}
 
@@ -138,9 +133,7 @@ class PredictionCodec:
                 `-inf` throughout, so that it has no softmax. The text says which row.
         """
         self._check_layout(encoded, num_classes)
-        values = encoded["values"].float()
-        if self.dtype == "int8":
-            values = encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (values + 128)
+        values = dequantize_rows(encoded) if self.dtype == "int8" else encoded["values"].float()
         if "indices" in encoded:
             indices = encoded["indices"].long()
             _check_indices(indices, num_classes)
@@ -172,7 +165,9 @@ class PredictionCodec:
     def _layout(self, num_rows: int, num_classes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor that travels."""
         kept = self._num_kept(num_classes)
-        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"values": ((num_rows, kept), _DTYPES[self.dtype])}
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "values": ((num_rows, kept), TRAVEL_DTYPES[self.dtype])
+        }
         if self.dtype == "int8":
             layout["scale"] = layout["zero_point"] = ((num_rows,), torch.float32)
         if kept < num_classes:
@@ -211,17 +206,6 @@ def _index_dtype(num_classes: int) -> torch.dtype:
         if num_classes - 1 <= torch.iinfo(dtype).max:
             return dtype
     return torch.int32
-
-
-def _quantise(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Affine int8 of each row. A row with a NaN or an infinity gets a NaN for its scale, and so decodes to NaN."""
-    low, high = rows.amin(dim=1), rows.amax(dim=1)
-    scale = (high - low) / _INT8_STEPS
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
-    divisor = torch.where(scale > 0, scale, 1)
-    steps = ((rows - low.unsqueeze(1)) / divisor.unsqueeze(1)).round().clamp(0, _INT8_STEPS)
-    # NaN has no integer; what stands in for it is multiplied by the row's scale, which is NaN.
-    return {"values": (steps.nan_to_num() - 128).to(torch.int8), "scale": scale, "zero_point": low}
 
 
 def _check_indices(indices: torch.Tensor, num_classes: int) -> None:

@@ -23,6 +23,7 @@ from transformers.generation import GenerationMode
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..quantization import TRAVEL_DTYPES
 from .adapters import add_adapter, check_peft_model, save_adapter, take_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
@@ -33,7 +34,7 @@ from .layouts import Layout, Places
 from .loading import load_parts
 from .parts import Part
 from .saving import rename_whole, whole_weights
-from .wire import WIRE_DTYPES, Wire
+from .wire import Wire
 
 
 # What a caller may pass that changes nothing here.
@@ -416,7 +417,7 @@ def _num_blocks(config: PretrainedConfig, layout: Layout | None) -> int:
 
 def _wire_dtype(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
-    return name if name in WIRE_DTYPES else "float32"
+    return name if name in TRAVEL_DTYPES else "float32"
 
 
 def _is_range(position_ids: torch.Tensor, start: int) -> bool:

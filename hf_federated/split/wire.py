@@ -6,15 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..distillation.codec import PredictionCodec
-
-
-WIRE_DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int8": torch.int8,
-}
+from ..quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -48,8 +40,8 @@ class Wire:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.dtype not in WIRE_DTYPES:
-            raise ValueError(f"Hidden states travel as one of {', '.join(WIRE_DTYPES)}, not as {self.dtype!r}.")
+        if self.dtype not in TRAVEL_DTYPES:
+            raise ValueError(f"Hidden states travel as one of {', '.join(TRAVEL_DTYPES)}, not as {self.dtype!r}.")
 
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -62,8 +54,8 @@ class Wire:
         """
         rows = states.detach().flatten(0, 1)
         if self.dtype == "int8":
-            return PredictionCodec("int8").encode(rows)
-        return {"values": rows.to("cpu", WIRE_DTYPES[self.dtype])}
+            return {name: values.cpu() for name, values in quantize_rows(rows.float()).items()}
+        return {"values": rows.to("cpu", TRAVEL_DTYPES[self.dtype])}
 
     def decode(self, encoded: dict[str, torch.Tensor], batch_size: int, dtype: torch.dtype) -> torch.Tensor:
         """
@@ -80,7 +72,7 @@ class Wire:
         """
         values = encoded["values"]
         expected = {"values", "scale", "zero_point"} if self.dtype == "int8" else {"values"}
-        if encoded.keys() != expected or values.dtype != WIRE_DTYPES[self.dtype]:
+        if encoded.keys() != expected or values.dtype != TRAVEL_DTYPES[self.dtype]:
             raise ValueError(
                 f"Hidden states came as {sorted(encoded)} of {values.dtype}, and this wire carries {self.dtype}: give "
                 "both parties the same wire dtype."
@@ -90,7 +82,7 @@ class Wire:
                 raise ValueError(f"{name} has shape {tuple(encoded[name].shape)} for {len(values)} positions.")
         if self.dtype == "int8":
             # A row that was not finite has no scale, and decodes to NaN.
-            values = encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (values.float() + 128)
+            values = dequantize_rows(encoded)
         values = values.to(dtype)
         if len(values) % batch_size:
             raise ValueError(f"{len(values)} positions do not make {batch_size} rows.")
@@ -104,4 +96,4 @@ class Wire:
     def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int) -> int:
         """Bytes of one passage of states or gradients, without the header of the message."""
         scale = 8 if self.dtype == "int8" else 0
-        return batch_size * sequence_length * (hidden_size * WIRE_DTYPES[self.dtype].itemsize + scale)
+        return batch_size * sequence_length * (hidden_size * TRAVEL_DTYPES[self.dtype].itemsize + scale)

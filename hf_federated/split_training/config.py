@@ -8,7 +8,7 @@ from typing import ClassVar
 from transformers import TrainingArguments
 
 from ..config import SavedConfig
-from ..split.wire import WIRE_DTYPES
+from ..quantization import TRAVEL_DTYPES
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
@@ -66,7 +66,7 @@ class SplitConfig(SavedConfig):
     head_blocks: int = field(default=1, metadata={"help": "First blocks, which a client keeps."})
     tail_blocks: int = field(default=1, metadata={"help": "Last blocks, which a client keeps."})
     wire_dtype: str = field(
-        default="auto", metadata={"help": "How hidden states travel.", "choices": ["auto", *WIRE_DTYPES]}
+        default="auto", metadata={"help": "How hidden states travel.", "choices": ["auto", *TRAVEL_DTYPES]}
     )
     encryption: bool = field(default=False, metadata={"help": "Seal what crosses (extra: split)."})
     rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client for which keys last."})
@@ -75,7 +75,7 @@ class SplitConfig(SavedConfig):
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *WIRE_DTYPES))):
+        for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *TRAVEL_DTYPES))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
         for name in ("average_every", "steps_per_turn", "rotate_keys_every"):

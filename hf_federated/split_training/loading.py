@@ -10,6 +10,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from ..generators import derived_seed, own_draws
+from ..quantization import TRAVEL_DTYPES
 from ..split.adapters import add_adapter
 from ..split.boundary import Boundary, Link
 from ..split.cut import Cut, Role
@@ -17,7 +18,7 @@ from ..split.families import layout_of
 from ..split.loading import load_parts
 from ..split.model import SplitModel
 from ..split.parts import Part
-from ..split.wire import WIRE_DTYPES, Wire
+from ..split.wire import Wire
 from .config import SplitConfig
 
 
@@ -103,7 +104,7 @@ def _wire(split: SplitConfig, part: Part) -> Wire:
     if split.wire_dtype != "auto":
         return Wire(split.wire_dtype)
     name = str(part.dtype).removeprefix("torch.")
-    return Wire(name if name in WIRE_DTYPES else "float32")
+    return Wire(name if name in TRAVEL_DTYPES else "float32")
 
 
 class _NoLink:
