@@ -102,12 +102,17 @@ def test_tokens_are_those_of_the_whole_text(make):
     tokenizer = make([*ROWS["source"], "yes no maybe"])
     task = SuperGlueCloze(end_answers=False)
     features = task.for_evaluation(task.prepare(ROWS, tokenizer), tokenizer)
-    texts = [
-        f"{prompt} {candidate}"
+    texts = {
+        (row["id"], number): f"{prompt} {candidate}"
         for prompt, row in zip(task.prompts(ROWS[:])[0], ROWS, strict=True)
-        for candidate in row["candidates"]
-    ]
-    assert features["input_ids"][:] == tokenizer(texts)["input_ids"]
+        for number, candidate in enumerate(row["candidates"])
+    }
+    order = list(zip(features["id"], features["candidate"], strict=True))
+    assert sorted(order) == sorted(texts)
+    assert features["input_ids"][:] == tokenizer([texts[place] for place in order])["input_ids"]
+    # By length, so that batches have little padding.
+    lengths = list(map(len, features["input_ids"]))
+    assert lengths == sorted(lengths) and len(set(lengths)) > 1
 
 
 def test_what_is_too_long_loses_the_end_of_its_passage(tokenizer):
@@ -165,10 +170,13 @@ def test_a_trainer_scores_candidates_as_they_score_alone(tokenizer, tmp_path, mo
         tmp_path, tokenizer, model, per_device_eval_batch_size=7, eval_do_concat_batches=concat, eval_strategy="epoch"
     )
     expected = naive_sums(TASK, ROWS, tokenizer, model)
-    predictions = trainer.predict(trainer.eval_dataset)
+    features = trainer.eval_dataset
+    predictions = trainer.predict(features)
     sums = predictions.predictions if concat else np.concatenate(predictions.predictions)
     assert sums.shape == (sum(map(len, expected)),)
-    np.testing.assert_allclose(sums, np.concatenate(expected), atol=1e-4)
+    of_row = dict(zip(ROWS["id"], expected, strict=True))
+    places = zip(features["id"], features["candidate"], strict=True)
+    np.testing.assert_allclose(sums, [of_row[name][number] for name, number in places], atol=1e-4)
     # Of the metrics two that are counted by hand.
     best = [int(of_row.argmax()) for of_row in expected]
     right = []

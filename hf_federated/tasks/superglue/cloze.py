@@ -218,7 +218,8 @@ class SuperGlueCloze(Task):
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
         A row for each candidate, behind the question, with `labels` on it alone. `id` and `candidate` say of which
-        row, and its which candidate. See [`Task.for_evaluation`].
+        row, and its which candidate. Rows of a length stand together, so that a batch has little padding. See
+        [`Task.for_evaluation`].
         """
 
         def expand(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -232,7 +233,9 @@ class SuperGlueCloze(Task):
                     numbers.append(number)
             return {**expanded, "id": owners, "candidate": numbers}
 
-        return features.map(expand, batched=True, remove_columns=features.column_names)
+        expanded = features.map(expand, batched=True, remove_columns=features.column_names)
+        lengths = [len(ids) for ids in expanded["input_ids"]]
+        return expanded.select(np.argsort(lengths, kind="stable"))
 
     def preprocess_logits_for_metrics(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """
