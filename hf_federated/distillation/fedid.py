@@ -52,6 +52,10 @@ class FedID(Distillation):
     | `"mpl"` | one number | what the paper's published code does: biased |
     | `"none"` | nothing | nothing: the ablation, and the paper's text taken literally |
 
+    Every mini-batch moves the clients towards their mean. Where some of them know one label alone, or hardly anything
+    yet, that is a constant, and all agree on it before the server has learnt anything: let clients train long enough
+    first, and set `client_learning_rate` below the rate of their own training.
+
     Of tags and tokens a row of the formulas is a word or a token: `B`, over which losses are means, counts these.
 
     Args:

@@ -31,6 +31,9 @@ from .steps import plan_together, plan_turns
 
 logger = logging.get_logger(__name__)
 
+# Steps of a client in an epoch, so that no client makes the server plan without end.
+MAX_STEPS = 10_000_000
+
 
 class RunFailedError(ValueError):
     """The run cannot go on for anybody; it is resumed from its checkpoints."""
@@ -166,6 +169,11 @@ class TrainingServer:
         if not message.num_steps:
             raise ValueError(
                 f"Client {message.client_id!r} has too few rows for a step: give more, or smaller batches."
+            )
+        if message.num_steps > MAX_STEPS:
+            raise ValueError(
+                f"Client {message.client_id!r} says that its rows make {message.num_steps} steps in an epoch; at most "
+                f"{MAX_STEPS} are planned."
             )
         if message.client_id in self._joined:
             raise ValueError(

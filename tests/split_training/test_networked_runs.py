@@ -378,11 +378,12 @@ def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
     [
         (Join("client 0", "other", 1, [], as_tensor(b"")), "settings of client and server differ"),
         (Join("client 0", "", 0, [], as_tensor(b"")), "too few rows for a step"),
+        (Join("client 0", "", 10**12, [], as_tensor(b"")), "at most 10000000 are planned"),
         (Begin("client 1", 0, 1, 1), "in the name of 'client 1'"),
         (Step("client 0", 7, 1.0), "was not begun"),
         (Send("client 0", 0, "nobody", as_tensor(b"x")), "takes no part"),
     ],
-    ids=["settings", "no step", "name", "step", "recipient"],
+    ids=["settings", "no step", "no end", "name", "step", "recipient"],
 )
 def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
