@@ -64,7 +64,9 @@ def test_one_client_trains_as_the_unsplit_model(strategy, encryption, tmp_path):
     assert abs(trainer.train().training_loss - loss) <= 1e-6
     trainer.save_model(str(tmp_path / "whole"))
     found = type(plain.model).from_pretrained(tmp_path / "whole")
-    assert_close(dict(found.named_parameters()), dict(plain.model.named_parameters()), 1e-5)
+    # Where clients meet, gradients are summed first and divided then; Adam's first steps make more of a rounding.
+    bound = 1e-5 if strategy == "client_batch" else 1e-6
+    assert_close(dict(found.named_parameters()), dict(plain.model.named_parameters()), bound)
     logs = [(own["grad_norm"], own["learning_rate"]) for own in trainer.state.log_history if "grad_norm" in own]
     expected = [(own["grad_norm"], own["learning_rate"]) for own in plain.state.log_history if "grad_norm" in own]
     assert len(logs) == 4 and all(a == pytest.approx(b, rel=1e-5) for a, b in zip(logs, expected, strict=True))
