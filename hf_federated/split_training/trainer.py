@@ -327,6 +327,7 @@ class SplitMixin(SplitSavingMixin):
         super().log(logs, start_time)
 
     # ---- The model that is evaluated
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
         self.catch_up()
