@@ -26,7 +26,7 @@ from hf_federated.split.encryption import ClientSession, Identity, ServerSession
 from hf_federated.split.envelope import PeerEnvelopes
 from hf_federated.split.keys import fingerprint
 from hf_federated.split.network import GrpcLink, ModelFingerprint, SplitServer, Terms, TlsCredentials
-from hf_federated.split_training import SplitConfig, TrainingServer, split_federate
+from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
 from hf_federated.split_training.digest import run_digest, run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
 
@@ -99,7 +99,8 @@ def split_server(arguments: argparse.Namespace) -> None:
         )
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)
-        run = TrainingServer(body, config, wire, split, args, arguments.client, digest, adapter, arguments.deadline)
+        bodies = ServerBodies(body, config, wire, split, args, arguments.client, adapter)
+        run = TrainingServer(bodies, digest, arguments.deadline)
         terms = _terms(recipe, split, args, adapter, body.cut, wire)
         fingerprints = _fingerprints(arguments, arguments.client) if split.encryption else {}
         with SplitServer(

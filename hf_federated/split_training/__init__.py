@@ -1,5 +1,6 @@
 """Training of split language models: strategies, parties and their optimizers, checkpoints, the trainer (FL-GLM)."""
 
+from .bodies import ServerBodies
 from .config import SplitConfig
 from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer, Party
@@ -18,6 +19,7 @@ __all__ = [
     "Party",
     "RemoteFederation",
     "RunFailedError",
+    "ServerBodies",
     "SplitConfig",
     "SplitFederatedTrainer",
     "SplitFederation",

@@ -49,7 +49,7 @@ class ServerBodies:
         split: SplitConfig,
         args: TrainingArguments,
         client_ids: Sequence[str],
-        adapter: PeftConfig | None,
+        adapter: PeftConfig | None = None,
     ) -> None:
         self.config = config
         self.split = split

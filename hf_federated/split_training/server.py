@@ -16,15 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peft import PeftConfig
-from transformers import PretrainedConfig, TrainingArguments
 from transformers.utils import logging
 
 from ..split.messages import Backward, Forget, Forward
-from ..split.parts import Part
-from ..split.wire import Wire
 from .bodies import ServerBodies
-from .config import SplitConfig
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .steps import plan_together, plan_turns
 
@@ -44,14 +39,8 @@ class TrainingServer:
     Answers the clients of one run.
 
     Args:
-        body ([`Part`]): The server's blocks, with the adapters that they have.
-        config (`PretrainedConfig`): The whole model's.
-        wire ([`Wire`]): How states travel.
-        split ([`SplitConfig`]): As the clients have it.
-        args (`TrainingArguments`): As the clients have them; `output_dir` is the server's own.
-        client_ids (`Sequence[str]`): Who takes part, in their order.
+        bodies ([`ServerBodies`]): What the server trains; it knows the clients and the strategy.
         digest (`str`): Of all settings that parties must have in common.
-        adapter (`PeftConfig`, *optional*): What the body's adapters were made from.
         deadline (`float`, *optional*): Seconds that clients who meet wait for one another, from the first that is
             there; by default for ever.
 
@@ -59,27 +48,17 @@ class TrainingServer:
         ValueError: If a deadline is set where nobody waits.
     """
 
-    def __init__(
-        self,
-        body: Part,
-        config: PretrainedConfig,
-        wire: Wire,
-        split: SplitConfig,
-        args: TrainingArguments,
-        client_ids: Sequence[str],
-        digest: str,
-        adapter: PeftConfig | None = None,
-        deadline: float | None = None,
-    ) -> None:
+    def __init__(self, bodies: ServerBodies, digest: str, deadline: float | None = None) -> None:
+        split = bodies.split
         if deadline is not None and split.strategy != "client_batch":
             raise ValueError(f"A deadline is for clients that meet, strategy='client_batch', not {split.strategy!r}.")
         self.split = split
-        self.client_ids = list(client_ids)
+        self.client_ids = list(bodies.of_client)
         self.digest = digest
         self.deadline = deadline
         self.finished = threading.Event()
         self.step = 0
-        self.bodies = ServerBodies(body, config, wire, split, args, self.client_ids, adapter)
+        self.bodies = bodies
         # Everything below is guarded by it.
         self._changed = threading.Condition()
         self._failure: str | None = None

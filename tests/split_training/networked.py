@@ -17,6 +17,7 @@ from hf_federated.adapters.copying import copy_model
 from hf_federated.split.boundary import Boundary
 from hf_federated.split.envelope import PeerEnvelopes
 from hf_federated.split.keys import Identity
+from hf_federated.split_training.bodies import ServerBodies
 from hf_federated.split_training.digest import run_digest
 from hf_federated.split_training.server import TrainingServer
 
@@ -82,17 +83,9 @@ class Run:
         args = arguments(directory / "server", **changes)
         digest = run_digest(model.config, split, args, model.adapter_config)
         wire = model.boundary.wire
-        self.server = TrainingServer(
-            copy_model(model.server_body),
-            model.config,
-            wire,
-            split,
-            args,
-            list(clients),
-            digest,
-            model.adapter_config,
-            deadline,
-        )
+        body = copy_model(model.server_body)
+        bodies = ServerBodies(body, model.config, wire, split, args, list(clients), model.adapter_config)
+        self.server = TrainingServer(bodies, digest, deadline)
         self.trainers: dict[str, SplitFederatedTrainer] = {}
         fingerprints = {own: identity(own).fingerprint for own in clients}
         for client_id, rows in clients.items():
