@@ -104,16 +104,45 @@ class TrainingServer:
             answer = handlers[type(message)](message)
             return b"" if answer is None else answer.to_bytes()
 
-    def wait(self) -> str | None:
+    def wait(self, notice_after: float = 60.0) -> str | None:
         """
         Wait until the run is over.
+
+        Args:
+            notice_after (`float`, *optional*, defaults to `60`): After so many seconds without a step, the log says
+                for whom the run waits, and again after as many more.
 
         Returns:
             `str`: Why it failed; `None` where everybody finished.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self.finished.is_set())
+            since, before = time.monotonic(), self._progress()
+            while not self._changed.wait_for(self._is_over, notice_after):
+                if self._progress() != before:
+                    since, before = time.monotonic(), self._progress()
+                elif missing := self._waits_for():
+                    silent = time.monotonic() - since
+                    logger.warning(f"Step {self.step} waits for {', '.join(missing)}, for {silent:.0f} s now.")
             return self._failure
+
+    def _is_over(self) -> bool:
+        return self._failure is not None or self.finished.is_set()
+
+    def _progress(self) -> tuple[int, ...]:
+        return len(self._joined), self.step, len(self._done)
+
+    def _waits_for(self) -> list[str]:
+        """Clients from whom something has to come before the run goes on; none while the server itself works."""
+        if not self._plan:
+            return [own for own in self.client_ids if own not in self._joined]
+        if self.step >= self.bodies.max_steps:
+            return [own for own in self.client_ids if own not in self._done]
+        return self._without_message(self._participants())
+
+    def _without_message(self, clients: Sequence[str]) -> list[str]:
+        """Those of whom no message waits, for a passage or a step, to be answered."""
+        waiting = {own for each in self._gathered.values() if not each.settled for own in each.messages}
+        return [own for own in clients if own not in waiting]
 
     def client_lost(self, client_id: str) -> None:
         """A client is not heard any more: the run ends for all, and is resumed from its checkpoints."""
@@ -306,8 +335,7 @@ class TrainingServer:
 
     def _go_on_without(self, expected: Sequence[str]) -> None:
         """Those of whom nothing came; who waits, here or at another passage, is not late."""
-        waiting = {own for each in self._gathered.values() if not each.settled for own in each.messages}
-        missing = [own for own in expected if own not in waiting]
+        missing = self._without_message(expected)
         logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
         self._late.update(missing)
         # Those that waited for the late ones too have the time again.

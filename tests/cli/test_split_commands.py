@@ -14,14 +14,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_federated.cli import split_run
 from hf_federated.cli.errors import CommandError
 from hf_federated.cli.main import build_parser, main
+from hf_federated.cli.recipe import load_recipe
+from hf_federated.cli.runs import build_run
 from hf_federated.cli.split_run import split_client, split_server
+from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split.certificates import create_certificates
+from hf_federated.split_training.loading import load_client_model, load_server_body
 
 
 CLIENTS = ("0", "1")
@@ -152,6 +158,34 @@ def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recip
     for party in (*CLIENTS, "server"):
         files = [tmp_path / output / party / "adapter_model.safetensors" for output in ("whole", "broken")]
         assert files[0].read_bytes() == files[1].read_bytes(), party
+
+
+@pytest.mark.slow
+def test_processes_that_drop_out_train_as_one_process_does(split_recipe, certificates, tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "hf_federated.cli.main"]
+    dropout = "model.lora.lora_dropout=0.3"
+    run = tmp_path / "networked"
+    lines = lines_of(split_recipe, certificates, free_port(), "--set", dropout, "--output-dir", str(run))
+    parties = {party: subprocess.Popen([*program, *line], env=environment) for party, line in lines.items()}
+    assert [process.wait(300) for process in parties.values()] == [0, 0, 0]
+    assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0
+    networked = load_file(run / "whole" / "adapter_model.safetensors")
+
+    for settings, is_equal in (([dropout], True), ([], False)):
+        recipe = load_recipe(split_recipe, [*settings, f"training.output_dir={tmp_path / str(is_equal)}"])
+        trainer = build_run(recipe).trainer
+        name, adapter = recipe.model.name_or_path, trainer.model.adapter_config
+        # Parties of a network draw their adapters' first values on their own.
+        client = load_client_model(name, trainer.split, "0", adapter, trainer.args.seed)
+        _, body, _ = load_server_body(name, trainer.split, adapter, trainer.args.seed)
+        for part, own in zip(trainer.model.parts, (client.client_head, body, client.client_tail), strict=True):
+            load_adapter([part], adapter_state(own))
+        trainer.train()
+        trainer.save_model(str(tmp_path / "one"))
+        one = load_file(tmp_path / "one" / "adapter_model.safetensors")
+        assert networked.keys() == one.keys()
+        assert all(torch.equal(networked[name], one[name]) for name in one) == is_equal
 
 
 @pytest.mark.parametrize(
