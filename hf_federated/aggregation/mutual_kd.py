@@ -4,7 +4,7 @@ Wu et al., Communication-Efficient Federated Learning via Knowledge Distillation
 Their name for it, FedKD, is also that of [`FedKD`] by Gong et al.
 
 The paper compresses what goes down as well; here the small model goes down whole, so that a client that was not asked
-for some rounds has it too. The paper also matches attention maps, which fused attention does not return.
+for some rounds has it too.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class MutualKD(Aggregation):
     the mentor, from `clients` or `client_model_init`, which never travels. In a local step both learn the labels and
     each other, `L_s` and `L_t` being their losses on the labels:
 
-    `L = L_s + L_t + (KL(t ‖ s) + KL(s ‖ t) + Σ_l MSE(W h_s^l, h_t^l)) / (L_s + L_t)`
+    `L = L_s + L_t + (KL(t ‖ s) + KL(s ‖ t) + Σ_l [MSE(W h_s^l, h_t^l) + MSE(a_s^l, a_t^l)]) / (L_s + L_t)`
 
     where a KL's first argument and the divisor have no gradient: the less sure both are, the less they teach. Layer
     `l` of the mentee stands beside that of the mentor at the same depth; `W`, which is private too, is there where
-    hidden sizes differ. Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
+    hidden sizes differ, and the attention maps `a`, which the paper matches too, are the means over heads where their
+    numbers differ. Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
 
     Both read the same tokens, so mentors need the mentee's tokenizer. The mentor keeps its optimizer from round to
     round, at the constant learning rate of its training arguments.
@@ -95,9 +96,13 @@ class MutualKD(Aggregation):
             Of both KL divergences.
         match_hidden (`bool`, *optional*, defaults to `True`):
             Whether hidden states are matched.
+        match_attention (`bool`, *optional*, defaults to `False`):
+            Whether attention maps are matched, as in the paper. Fused attention returns none: both models have to be
+            loaded with `attn_implementation="eager"`.
 
     Raises:
-        ValueError: If an energy or the temperature is out of range.
+        ValueError: If an energy or the temperature is out of range; in a client's training, if attention is to be
+            matched and a model does not return it.
 
     Example:
 
@@ -120,6 +125,7 @@ class MutualKD(Aggregation):
         energy_end: float = 0.98,
         temperature: float = 1.0,
         match_hidden: bool = True,
+        match_attention: bool = False,
     ) -> None:
         super().__init__(weighting)
         energy_schedule(0, 1, energy_start, energy_end)
@@ -129,6 +135,7 @@ class MutualKD(Aggregation):
         self.energy_end = energy_end
         self.temperature = temperature
         self.match_hidden = match_hidden
+        self.match_attention = match_attention
         self._num_rounds = 1
         self._round = 0
 
@@ -154,7 +161,7 @@ class MutualKD(Aggregation):
         self._round = state["round"]
 
     def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
-        return Mentor(self.temperature, self.match_hidden, message.seed, kept)
+        return Mentor(self.temperature, self.match_hidden, self.match_attention, message.seed, kept)
 
 
 class Mentor(LocalHook):
@@ -164,15 +171,19 @@ class Mentor(LocalHook):
     Args:
         temperature (`float`): Of both KL divergences.
         match_hidden (`bool`): Whether hidden states are matched.
+        match_attention (`bool`): Whether attention maps are.
         seed (`int`): Of what is drawn: the projection, the mentor's dropout.
         kept (`dict`, *optional*): What this client kept: the mentor, the projection, the optimizer.
     """
 
     changes_loss: ClassVar[bool] = True
 
-    def __init__(self, temperature: float, match_hidden: bool, seed: int, kept: dict[str, Any] | None) -> None:
+    def __init__(
+        self, temperature: float, match_hidden: bool, match_attention: bool, seed: int, kept: dict[str, Any] | None
+    ) -> None:
         self._temperature = temperature
         self._match_hidden = match_hidden
+        self._match_attention = match_attention
         self._seed = seed
         self._kept = kept
         self._projection: nn.Linear | None = None
@@ -189,6 +200,9 @@ class Mentor(LocalHook):
         self._trainer, self._exchange = copy.copy(trainer), exchange
         self._trainer.optimizer = None
         self._mentor = trainer.model
+        if self._match_attention:
+            for what, own in (("shared model", model), ("private model", self._mentor)):
+                check_returns_attention(own, what)
         if self._match_hidden:
             small, large = model.config.hidden_size, self._mentor.config.hidden_size
             if small != large:
@@ -205,7 +219,8 @@ class Mentor(LocalHook):
         self._mentor.train()
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return {**inputs, "output_hidden_states": True} if self._match_hidden else dict(inputs)
+        asked = {"output_hidden_states": self._match_hidden, "output_attentions": self._match_attention}
+        return {**inputs, **{name: True for name, is_asked in asked.items() if is_asked}}
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         with self._trainer.compute_loss_context_manager():
@@ -215,6 +230,8 @@ class Mentor(LocalHook):
         taught = taught + kl_divergence(large, small.detach(), self._temperature)
         if self._match_hidden:
             taught = taught + self._hidden_loss(outputs["hidden_states"], theirs.hidden_states)
+        if self._match_attention:
+            taught = taught + attention_loss(outputs["attentions"], theirs.attentions)
         return loss + theirs.loss + taught / (loss + theirs.loss).detach()
 
     def _hidden_loss(self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -242,3 +259,35 @@ class Mentor(LocalHook):
                 name: value.detach().clone() for name, value in self._projection.state_dict().items()
             }
         return {}, kept
+
+
+def check_returns_attention(model: Any, what: str) -> None:
+    """
+    Raises:
+        ValueError: If a model's attention is fused, so that it returns no maps.
+    """
+    found = getattr(model.config, "_attn_implementation", None)
+    if found != "eager":
+        raise ValueError(
+            f"MutualKD matches attention, which the {what} does not return with attn_implementation={found!r}: load it"
+            " with 'eager', or leave match_attention out."
+        )
+
+
+def attention_loss(small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """
+    The summed MSE of attention maps, each layer's beside that at the same depth.
+
+    Args:
+        small (`tuple[torch.Tensor, ...]`): The mentee's, of shape `(rows, heads, positions, positions)`.
+        large (`tuple[torch.Tensor, ...]`): The mentor's, of as many positions.
+
+    Returns:
+        `torch.Tensor`: A scalar, float32.
+    """
+    losses = []
+    for layer, own in enumerate(small):
+        theirs = large[round((layer + 1) * len(large) / len(small)) - 1]
+        pair = (own, theirs) if own.shape[1] == theirs.shape[1] else (own.mean(1), theirs.mean(1))
+        losses.append(F.mse_loss(pair[0].float(), pair[1].float()))
+    return torch.stack(losses).sum()

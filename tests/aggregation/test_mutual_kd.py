@@ -103,7 +103,7 @@ def test_the_energy_grows_over_the_rounds():
 def test_the_loss_is_the_papers(tmp_path, hidden_size):
     mentee = tiny_model(num_hidden_layers=2).eval()
     mentor = tiny_model(seed=3, num_hidden_layers=4, hidden_size=hidden_size, intermediate_size=16)
-    hook = Mentor(temperature=2.0, match_hidden=True, seed=0, kept=None)
+    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=False, seed=0, kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
@@ -126,9 +126,46 @@ def test_the_loss_is_the_papers(tmp_path, hidden_size):
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.parametrize("num_attention_heads", [2, 4])
+def test_attention_of_the_same_depth_is_matched(tmp_path, num_attention_heads):
+    mentee, mentor = tiny_model(num_hidden_layers=2).eval(), tiny_model(seed=3, num_hidden_layers=4).eval()
+    if num_attention_heads != mentee.config.num_attention_heads:
+        mentor = tiny_model(seed=3, num_hidden_layers=4, num_attention_heads=num_attention_heads).eval()
+    losses = []
+    for match_attention in (False, True):
+        if match_attention:
+            for model in (mentee, mentor):
+                model.set_attn_implementation("eager")
+        hook = Mentor(1.0, match_hidden=False, match_attention=match_attention, seed=0, kept=None)
+        hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+        mentor.eval()
+        batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
+        inputs = hook.inputs(batch)
+        outputs = mentee(**inputs)
+        losses.append(hook.loss(outputs.loss, outputs, inputs))
+    theirs = mentor(**inputs)
+    pairs = [(outputs.attentions[layer], theirs.attentions[2 * layer + 1]) for layer in range(2)]
+    if num_attention_heads != mentee.config.num_attention_heads:
+        pairs = [(one.mean(1), other.mean(1)) for one, other in pairs]
+    matched = sum(((one - other) ** 2).mean() for one, other in pairs)
+    assert matched > 0
+    torch.testing.assert_close(losses[1], losses[0] + matched / (outputs.loss + theirs.loss).detach())
+
+
+@pytest.mark.parametrize("which", ["shared", "private"])
+def test_attention_that_a_model_does_not_return_cannot_be_matched(tmp_path, which):
+    models = {"shared": tiny_model(), "private": tiny_model(seed=3)}
+    for name, model in models.items():
+        model.set_attn_implementation("sdpa" if name == which else "eager")
+    hook = Mentor(1.0, match_hidden=False, match_attention=True, seed=0, kept=None)
+    trainer = Trainer(model=models["private"], args=arguments(tmp_path))
+    with pytest.raises(ValueError, match=f"the {which} model does not return with attn_implementation='sdpa'"):
+        hook.start(trainer, Exchange(models["private"]), models["shared"])
+
+
 def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
     mentee, mentor = tiny_model().eval(), tiny_model(seed=3).eval()
-    hook = Mentor(temperature=1.0, match_hidden=False, seed=0, kept=None)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
