@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from .adapters import Exchange
 from .aggregation import Aggregation
@@ -17,24 +12,17 @@ from .data import FederatedDataset
 from .distillation import Distillation
 from .engines import Engine
 from .ledger import Ledger
+from .loop_arguments import LoopArgumentsMixin
 from .postprocessing import Postprocessor
 from .runtime import FederationRuntime
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
-
-class RoleMixin(_Base):
+class RoleMixin(LoopArgumentsMixin):
     """
     A trainer that may be the parent untouched (no runtime), the loop over rounds, or the copy that trains one client.
     """
 
-    args: TrainingArguments
     _runtime: FederationRuntime | None = None
-    _user_args: TrainingArguments
     _runs_rounds: bool = False
     # Set on the isolated copy that trains one client.
     local_training: LocalTraining | None = None
@@ -71,11 +59,6 @@ class RoleMixin(_Base):
         return self._federation.exchange
 
     @property
-    def run_args(self) -> TrainingArguments:
-        """The user's arguments, also while rounds run and `args` are those of the loop over rounds."""
-        return self._user_args
-
-    @property
     def aggregation(self) -> Aggregation:
         """The averaging algorithm."""
         return self._federation.aggregation
@@ -109,12 +92,3 @@ class RoleMixin(_Base):
     def _is_federating(self) -> bool:
         """Whether this is the loop over rounds, and not a client inside it."""
         return self._runs_rounds and self.local_training is None
-
-    @contextmanager
-    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        """Other arguments for a while."""
-        before, self.args = self.args, args
-        try:
-            yield
-        finally:
-            self.args = before

@@ -21,7 +21,7 @@ PACKAGE = Path(hf_federated.__file__).parent
 FLOORS: list[set[str]] = [
     {"packing", "messages", "config", "generators", "ledger", "metrics", "quantization"},
     {"notices", "processes"},
-    {"validation", "postprocessing", "checkpoint", "round_steps"},
+    {"validation", "postprocessing", "checkpoint", "loop_arguments", "round_steps"},
     {"adapters", "clients", "data", "tasks"},
     {"aggregation", "distillation", "split"},
     {"client_models"},

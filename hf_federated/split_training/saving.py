@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainingArguments
 
 from ..cards import render_split_card
 from ..checkpoint import name_checkpoint, publish, rotate, staged_arguments, staged_directory
 from ..data import FederatedDataset
 from ..ledger import Ledger
+from ..loop_arguments import LoopArgumentsMixin
 from ..split.adapters import load_adapter
 from ..split.saving import save_parts
 from .checkpoint import load_parties, save_parties
@@ -26,38 +24,17 @@ from .remote import RemoteFederation
 from .schedule import kept_checkpoints
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
-
-class SplitSavingMixin(_Base):
+class SplitSavingMixin(LoopArgumentsMixin):
     """The overrides that write to the output directory, and the model that they write."""
 
-    args: TrainingArguments
     split: SplitConfig
     clients: FederatedDataset | None
     ledger: Ledger
-    _user_args: TrainingArguments
     _resume_from: str | None
     _federation: SplitFederation | RemoteFederation | None = None
     _remote: RemoteFederation | None = None
     # Whether the model that is evaluated and saved is older than what the parties trained.
     _is_behind = False
-
-    @property
-    def run_args(self) -> TrainingArguments:
-        """The user's arguments, also while it trains and `args` are those of the loop over steps."""
-        return self._user_args
-
-    @contextmanager
-    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        own, self.args = self.args, args
-        try:
-            yield
-        finally:
-            self.args = own
 
     @property
     def _kept_checkpoints(self) -> int | None:
