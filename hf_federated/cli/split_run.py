@@ -179,6 +179,8 @@ def _settings(
     training = {**recipe.training, "output_dir": str(Path(folder) / party)}
     if recipe.task.writes:
         training["predict_with_generate"] = True
+    if split.strategy == "serial" and training.pop("eval_strategy", "no") != "no":
+        print("Clients take turns: they are evaluated when the run is over, not before.")
     args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
     adapter: PeftConfig | None = None
     kind = TaskType.CAUSAL_LM

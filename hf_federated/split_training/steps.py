@@ -67,7 +67,7 @@ class SplitSteps(Dataset[StepBatches]):
         if idle:
             raise ValueError(f"Client {idle[0]!r} has {len(rows[idle[0]])} rows, of which no batch can be made.")
         steps = dict(steps if steps_of is None else steps_of)
-        self._alone = len(steps) == 1
+        self.num_clients = len(steps)
         self._plan = plan_together(steps) if together else plan_turns(steps, steps_per_turn)
         self.set_epoch(0)
 
@@ -78,7 +78,7 @@ class SplitSteps(Dataset[StepBatches]):
             order = list(range(len(own)))
             if self.shuffle:
                 # Of one client, as accelerate's `SeedableRandomSampler` draws it.
-                seed = self.seed if self._alone else derived_seed(self.seed, "rows", client_id)
+                seed = self.seed if self.num_clients == 1 else derived_seed(self.seed, "rows", client_id)
                 order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
             size = self.batch_size
             number = batches_of_rows(len(own), size, self.drop_last)
@@ -94,6 +94,19 @@ class SplitSteps(Dataset[StepBatches]):
     def num_rows(self) -> int:
         """Rows of an epoch, of all clients."""
         return sum(len(own) for own in self.rows.values())
+
+    def most_clients_of_a_mean(self, average_every: int, num_steps: int) -> int:
+        """
+        How many clients train, at most, between one average and the next.
+
+        Args:
+            average_every (`int`): Optimizer steps from one average to the next.
+            num_steps (`int`): Optimizer steps of the run.
+        """
+        periods = (range(start, min(start + average_every, num_steps)) for start in range(0, num_steps, average_every))
+        return max(
+            (len({own for step in each for own in self._plan[step % len(self)]}) for each in periods), default=0
+        )
 
     def __getitem__(self, index: int) -> StepBatches:
         step = self._plan[index]

@@ -20,7 +20,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import IntervalStrategy, TrainOutput
 from transformers.utils import logging
 
 from ..checkpoint import checkpoint_to_resume, clear_staging, rotate
@@ -136,6 +136,11 @@ class SplitMixin(SplitSavingMixin):
             raise ValueError(
                 "Every client of a networked run has results of its own: set load_best_model_at_end=False."
             )
+        if self.split.strategy == "serial" and self.args.eval_strategy != IntervalStrategy.NO:
+            raise ValueError(
+                "While a client of a networked run with strategy='serial' evaluates, another one trains the server's "
+                "body: set eval_strategy='no', and evaluate when training is over."
+            )
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
         paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
@@ -240,6 +245,7 @@ class SplitMixin(SplitSavingMixin):
                 f"{type(self).__name__}.create_optimizer gives the parties no optimizers: override it in the class "
                 "that split_federate() takes, where it is called for each party with its part as `model`."
             )
+        self._check_means()
         if self._remote is not None:
             self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None:
@@ -253,6 +259,17 @@ class SplitMixin(SplitSavingMixin):
                 self._remote.hand_over()
                 if self.state.global_step >= self.state.max_steps:
                     self._remote.finish()
+
+    def _check_means(self) -> None:
+        """Warn where averages are of one client's parts alone, which then are handed over in effect."""
+        every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
+        if every is None or steps.num_clients == 1:
+            return
+        if steps.most_clients_of_a_mean(every, self.state.max_steps) == 1:
+            logger.warning(
+                f"With average_every={every} no client but one trains between one average and the next, so that its "
+                "parts are handed over and nothing is averaged: lower steps_per_turn, or raise average_every."
+            )
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None

@@ -203,6 +203,15 @@ def test_what_a_server_cannot_do_is_said_in_a_line(change, message, split_recipe
         split_server(build_parser().parse_args([*line, *change]))
 
 
+def test_clients_in_turns_are_evaluated_at_the_end_alone(split_recipe, capsys):
+    evaluated = ["--set", "training.eval_strategy=epoch"]
+    for strategy, expected in (("serial", "no"), ("client_batch", "epoch")):
+        commands = lines_of(split_recipe, Path("tls"), 1, *evaluated, "--set", f"split.strategy={strategy}")
+        args = split_run._settings(build_parser().parse_args(commands["0"]), "0")[2]
+        assert args.eval_strategy == expected
+    assert capsys.readouterr().out.count("they are evaluated when the run is over") == 1
+
+
 def test_a_client_that_the_recipe_does_not_have_is_named(split_recipe, certificates):
     line = lines_of(split_recipe, certificates, free_port())["0"]
     with pytest.raises(CommandError, match="the recipe's clients are 0, 1"):

@@ -13,6 +13,7 @@ import torch
 from networked import Direct, Run
 from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_federated import SplitConfig, SplitModel
 from hf_federated.packing import pack
@@ -216,6 +217,15 @@ def test_clients_of_replicas_evaluate_what_is_saved(tmp_path):
     assert found == [one.evaluate(rows_of(9))["eval_loss"]] * 2
 
 
+def test_clients_in_turns_are_not_evaluated_while_another_trains(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), config_of("serial"), LORA, eval_strategy="no")
+    for trainer in run.trainers.values():
+        trainer.args.eval_strategy = IntervalStrategy.EPOCH
+    run.train()
+    assert set(run.errors) == {"client 0", "client 1"}
+    assert all("set eval_strategy='no'" in str(error) for error in run.errors.values())
+
+
 def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
     run.train()
@@ -280,9 +290,12 @@ def test_who_waits_for_a_straggler_is_none(tmp_path):
     }
 
 
-def attacked(tmp_path, strategy, attack):
-    """A run whose second client does something else than a step."""
+def attacked(tmp_path, strategy, attack, until=None):
+    """A run whose second client does something else than a step; the first may wait for an event before its own."""
     run = Run(tmp_path, clients_of(2, 2), config_of(strategy), LORA)
+    first = run.trainers["client 0"]
+    if until is not None:
+        first.training_step = lambda *args: until.wait(30) and type(first).training_step(first, *args)
     trainer = run.trainers["client 1"]
     trainer.training_step = lambda *args: attack(run, trainer, *args)
     run.train()
@@ -301,9 +314,12 @@ def test_a_client_that_did_not_begin_a_step_moves_nothing(strategy, tmp_path):
         ):
             with pytest.raises(ValueError, match="did not begin step 0"):
                 send()
+        tried.set()
         raise RuntimeError("refused")
 
-    run = attacked(tmp_path, strategy, intrude)
+    # Otherwise the step may be over before.
+    tried = threading.Event()
+    run = attacked(tmp_path, strategy, intrude, until=tried)
     assert str(run.errors["client 1"]) == "refused" and run.server.step <= 1
 
 

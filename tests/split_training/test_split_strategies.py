@@ -164,7 +164,16 @@ def test_parts_are_averaged_at_every_period_and_never_when_it_is_off(strategy, e
     assert [step for step in equal_at if step] == expected
 
 
-def test_replicas_and_clients_become_their_mean_weighted_by_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("split", "kinds"),
+    [
+        (SplitConfig(strategy="server_hierarchical", average_every=3), ("client", "server")),
+        (SplitConfig(strategy="client_batch", average_every=3), ("client",)),
+        (SplitConfig(average_every=8, steps_per_turn=2), ("client",)),
+    ],
+    ids=lambda own: getattr(own, "strategy", ""),
+)
+def test_parts_become_their_mean_weighted_by_rows(split, kinds, tmp_path, monkeypatch):
     seen = []
     average = SplitFederation.average
 
@@ -175,17 +184,24 @@ def test_replicas_and_clients_become_their_mean_weighted_by_rows(tmp_path, monke
         seen.append((before, rows, {name: values_of(party) for name, party in self.parties.items()}))
 
     monkeypatch.setattr(SplitFederation, "average", watched_average)
-    config = SplitConfig(strategy="server_hierarchical", average_every=3)
-    split_trainer(tmp_path, clients_of(6, 3, 5), config).train()
+    split_trainer(tmp_path, clients_of(6, 3, 5), split).train()
     ((before, rows, after),) = seen
     assert rows == {"client 0": 6, "client 1": 3, "client 2": 5}
-    for kind in ("client", "server"):
+    for kind in kinds:
         for name in before[f"{kind}/client 0"]:
             mean = sum(before[f"{kind}/{own}"][name].double() * rows[own] for own in rows) / sum(rows.values())
             for own in rows:
                 assert (after[f"{kind}/{own}"][name] - mean).abs().max() <= 1e-6
-    different = before["server/client 0"], before["server/client 1"]
-    assert any(not torch.equal(different[0][name], different[1][name]) for name in different[0])
+        different = before[f"{kind}/client 0"], before[f"{kind}/client 1"]
+        assert any(not torch.equal(different[0][name], different[1][name]) for name in different[0])
+
+
+@pytest.mark.parametrize(("steps_per_turn", "is_told"), [(None, True), (3, True), (2, False)])
+def test_means_of_one_client_alone_are_told(steps_per_turn, is_told, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("hf_federated.split_training.trainer.logger.warning", told.append)
+    split_trainer(tmp_path, clients_of(6, 6), SplitConfig(average_every=3, steps_per_turn=steps_per_turn)).train()
+    assert any("nothing is averaged" in text for text in told) == is_told
 
 
 @pytest.mark.parametrize("average_every", [1, 2])
