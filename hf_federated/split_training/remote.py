@@ -33,7 +33,7 @@ from .control import (
     as_tensor,
 )
 from .federation import ClientParty, TrainClient
-from .links import CountedLink
+from .links import counted
 from .parties import JointOptimizer, Party
 from .steps import plan_together, plan_turns
 from .transfer import PartParameters
@@ -106,7 +106,7 @@ class RemoteFederation:
         self.max_steps = 0
         self.client_ids: list[str] = []
         self.num_late = 0
-        self._link = RunLink(CountedLink(model.boundary.link, self.client_id, self._count))
+        self._link = RunLink(counted(model.boundary.link, self.client_id, self._count))
         model.boundary.link = self._link
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
