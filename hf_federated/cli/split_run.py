@@ -160,11 +160,15 @@ def split_client(arguments: argparse.Namespace) -> None:
             metrics = trainer.evaluate()
             trainer.leave()
         trainer.save_model()
+    trainer.create_model_card(**recipe.card)
     results = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
     path = Path(str(args.output_dir)) / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     metric = inputs.task.main_metric
-    print(f"{trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The part is in {args.output_dir}.")
+    print(
+        f"{trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The part and its card (README.md) are in"
+        f" {args.output_dir}."
+    )
 
 
 def _settings(

@@ -110,6 +110,8 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
     results = [json.loads((run / client_id / "results.json").read_text()) for client_id in CLIENTS]
     # The final average is everybody's.
     assert results[0]["accuracy"] == results[1]["accuracy"]
+    cards = [(run / client_id / "README.md").read_text() for client_id in CLIENTS]
+    assert all("one client's part alone: each of 2 clients" in card and str(tmp_path) not in card for card in cards)
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
     assert adapters[0] == adapters[1]
     assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import threading
 import time
 
 import pytest
 import torch
-from networked import Direct, Run, identity
+from networked import Direct, Run, sealed
 from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
 from transformers import Trainer, TrainerCallback
 
 from hf_federated import SplitConfig, SplitModel
 from hf_federated.packing import pack
-from hf_federated.split import SealedLink, SealedServer, load_saved_parts, merge_parts
-from hf_federated.split.encryption import ClientSession, ServerSession
+from hf_federated.split import load_saved_parts, merge_parts
 from hf_federated.split_training.control import Begin, Join, Send, Step, as_tensor, read_message
 from hf_federated.split_training.parties import Party
 from hf_federated.split_training.schedule import create_optimizers
@@ -229,44 +227,13 @@ def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 
 
-class Carried:
-    """Carries a sealed link's messages, and counts their bytes."""
-
-    def __init__(self, server: SealedServer) -> None:
-        self.server = server
-        self.up = self.down = 0
-
-    def hello(self, hello: bytes) -> bytes:
-        reply = self.server.hello(hello)
-        self.up, self.down = self.up + len(hello), self.down + len(reply)
-        return reply
-
-    def finish(self, finish: bytes) -> None:
-        self.server.finish(finish)
-        self.up += len(finish)
-
-    def exchange(self, sealed: bytes) -> bytes:
-        answer = self.server.exchange(sealed)
-        self.up, self.down = self.up + len(sealed), self.down + len(answer)
-        return answer
-
-
 def test_the_ledger_of_a_sealed_client_counts_what_crosses(tmp_path):
-    carriers = {}
-
-    def links(server, client_id):
-        own, center = identity(client_id), identity("server")
-        there = ServerSession(center, client_id, own.fingerprint, rotate_every=1, rsa_bits=2048)
-        here = ClientSession(own, "server", center.fingerprint, rotate_every=1, rsa_bits=2048)
-        answer = functools.partial(server.answer, client_id)
-        carriers[client_id] = Carried(SealedServer(there, answer))
-        return SealedLink(here, carriers[client_id])
-
-    run = Run(tmp_path, clients_of(4, 2), config_of("serial"), LORA, links=links)
+    run = Run(tmp_path, clients_of(4, 2), config_of("serial"), LORA, links=sealed)
+    links = [trainer.model.boundary.link for trainer in run.trainers.values()]
     run.train()
     assert not run.errors
-    for client_id, trainer in run.trainers.items():
-        carried = carriers[client_id]
+    for trainer, link in zip(run.trainers.values(), links, strict=True):
+        carried = link.server
         assert (trainer.ledger.bytes_up, trainer.ledger.bytes_down) == (carried.up, carried.down)
         assert min(carried.up, carried.down) > 0
 
