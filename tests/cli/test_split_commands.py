@@ -24,7 +24,7 @@ from hf_federated.cli.errors import CommandError
 from hf_federated.cli.main import build_parser, main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
-from hf_federated.cli.split_run import split_client, split_server
+from hf_federated.cli.split_run import _settings, client_model, server_body, split_client, split_server
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split.certificates import create_certificates
 from hf_federated.split_training.loading import load_client_model, load_server_body
@@ -188,6 +188,55 @@ def test_processes_that_drop_out_train_as_one_process_does(split_recipe, certifi
         one = load_file(tmp_path / "one" / "adapter_model.safetensors")
         assert networked.keys() == one.keys()
         assert all(torch.equal(networked[name], one[name]) for name in one) == is_equal
+
+
+@pytest.mark.parametrize("adapter", ["lora={r: 2, lora_alpha: 4}", "lora=null"], ids=["lora", "whole"])
+@pytest.mark.parametrize(
+    "kwargs",
+    ["{dtype: bfloat16, attn_implementation: eager, attention_dropout: 0.3}", "{dtype: float16}", "null"],
+    ids=["bfloat16", "float16", "none"],
+)
+def test_parties_load_their_parts_as_train_loads_the_model(adapter, kwargs, split_recipe, texts_dir, tmp_path):
+    changes = [
+        f"data={{path: {texts_dir}, test_split: test}}",
+        "task={name: summarization, target_column: targets, max_target_length: 5}",
+        f"model.kwargs={kwargs}",
+        f"model.{adapter}",
+        "split.encryption=false",
+    ]
+    run = build_run(load_recipe(split_recipe, changes))
+    line = ["split-client", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
+    sets = [part for change in changes for part in ("--set", change)]
+    recipe, split, args, adapter_config = _settings(build_parser().parse_args([*line, *sets]), "0")
+    client = client_model(recipe, split, "0", adapter_config, args.seed, run.inputs.task)
+    config, body, wire = server_body(recipe, split, adapter_config, args.seed)
+
+    whole = run.trainer.model
+    assert client.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert client.generation_config.max_new_tokens == 5
+    # The trainer has turned the cache off.
+    settings = [{**own.to_dict(), "use_cache": None} for own in (config, client.config, whole.config)]
+    assert settings[0] == settings[1] == settings[2]
+    assert wire == client.boundary.wire == whole.boundary.wire
+    for part, own in zip(whole.parts, (client.client_head, body, client.client_tail), strict=True):
+        expected = {name: (value.dtype, value.requires_grad) for name, value in part.named_parameters()}
+        assert {name: (value.dtype, value.requires_grad) for name, value in own.named_parameters()} == expected
+        assert own.model.config._attn_implementation == part.model.config._attn_implementation
+        assert own.model.config.attention_dropout == part.model.config.attention_dropout
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ("{device_map: cpu}", "device_map: a part is loaded with dtype, attn_implementation"),
+        ("{subfolder: weights}", "subfolder: a part"),
+        ("{dtype: int8}", "dtype is 'int8'; give 'auto', or a torch dtype"),
+    ],
+)
+def test_what_means_nothing_for_a_part_is_refused(kwargs, message, split_recipe, certificates):
+    line = lines_of(split_recipe, certificates, free_port())["server"]
+    with pytest.raises(CommandError, match=message):
+        split_server(build_parser().parse_args([*line, "--set", f"model.kwargs={kwargs}"]))
 
 
 @pytest.mark.parametrize(
