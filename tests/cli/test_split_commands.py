@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -24,9 +25,11 @@ from hf_federated.cli.errors import CommandError
 from hf_federated.cli.main import build_parser, main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
-from hf_federated.cli.split_run import _settings, client_model, server_body, split_client, split_server
+from hf_federated.cli.split_run import _settings, _terms, client_model, server_body, split_client, split_server
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split.certificates import create_certificates
+from hf_federated.split.network import SplitServer, TlsCredentials
+from hf_federated.split_training.digest import run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
 
 
@@ -252,6 +255,39 @@ def test_what_a_server_cannot_do_is_said_in_a_line(change, message, split_recipe
     line = lines_of(split_recipe, certificates, free_port())["server"]
     with pytest.raises(CommandError, match=message):
         split_server(build_parser().parse_args([*line, *change]))
+
+
+def refused_line(line, capsys) -> str:
+    """What a command that is refused prints last."""
+    assert main(line) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed.splitlines()[-1]
+
+
+def test_what_a_server_refuses_is_said_in_a_line(split_recipe, certificates, tmp_path, capsys):
+    others = tmp_path / "others"
+    create_certificates(others, ["localhost"], CLIENTS, rsa_bits=2048)
+    line = lines_of(split_recipe, certificates, free_port())["server"]
+    recipe, split, args, adapter = _settings(build_parser().parse_args(line), "server")
+    _, body, wire = server_body(recipe, split, adapter, args.seed)
+
+    def fail(client_id: str, message: bytes) -> bytes:
+        raise RuntimeError("out of memory")
+
+    terms = _terms(recipe, split, args, adapter, body.cut, wire)
+    credentials = TlsCredentials.of_server(certificates)
+    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+        port = int(server.address.rpartition(":")[2])
+        error = "hf-federated: error: split-client: "
+        own = [*lines_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
+        other = lines_of(split_recipe, others, port)["0"]
+        assert refused_line(other, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")
+        assert "split.encryption: True at the server, False at the client" in refused_line(own, capsys)
+    terms = dataclasses.replace(terms, more=run_settings(dataclasses.replace(split, encryption=False), args))
+    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+        own[own.index("--address") + 1] = server.address
+        assert refused_line(own, capsys).startswith(f"{error}The server failed")
 
 
 def test_a_client_that_the_recipe_does_not_have_is_named(split_recipe, certificates):
