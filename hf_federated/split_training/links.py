@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..split.boundary import Link
 from ..split.encryption import ClientSession, Identity, ServerSession
-from ..split.sealed import SealedEnd, SealedLink, SealedServer
+from ..split.sealed import SealedCarrier, SealedLink, SealedServer
 
 
 # Client, bytes up, bytes down.
@@ -42,7 +42,7 @@ class CountedLink:
 class _CountedEnd:
     """The server's end of a sealed link, or what carries messages to it, where what is sealed is counted."""
 
-    def __init__(self, server: SealedEnd, client_id: str, count: Count) -> None:
+    def __init__(self, server: SealedCarrier, client_id: str, count: Count) -> None:
         self.server = server
         self.client_id = client_id
         self.count = count
@@ -60,6 +60,9 @@ class _CountedEnd:
         answer = self.server.exchange(sealed)
         self.count(self.client_id, len(sealed), len(answer))
         return answer
+
+    def check_size(self, num_bytes: int) -> None:
+        self.server.check_size(num_bytes)
 
 
 def counted(link: Link, client_id: str, count: Count) -> Link:

@@ -74,6 +74,9 @@ class Carried:
         self.up, self.down = self.up + len(sealed), self.down + len(answer)
         return answer
 
+    def check_size(self, num_bytes: int) -> None:
+        self.server.check_size(num_bytes)
+
 
 def sealed(server: TrainingServer, client_id: str) -> SealedLink:
     """A link to a server in the same process, with keys that are made anew at every step."""
