@@ -21,30 +21,39 @@ def what_left(record: SplitRecord) -> str:
     Args:
         record ([`SplitRecord`]): The run.
     """
-    split, exchanged = record.split, record.exchanged
-    if not split["num_steps_run"]:
+    exchanged = record.exchanged
+    if not record.split["num_steps_run"]:
         return "Nothing: no step was trained."
-    context = ", the length of each row's context, which this model asks for" if exchanged["context_lengths"] else ""
-    targets = ""
-    if split["strategy"] == "client_batch":
-        targets = ", and with the gradient how many target tokens it is of"
-    positions = "the numbers of positions where they do not follow from the mask"
     paragraphs = [
-        f"For each of its batches a client sent hidden states, and received those behind the server's blocks; it sent"
-        f" the gradient of its loss by these, and received the gradient by its own. All travelled as"
-        f" {split['wire_dtype']}. With the hidden states it sent the number of rows, the mask as bits where a row was"
-        f" padded, {positions}{context}, and whether dropout, gradients and autocast were on{targets}. Each message"
-        " names the client, the optimizer step and the batch within it. In generation there are the number of a"
-        " key/value cache and how many positions it holds.",
+        passages(record),
         _handed_on(record),
         f"In all, clients sent {size(exchanged['bytes_up'])} and received {size(exchanged['bytes_down'])} in training,"
         f" with all headers, handshakes and parameters. {_not_sent(record)}",
         "No message has a field for text, token ids, labels or a loss; one with another field is refused.",
     ]
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    return "\n\n".join(paragraphs)
 
 
-def _client_values(record: SplitRecord) -> str:
+def passages(record: SplitRecord) -> str:
+    """What crosses for each batch, field by field."""
+    split, exchanged = record.split, record.exchanged
+    context = ", the length of each row's context, which this model asks for" if exchanged["context_lengths"] else ""
+    targets = ""
+    if split["strategy"] == "client_batch":
+        targets = ", and with the gradient how many target tokens it is of"
+    positions = "the numbers of positions where they do not follow from the mask"
+    return (
+        f"For each of its batches a client sent hidden states, and received those behind the server's blocks; it sent"
+        f" the gradient of its loss by these, and received the gradient by its own. All travelled as"
+        f" {split['wire_dtype']}. With the hidden states it sent the number of rows, the mask as bits where a row was"
+        f" padded, {positions}{context}, and whether dropout, gradients and autocast were on{targets}. Each message"
+        " names the client, the optimizer step and the batch within it. In generation there are the number of a"
+        " key/value cache and how many positions it holds."
+    )
+
+
+def client_values(record: SplitRecord) -> str:
+    """How much a client trains."""
     number = record.parts["head"]["num_trained"] + record.parts["tail"]["num_trained"]
     return f"the {count(number)} values that it trains of its head and tail"
 
@@ -64,11 +73,11 @@ def _handed_on(record: SplitRecord) -> str:
     split = record.split
     beside = "with its name, the step and how many rows it had trained on"
     if _is_handed_over(record):
-        return f"At the end of its turn a client handed {_client_values(record)} to the next one, {beside}."
+        return f"At the end of its turn a client handed {client_values(record)} to the next one, {beside}."
     times = _num_averages(split)
     if times:
         return (
-            f"{plural(times, 'time')} each client sent {_client_values(record)} to whoever averages, {beside} since"
+            f"{plural(times, 'time')} each client sent {client_values(record)} to whoever averages, {beside} since"
             " the last time, and received the mean."
         )
     return "No client sent parameters to another, or to anybody who averages."
@@ -97,18 +106,8 @@ def who_saw_what(record: SplitRecord) -> str:
     split = record.split
     if not split["num_steps_run"]:
         return ""
-    server = [
-        "hidden states behind the client's first blocks" if split["head_blocks"] else "embeddings of the tokens",
-        "gradients by the hidden states that it returned",
-        "the length of each row",
-    ]
-    if record.exchanged["context_lengths"]:
-        server.append("the length of each row's context")
-    if split["strategy"] == "client_batch":
-        server.append("target counts")
-    server.append("which client took part in which step, with how many rows")
     rows = [
-        ["The server", ", ".join(server)],
+        ["The server", ", ".join(server_saw(record))],
         ["A client", "of its own rows, hidden states behind the server's blocks and gradients by those that it sent"],
     ]
     trained = "trained parameters of head and tail, and how many rows they were trained on"
@@ -133,6 +132,22 @@ def who_saw_what(record: SplitRecord) -> str:
         + f"\n\nThis run had all parties in one process, which simulates them: the table says for whom the messages"
         f" were.{sealed}"
     )
+
+
+def server_saw(record: SplitRecord) -> list[str]:
+    """What the server receives of a client."""
+    split = record.split
+    server = [
+        "hidden states behind the client's first blocks" if split["head_blocks"] else "embeddings of the tokens",
+        "gradients by the hidden states that it returned",
+        "the length of each row",
+    ]
+    if record.exchanged["context_lengths"]:
+        server.append("the length of each row's context")
+    if split["strategy"] == "client_batch":
+        server.append("target counts")
+    server.append("which client took part in which step, with how many rows")
+    return server
 
 
 def what_is_revealed(record: SplitRecord) -> str:

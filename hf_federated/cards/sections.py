@@ -25,7 +25,7 @@ def fill(template: Path, record: CardRecord, tags: Sequence[str], **sections: st
         template (`Path`): The layout.
         record ([`CardRecord`]): The run.
         tags (`Sequence[str]`): Of the method, beside those of every run.
-        sections (`str`): What the layout has beside the sections of this module.
+        sections (`str`): What the layout has beside the sections of this module; or in place of `usage`.
     """
     card = ModelCard.from_template(
         card_metadata(record, tags),
@@ -34,9 +34,8 @@ def fill(template: Path, record: CardRecord, tags: Sequence[str], **sections: st
         results=_results(record),
         data=_data(record),
         arguments=_arguments(record),
-        usage=_usage(record),
         versions="\n".join(f"- {package} {version}" for package, version in record.versions.items()),
-        **sections,
+        **{"usage": _usage(record), **sections},
     )
     # Jinja leaves empty lines where a section is left out
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"

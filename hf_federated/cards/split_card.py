@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .crossing import what_is_revealed, what_left, who_saw_what
+from .networked import part_summary, part_usage, parts_joined, what_a_client_sent, who_saw_what_of_a_client
 from .sections import fill, origin, over_steps, settings
 from .split_record import SplitRecord, SplitRun
 from .tables import count, plural, size, table, thin
@@ -62,16 +63,25 @@ def render_split(record: SplitRecord) -> str:
         TEMPLATE,
         record,
         ["split-learning", record.split["strategy"].replace("_", "-")],
-        summary=_summary(record),
+        **_of_a_part(record),
+        summary=part_summary(record) if record.network is not None else _summary(record),
         results_heading=_results_heading(record),
         steps_heading=_steps_heading(record),
         steps=_steps(record),
         cut=_cut(record),
         training=_training(record),
-        left=what_left(record),
-        saw=who_saw_what(record),
+        left=what_left(record) if record.network is None else what_a_client_sent(record),
+        saw=who_saw_what(record) if record.network is None else who_saw_what_of_a_client(record),
         revealed=what_is_revealed(record),
     )
+
+
+def _of_a_part(record: SplitRecord) -> dict[str, str]:
+    """What only the card of a networked client has."""
+    if record.network is None:
+        return {}
+    heading = "Training rows are this client's; what other clients train on is not known here."
+    return {"usage": part_usage(record), "data_heading": heading}
 
 
 def _summary(record: SplitRecord) -> str:
@@ -89,6 +99,8 @@ def _results_heading(record: SplitRecord) -> str:
     if not record.results:
         return ""
     step, best_by = record.results["step"], record.results["best_by"]
+    if record.network is not None:
+        return f"With this client's head and tail and the server's blocks, after optimizer step {step}."
     if best_by:
         return f"The whole model of optimizer step {step}, the best by `{best_by}`; its weights are the ones saved."
     return f"The whole model after optimizer step {step}."
@@ -111,9 +123,13 @@ def _with_last_loss(record: SplitRecord) -> list[dict[str, Any]]:
 
 def _steps_heading(record: SplitRecord) -> str:
     shown = len(_shown(record))
+    whose, steps = "the whole model", "the steps since the one before it"
+    if record.network is not None:
+        whose = "this client's head and tail, as they were then, with the server's blocks"
+        steps = "this client's steps since the one before it"
     heading = (
-        "Results of the whole model after an optimizer step. The training loss is the last that was logged by then, a"
-        " mean over the steps since the one before it. Bytes are those since the start of the run."
+        f"Results of {whose} after an optimizer step. The training loss is the last that was logged by then, a"
+        f" mean over {steps}. Bytes are those since the start of the run."
     )
     if shown < len(record.steps):
         heading += f" {shown} of {len(record.steps)} logged steps are shown."
@@ -135,8 +151,7 @@ def _cut(record: SplitRecord) -> str:
             names[role],
             "the server" if role == "body" else "each client",
             _blocks(part["first_block"], part["num_blocks"]),
-            count(part["num_bytes"]),
-            count(part["num_trained"]),
+            *("not known here" if part[name] is None else count(part[name]) for name in ("num_bytes", "num_trained")),
         ]
         for role, part in record.parts.items()
     ]
@@ -151,22 +166,24 @@ def _blocks(first: int, number: int) -> str:
 
 def _training(record: SplitRecord) -> str:
     split, exchanged = record.split, record.exchanged
-    turn, steps = split["steps_per_turn"], split["num_steps_run"]
+    turn, steps, network = split["steps_per_turn"], split["num_steps_run"], record.network
+    who = "clients" if network is None else "this client"
     rows: list[list[Any]] = [
         ["Strategy", STRATEGIES[split["strategy"]]],
         [
             "A client's turn",
             (plural(turn, "step") if turn else "its epoch") if split["strategy"] == "serial" else None,
         ],
-        ["Clients' parts", _joining(split)],
-        ["Clients", count(split["num_clients"])],
+        ["Clients' parts", _joining(split) if network is None else parts_joined(record)],
+        ["Clients", None if split["num_clients"] is None else count(split["num_clients"])],
+        ["Steps that went on without this client", None if not network else network["num_late"] or None],
         ["Optimizer steps run", f"{count(steps)} of {count(split['max_steps'])}"],
         ["Epochs run", None if split["num_epochs_run"] is None else f"{split['num_epochs_run']:.4g}"],
         ["Hidden states travelled as", split["wire_dtype"]],
-        ["Encryption", _encryption(split)],
+        ["Encryption", _encryption(record)],
         ["Seed of dropout and of the order of rows", split["split_seed"]],
-        ["Bytes that clients sent", _bytes(exchanged["bytes_up"], steps)],
-        ["Bytes that clients received", _bytes(exchanged["bytes_down"], steps)],
+        [f"Bytes that {who} sent", _bytes(exchanged["bytes_up"], steps)],
+        [f"Bytes that {who} received", _bytes(exchanged["bytes_down"], steps)],
         ["Seconds of training", None if split["seconds"] is None else f"{split['seconds']:.1f}"],
     ]
     return settings(rows)
@@ -186,7 +203,11 @@ def _joining(split: dict[str, Any]) -> str | None:
     return "never averaged while they trained; saved is their mean"
 
 
-def _encryption(split: dict[str, Any]) -> str:
+def _encryption(record: SplitRecord) -> str | None:
+    split, network = record.split, record.network
+    if network is not None:
+        sealed = {True: "AES-256-GCM between this client and the server", None: None}
+        return sealed.get(network.get("is_sealed"), "messages were not sealed on top of what their transport does")
     if not split["encryption"]:
         return "none: messages were not sealed"
     keys = plural(split["rotate_keys_every"], "optimizer step")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..data import FederatedDataset
 from ..ledger import Ledger
 from ..split import SplitModel
+from ..split.cut import ROLES
 from .logged import plain, rows_by_step, training_seconds
 from .record import CardArguments, CardRecord, CardRun, common_fields
 
@@ -19,6 +21,7 @@ class SplitRun(CardRun, Protocol):
     split: Any  # a SplitConfig
     clients: FederatedDataset
     ledger: Ledger
+    network: dict[str, Any] | None  # of a networked client
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,16 @@ class SplitRecord(CardRecord):
 
     Args:
         parts (`dict[str, dict[str, Any]]`): `"head"`, `"body"` and `"tail"`, each with `first_block`, `num_blocks`,
-            `num_bytes` of its parameters and `num_trained` values; a tied matrix counts with the head.
+            `num_bytes` of its parameters and `num_trained` values; a tied matrix counts with the head. Both numbers
+            are `None` of a part that is elsewhere.
         split (`dict[str, Any]`): The fields of `SplitConfig`, with the wire dtype and the seed as they were, and how
             many clients, steps and epochs there were.
         exchanged (`dict[str, Any]`): All bytes of the run, and what the messages held that depends on the model.
         steps (`list[dict[str, Any]]`): What was logged, by optimizer step.
         leakage (`str`, *optional*): Markdown that tells what an audit of this cut recovered.
+        network (`dict[str, Any]`, *optional*): Of a client of a networked run, which tells of its own part, rows and
+            bytes: `num_clients` of the run, `is_finished`, `num_late` steps that went on without it, and `is_sealed`,
+            whether its messages to the server were. Empty before it joined one.
 
     Example:
 
@@ -52,6 +59,7 @@ class SplitRecord(CardRecord):
     exchanged: dict[str, Any]
     steps: list[dict[str, Any]]
     leakage: str | None = None
+    network: dict[str, Any] | None = None
 
     @classmethod
     def from_trainer(cls, trainer: SplitRun, *args: Any, leakage: str | None = None, **kwargs: Any) -> SplitRecord:
@@ -63,13 +71,20 @@ class SplitRecord(CardRecord):
             leakage (`str`, *optional*): Markdown that tells what an audit of this cut recovered.
             args, kwargs: Those of `Trainer.create_model_card`: see [`CardArguments`].
         """
+        common = common_fields(trainer, trainer.eval_dataset, "step", CardArguments(*args, **kwargs))
+        if trainer.network is not None:
+            # Others' rows are not known here, and `transformers` does not load a part.
+            alone = dataclasses.replace(common["train_data"], num_clients=None, rows_per_client=None)
+            part = dataclasses.replace(common["model"], library_name="hf_federated")
+            common = {**common, "train_data": alone, "model": part}
         return cls(
-            **common_fields(trainer, trainer.eval_dataset, "step", CardArguments(*args, **kwargs)),
+            **common,
             parts=_parts(trainer.model),
             split=_split(trainer),
             exchanged=_exchanged(trainer),
             steps=rows_by_step(trainer.state.log_history, "step", ("loss", "grad_norm", "learning_rate", "epoch")),
             leakage=leakage,
+            network=trainer.network,
         )
 
 
@@ -86,7 +101,11 @@ def _parts(model: SplitModel) -> dict[str, dict[str, Any]]:
             "num_trained": sum(size for name, size in trained.items() if name not in counted),
         }
         counted |= trained.keys()
-    return parts
+    for role in ROLES:
+        blocks = model.cut.blocks(role)
+        elsewhere = {"first_block": blocks.start, "num_blocks": len(blocks), "num_bytes": None, "num_trained": None}
+        parts.setdefault(role, elsewhere)
+    return {role: parts[role] for role in ROLES}
 
 
 def _split(trainer: SplitRun) -> dict[str, Any]:
@@ -97,7 +116,7 @@ def _split(trainer: SplitRun) -> dict[str, Any]:
         "tail_blocks": trainer.model.cut.tail_blocks,
         "wire_dtype": trainer.model.boundary.wire.dtype,
         "split_seed": args.seed if config.split_seed is None else config.split_seed,
-        "num_clients": len(trainer.clients),
+        "num_clients": len(trainer.clients) if trainer.network is None else trainer.network.get("num_clients"),
         "num_steps_run": state.global_step,
         "max_steps": state.max_steps,
         "num_epochs_run": plain(state.epoch),

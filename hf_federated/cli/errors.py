@@ -6,6 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hf_federated.data import ConcurrentPushError
+from hf_federated.split.network import LinkError, ServerFailedError
+
+
+# What values, files, packages and other machines are not as they should be for.
+REFUSED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    OSError,
+    ImportError,
+    ConcurrentPushError,
+    LinkError,
+    ServerFailedError,
+)
 
 
 class CommandError(ValueError):
@@ -19,7 +33,7 @@ def command_errors(where: str) -> Iterator[None]:
         yield
     except CommandError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, ImportError, ConcurrentPushError) as error:
+    except REFUSED as error:
         # str() of a KeyError is the repr of its text.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         raise CommandError(f"{where}: {' '.join(text.split())}") from error

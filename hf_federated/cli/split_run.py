@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
-from transformers import TrainingArguments
+from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.inputs import load_inputs, load_tokenizer
-from hf_federated.cli.recipe import Choice, Recipe, build, load_recipe
+from hf_federated.cli.recipe import Choice, ModelSection, Recipe, build, load_recipe
 from hf_federated.data.names import escape_client_id
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.split import SealedLink
+from hf_federated.split import SealedLink, SplitModel, Wire
 from hf_federated.split.certificates import client_certificate, client_fingerprints
 from hf_federated.split.encryption import ClientSession, Identity, ServerSession
 from hf_federated.split.envelope import PeerEnvelopes
 from hf_federated.split.keys import fingerprint
 from hf_federated.split.network import GrpcLink, ModelFingerprint, SplitServer, Terms, TlsCredentials
+from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
 from hf_federated.split_training.digest import run_digest, run_settings
-from hf_federated.split_training.loading import load_client_model, load_server_body
+from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
+from hf_federated.tasks import Task
 
 
 RESULTS_NAME = "results.json"
@@ -94,9 +96,7 @@ def split_server(arguments: argparse.Namespace) -> None:
     """
     recipe, split, args, adapter = _settings(arguments, "server")
     with command_errors("split-server"):
-        config, body, wire = load_server_body(
-            recipe.model.name_or_path, split, adapter, args.seed, revision=recipe.model.revision
-        )
+        config, body, wire = server_body(recipe, split, adapter, args.seed)
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)
         bodies = ServerBodies(body, config, wire, split, args, arguments.client, adapter)
@@ -136,9 +136,7 @@ def split_client(arguments: argparse.Namespace) -> None:
     if own not in inputs.train:
         raise CommandError(f"--client {client_id!r}: the recipe's clients are {', '.join(list(inputs.train)[:10])}.")
     with command_errors("split-client"):
-        model = load_client_model(
-            recipe.model.name_or_path, split, client_id, adapter, args.seed, revision=recipe.model.revision
-        )
+        model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)
         identity = Identity.from_pem(client_id, _key(arguments, client_id))
         terms = _terms(recipe, split, args, adapter, model.cut, model.boundary.wire)
         credentials = TlsCredentials.of_client(arguments.certificates, client_id)
@@ -160,11 +158,15 @@ def split_client(arguments: argparse.Namespace) -> None:
             metrics = trainer.evaluate()
             trainer.leave()
         trainer.save_model()
+    trainer.create_model_card(**recipe.card)
     results = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
     path = Path(str(args.output_dir)) / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     metric = inputs.task.main_metric
-    print(f"{trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The part is in {args.output_dir}.")
+    print(
+        f"{trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The part and its card (README.md) are in"
+        f" {args.output_dir}."
+    )
 
 
 def _settings(
@@ -191,6 +193,31 @@ def _settings(
     return recipe, split, args, adapter
 
 
+def client_model(
+    recipe: Recipe, split: SplitConfig, client_id: str, adapter: PeftConfig | None, seed: int, task: Task
+) -> SplitModel:
+    """A client's parts of what `train` loads for the recipe."""
+    model = load_client_model(
+        recipe.model.name_or_path, split, client_id, adapter, seed, **_model_arguments(recipe.model)
+    )
+    return task.set_up(model)
+
+
+def server_body(
+    recipe: Recipe, split: SplitConfig, adapter: PeftConfig | None, seed: int
+) -> tuple[PretrainedConfig, Part, Wire]:
+    """The server's part of it, with the whole model's config, and how states travel."""
+    return load_server_body(recipe.model.name_or_path, split, adapter, seed, **_model_arguments(recipe.model))
+
+
+def _model_arguments(model: ModelSection) -> dict[str, Any]:
+    """What a recipe says of its model beside the name, as `from_pretrained` takes it."""
+    given = dict(model.kwargs or {})
+    # transformers' earlier name.
+    earlier = given.pop("torch_dtype", None)
+    return {**given, "dtype": given.get("dtype") or earlier or "auto", "revision": model.revision}
+
+
 def _own_rows(recipe: Recipe, rows: str | None) -> Recipe:
     """The recipe with one client, which has all rows of a path."""
     if rows is None:
@@ -202,7 +229,8 @@ def _own_rows(recipe: Recipe, rows: str | None) -> Recipe:
 def _terms(
     recipe: Recipe, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None, cut: Any, wire: Any
 ) -> Terms:
-    model = ModelFingerprint.from_checkpoint(recipe.model.name_or_path, revision=recipe.model.revision)
+    files = file_arguments(_model_arguments(recipe.model))
+    model = ModelFingerprint.from_checkpoint(recipe.model.name_or_path, **files)
     return Terms(model, cut, wire, adapter, run_settings(split, args))
 
 

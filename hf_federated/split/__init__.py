@@ -15,7 +15,7 @@ from .model import SplitModel
 from .parts import Part
 from .prefix import Prefix
 from .saving import load_saved_parts, merge_parts, save_parts
-from .sealed import SealedEnd, SealedLink, SealedServer
+from .sealed import SealedCarrier, SealedEnd, SealedLink, SealedServer
 from .wire import Wire
 
 
@@ -38,6 +38,7 @@ __all__ = [
     "PeerEnvelopes",
     "Places",
     "Prefix",
+    "SealedCarrier",
     "SealedEnd",
     "SealedLink",
     "SealedServer",

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .encryption import ClientSession, EncryptionError, RepeatedMessageError, ServerSession
+from .sealing import OVERHEAD_BYTES
 
 
 class SealedEnd(Protocol):
-    """The server's end of a sealed link, or what carries messages to it."""
+    """The server's end of a sealed link."""
 
     def hello(self, hello: bytes) -> bytes:
         """Answer the first message of a handshake or rotation."""
@@ -24,6 +25,19 @@ class SealedEnd(Protocol):
 
     def exchange(self, sealed: bytes) -> bytes:
         """Answer a sealed message."""
+
+
+class SealedCarrier(SealedEnd, Protocol):
+    """The server's end of a sealed link as its client has it: itself, or what carries messages to it."""
+
+    def check_size(self, num_bytes: int) -> None:
+        """
+        Args:
+            num_bytes (`int`): Of a sealed message that is to be exchanged.
+
+        Raises:
+            ValueError: If it is larger than what is carried.
+        """
 
 
 class SealedServer:
@@ -75,6 +89,9 @@ class SealedServer:
             raise
         return self._last
 
+    def check_size(self, num_bytes: int) -> None:
+        """Nothing: messages of any size are answered."""
+
 
 class SealedLink:
     """
@@ -82,7 +99,7 @@ class SealedLink:
 
     Args:
         session ([`~split.encryption.ClientSession`]): With the server.
-        server ([`SealedEnd`]): Its end, or what carries messages to it.
+        server ([`SealedCarrier`]): Its end, or what carries messages to it.
 
     Example:
 
@@ -109,7 +126,7 @@ class SealedLink:
     ```
     """
 
-    def __init__(self, session: ClientSession, server: SealedEnd) -> None:
+    def __init__(self, session: ClientSession, server: SealedCarrier) -> None:
         self.session = session
         self.server = server
 
@@ -123,7 +140,10 @@ class SealedLink:
 
         Raises:
             EncryptionError: If the answer is not the server's next message, or was changed on its way.
+            ValueError: If the message is larger than what is carried. The link goes on.
         """
+        # What is sealed has a number, and if it did not go none after it would open.
+        self.server.check_size(len(blob) + OVERHEAD_BYTES)
         if self.session.epoch is None or self.session.rotation_due:
             self.connect()
         return self.session.open(self.server.exchange(self.session.seal(blob)))

@@ -24,7 +24,7 @@ from ..split.meeting import Meeting
 from ..split.model import SplitModel
 from ..split.parts import Part
 from .config import SplitConfig
-from .links import CountedLink, sealed
+from .links import counted, sealed
 from .parties import JointOptimizer, Party
 from .transfer import PartParameters
 
@@ -104,10 +104,8 @@ class SplitFederation:
         assert isinstance(head, Part) and isinstance(tail, Part)
         link: Link = LocalLink(server) if self._meeting is None else self._meeting.link(client_id)
         if self._identity is not None:
-            link = sealed(link, client_id, self._identity, self.config.rotate_keys_every, self._count)
-        else:
-            link = CountedLink(link, client_id, self._count)
-        boundary = Boundary(link, self.model.boundary.wire, client_id)
+            link = sealed(link, client_id, self._identity, self.config.rotate_keys_every)
+        boundary = Boundary(counted(link, client_id, self._count), self.model.boundary.wire, client_id)
         boundary.defers_backward = self._meeting is not None
         client = SplitModel(self.model.config, head, tail, boundary)
         client.adapter_config = self.model.adapter_config

@@ -1,4 +1,4 @@
-"""Links of parties in one process: what crosses is counted, and sealed where it is asked for."""
+"""Links on which what crosses is counted, and for parties in one process sealed where it is asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..split.boundary import Link
 from ..split.encryption import ClientSession, Identity, ServerSession
-from ..split.sealed import SealedLink, SealedServer
+from ..split.sealed import SealedCarrier, SealedLink, SealedServer
 
 
 # Client, bytes up, bytes down.
@@ -39,10 +39,10 @@ class CountedLink:
         self.link.end_step()
 
 
-class _CountedServer:
-    """The server's end of a sealed link, where what is sealed is counted."""
+class _CountedEnd:
+    """The server's end of a sealed link, or what carries messages to it, where what is sealed is counted."""
 
-    def __init__(self, server: SealedServer, client_id: str, count: Count) -> None:
+    def __init__(self, server: SealedCarrier, client_id: str, count: Count) -> None:
         self.server = server
         self.client_id = client_id
         self.count = count
@@ -61,8 +61,25 @@ class _CountedServer:
         self.count(self.client_id, len(sealed), len(answer))
         return answer
 
+    def check_size(self, num_bytes: int) -> None:
+        self.server.check_size(num_bytes)
 
-def sealed(link: Link, client_id: str, server: Identity, rotate_every: int, count: Count) -> SealedLink:
+
+def counted(link: Link, client_id: str, count: Count) -> Link:
+    """
+    A link that counts what crosses: of a sealed one what is sealed, and the handshakes.
+
+    Args:
+        link ([`~split.Link`]): A client's.
+        client_id (`str`): Whose it is.
+        count (`Callable[[str, int, int], None]`): As of [`CountedLink`].
+    """
+    if isinstance(link, SealedLink):
+        return SealedLink(link.session, _CountedEnd(link.server, client_id, count))
+    return CountedLink(link, client_id, count)
+
+
+def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> SealedLink:
     """
     A sealed link to what another link leads to, with keys of its own.
 
@@ -71,7 +88,6 @@ def sealed(link: Link, client_id: str, server: Identity, rotate_every: int, coun
         client_id (`str`): Whose it is.
         server ([`~split.encryption.Identity`]): The server's.
         rotate_every (`int`): Steps for which keys last.
-        count (`Callable[[str, int, int], None]`): As of [`CountedLink`].
 
     Raises:
         ImportError: Without the extra `split`.
@@ -79,4 +95,4 @@ def sealed(link: Link, client_id: str, server: Identity, rotate_every: int, coun
     client = Identity.generate(client_id)
     there = ServerSession(server, client_id, client.fingerprint, rotate_every=rotate_every)
     here = ClientSession(client, server.name, server.fingerprint, rotate_every=rotate_every)
-    return SealedLink(here, _CountedServer(SealedServer(there, link.exchange), client_id, count))
+    return SealedLink(here, SealedServer(there, link.exchange))

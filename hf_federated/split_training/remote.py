@@ -15,6 +15,7 @@ from ..packing import packed_kind
 from ..split.boundary import Link
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
+from ..split.sealed import SealedLink
 from .config import SplitConfig
 from .control import (
     Begin,
@@ -33,7 +34,7 @@ from .control import (
     as_tensor,
 )
 from .federation import ClientParty, TrainClient
-from .links import CountedLink
+from .links import counted
 from .parties import JointOptimizer, Party
 from .steps import plan_together, plan_turns
 from .transfer import PartParameters
@@ -106,7 +107,8 @@ class RemoteFederation:
         self.max_steps = 0
         self.client_ids: list[str] = []
         self.num_late = 0
-        self._link = RunLink(CountedLink(model.boundary.link, self.client_id, self._count))
+        self._is_sealed = isinstance(model.boundary.link, SealedLink)
+        self._link = RunLink(counted(model.boundary.link, self.client_id, self._count))
         model.boundary.link = self._link
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
@@ -322,6 +324,15 @@ class RemoteFederation:
         # A mean would stretch what is too small.
         self.client.check(message.state, f"what client {sender!r} sent")
         return message
+
+    def facts(self) -> dict[str, Any]:
+        """What a card says of the run beside this party."""
+        return {
+            "num_clients": len(self.client_ids),
+            "is_finished": self._finished,
+            "num_late": self.num_late,
+            "is_sealed": self._is_sealed,
+        }
 
     def copy_into_model(self) -> None:
         """Nothing: the model is this client's own."""

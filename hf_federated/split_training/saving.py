@@ -41,6 +41,13 @@ class SplitSavingMixin(LoopArgumentsMixin):
         args = self._user_args
         return args.save_total_limit if self._remote is None else kept_checkpoints(args)
 
+    @property
+    def network(self) -> dict[str, Any] | None:
+        """Of a networked client, what a card says of the run beside this party; empty before it joined one."""
+        if self.model.server_body is not None:
+            return None
+        return {} if self._remote is None else self._remote.facts()
+
     def catch_up(self) -> None:
         """Let `model` be what the parties trained: their mean, or what is handed from one to the next."""
         if self._is_behind and self._federation is not None:

@@ -240,7 +240,16 @@ class Task(ABC):
             name_or_path (`str`): As in `from_pretrained`.
             kwargs (*optional*): Further arguments of `from_pretrained`.
         """
-        return self.model_class.from_pretrained(name_or_path, **self.model_kwargs, **kwargs)
+        return self.set_up(self.model_class.from_pretrained(name_or_path, **self.model_kwargs, **kwargs))
+
+    def set_up(self, model: PreTrainedModel) -> PreTrainedModel:
+        """
+        The same model, with what the task decides of it beside weights and config. [`~Task.load_model`] has done it.
+
+        Args:
+            model (`PreTrainedModel`): One that was loaded otherwise, such as a client's part of a split model.
+        """
+        return model
 
 
 def label_maps(names: Sequence[str]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Summarization(Task):
     [`~Task.prepare`] makes rows for training: source, `suffix`, target and end token, `labels` −100 but on the last
     two; of several targets of a row the first. [`~Summarization.for_evaluation`] leaves the prompt alone, from which
     `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) generates with `predict_with_generate=True`; such rows are padded
-    on the left. How much it generates is the model's: [`~Summarization.load_model`] sets it, or pass
+    on the left. How much it generates is the model's: [`~Task.load_model`] sets it, or pass
     `max_new_tokens` to `evaluate`. The metrics are ROUGE-1, ROUGE-2 and ROUGE-L against all targets of a row.
 
     `eval_loss` is then the loss of the prompt's last token, which the trainer computes as it needs labels, and no
@@ -160,9 +160,8 @@ class Summarization(Task):
                 )
         return [ids[: self.max_target_length - 1] + [end] for ids in answers]
 
-    def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
-        """The pretrained model, which generates `max_target_length` tokens at most. See [`Task.load_model`]."""
-        model = super().load_model(name_or_path, **kwargs)
+    def set_up(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The same model, which generates `max_target_length` tokens at most. See [`Task.set_up`]."""
         model.generation_config.max_new_tokens = self.max_target_length
         return model
 

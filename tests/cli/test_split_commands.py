@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -24,9 +25,11 @@ from hf_federated.cli.errors import CommandError
 from hf_federated.cli.main import build_parser, main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
-from hf_federated.cli.split_run import split_client, split_server
+from hf_federated.cli.split_run import _settings, _terms, client_model, server_body, split_client, split_server
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split.certificates import create_certificates
+from hf_federated.split.network import SplitServer, TlsCredentials
+from hf_federated.split_training.digest import run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
 
 
@@ -110,6 +113,8 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
     results = [json.loads((run / client_id / "results.json").read_text()) for client_id in CLIENTS]
     # The final average is everybody's.
     assert results[0]["accuracy"] == results[1]["accuracy"]
+    cards = [(run / client_id / "README.md").read_text() for client_id in CLIENTS]
+    assert all("one client's part alone: each of 2 clients" in card and str(tmp_path) not in card for card in cards)
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
     assert adapters[0] == adapters[1]
     assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0
@@ -188,6 +193,55 @@ def test_processes_that_drop_out_train_as_one_process_does(split_recipe, certifi
         assert all(torch.equal(networked[name], one[name]) for name in one) == is_equal
 
 
+@pytest.mark.parametrize("adapter", ["lora={r: 2, lora_alpha: 4}", "lora=null"], ids=["lora", "whole"])
+@pytest.mark.parametrize(
+    "kwargs",
+    ["{dtype: bfloat16, attn_implementation: eager, attention_dropout: 0.3}", "{dtype: float16}", "null"],
+    ids=["bfloat16", "float16", "none"],
+)
+def test_parties_load_their_parts_as_train_loads_the_model(adapter, kwargs, split_recipe, texts_dir, tmp_path):
+    changes = [
+        f"data={{path: {texts_dir}, test_split: test}}",
+        "task={name: summarization, target_column: targets, max_target_length: 5}",
+        f"model.kwargs={kwargs}",
+        f"model.{adapter}",
+        "split.encryption=false",
+    ]
+    run = build_run(load_recipe(split_recipe, changes))
+    line = ["split-client", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
+    sets = [part for change in changes for part in ("--set", change)]
+    recipe, split, args, adapter_config = _settings(build_parser().parse_args([*line, *sets]), "0")
+    client = client_model(recipe, split, "0", adapter_config, args.seed, run.inputs.task)
+    config, body, wire = server_body(recipe, split, adapter_config, args.seed)
+
+    whole = run.trainer.model
+    assert client.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert client.generation_config.max_new_tokens == 5
+    # The trainer has turned the cache off.
+    settings = [{**own.to_dict(), "use_cache": None} for own in (config, client.config, whole.config)]
+    assert settings[0] == settings[1] == settings[2]
+    assert wire == client.boundary.wire == whole.boundary.wire
+    for part, own in zip(whole.parts, (client.client_head, body, client.client_tail), strict=True):
+        expected = {name: (value.dtype, value.requires_grad) for name, value in part.named_parameters()}
+        assert {name: (value.dtype, value.requires_grad) for name, value in own.named_parameters()} == expected
+        assert own.model.config._attn_implementation == part.model.config._attn_implementation
+        assert own.model.config.attention_dropout == part.model.config.attention_dropout
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ("{device_map: cpu}", "device_map: a part is loaded with dtype, attn_implementation"),
+        ("{subfolder: weights}", "subfolder: a part"),
+        ("{dtype: int8}", "dtype is 'int8'; give 'auto', or a torch dtype"),
+    ],
+)
+def test_what_means_nothing_for_a_part_is_refused(kwargs, message, split_recipe, certificates):
+    line = lines_of(split_recipe, certificates, free_port())["server"]
+    with pytest.raises(CommandError, match=message):
+        split_server(build_parser().parse_args([*line, "--set", f"model.kwargs={kwargs}"]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -207,9 +261,42 @@ def test_clients_in_turns_are_evaluated_at_the_end_alone(split_recipe, capsys):
     evaluated = ["--set", "training.eval_strategy=epoch"]
     for strategy, expected in (("serial", "no"), ("client_batch", "epoch")):
         commands = lines_of(split_recipe, Path("tls"), 1, *evaluated, "--set", f"split.strategy={strategy}")
-        args = split_run._settings(build_parser().parse_args(commands["0"]), "0")[2]
+        args = _settings(build_parser().parse_args(commands["0"]), "0")[2]
         assert args.eval_strategy == expected
     assert capsys.readouterr().out.count("they are evaluated when the run is over") == 1
+
+
+def refused_line(line, capsys) -> str:
+    """What a command that is refused prints last."""
+    assert main(line) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    return printed.splitlines()[-1]
+
+
+def test_what_a_server_refuses_is_said_in_a_line(split_recipe, certificates, tmp_path, capsys):
+    others = tmp_path / "others"
+    create_certificates(others, ["localhost"], CLIENTS, rsa_bits=2048)
+    line = lines_of(split_recipe, certificates, free_port())["server"]
+    recipe, split, args, adapter = _settings(build_parser().parse_args(line), "server")
+    _, body, wire = server_body(recipe, split, adapter, args.seed)
+
+    def fail(client_id: str, message: bytes) -> bytes:
+        raise RuntimeError("out of memory")
+
+    terms = _terms(recipe, split, args, adapter, body.cut, wire)
+    credentials = TlsCredentials.of_server(certificates)
+    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+        port = int(server.address.rpartition(":")[2])
+        error = "hf-federated: error: split-client: "
+        own = [*lines_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
+        other = lines_of(split_recipe, others, port)["0"]
+        assert refused_line(other, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")
+        assert "split.encryption: True at the server, False at the client" in refused_line(own, capsys)
+    terms = dataclasses.replace(terms, more=run_settings(dataclasses.replace(split, encryption=False), args))
+    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+        own[own.index("--address") + 1] = server.address
+        assert refused_line(own, capsys).startswith(f"{error}The server failed")
 
 
 def test_a_client_that_the_recipe_does_not_have_is_named(split_recipe, certificates):

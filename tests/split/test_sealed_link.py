@@ -21,7 +21,7 @@ class Carrier:
 
     def __init__(self, server: SealedServer) -> None:
         self.server = server
-        self.hello, self.finish = server.hello, server.finish
+        self.hello, self.finish, self.check_size = server.hello, server.finish, server.check_size
         self.carried: list[bytes] = []
         self.change = lambda sealed: sealed
 

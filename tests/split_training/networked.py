@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,9 @@ from split_runs import arguments, whole_model
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.adapters.copying import copy_model
+from hf_federated.split import SealedLink, SealedServer
 from hf_federated.split.boundary import Boundary
+from hf_federated.split.encryption import ClientSession, ServerSession
 from hf_federated.split.envelope import PeerEnvelopes
 from hf_federated.split.keys import Identity
 from hf_federated.split_training.bodies import ServerBodies
@@ -48,6 +51,39 @@ class Direct:
 
     def end_step(self) -> None:
         pass
+
+
+class Carried:
+    """Carries a sealed link's messages, and counts their bytes."""
+
+    def __init__(self, server: SealedServer) -> None:
+        self.server = server
+        self.up = self.down = 0
+
+    def hello(self, hello: bytes) -> bytes:
+        reply = self.server.hello(hello)
+        self.up, self.down = self.up + len(hello), self.down + len(reply)
+        return reply
+
+    def finish(self, finish: bytes) -> None:
+        self.server.finish(finish)
+        self.up += len(finish)
+
+    def exchange(self, sealed: bytes) -> bytes:
+        answer = self.server.exchange(sealed)
+        self.up, self.down = self.up + len(sealed), self.down + len(answer)
+        return answer
+
+    def check_size(self, num_bytes: int) -> None:
+        self.server.check_size(num_bytes)
+
+
+def sealed(server: TrainingServer, client_id: str) -> SealedLink:
+    """A link to a server in the same process, with keys that are made anew at every step."""
+    own, center = identity(client_id), identity("server")
+    there = ServerSession(center, client_id, own.fingerprint, rotate_every=1, rsa_bits=2048)
+    here = ClientSession(own, "server", center.fingerprint, rotate_every=1, rsa_bits=2048)
+    return SealedLink(here, Carried(SealedServer(there, functools.partial(server.answer, client_id))))
 
 
 class Run:

@@ -146,6 +146,20 @@ class GrpcLink:
         """Carry its last message; raises as `exchange`."""
         self._carry("Finish", finish)
 
+    def check_size(self, num_bytes: int) -> None:
+        """
+        Args:
+            num_bytes (`int`): Of a message.
+
+        Raises:
+            ValueError: If it is larger than the server takes.
+        """
+        if num_bytes > self._max_message_bytes:
+            raise ValueError(
+                f"The message has {num_bytes} bytes, and the server takes at most {self._max_message_bytes}: use a "
+                "smaller batch or wire dtype, or raise its max_message_bytes."
+            )
+
     def end_step(self) -> None:
         """Nothing."""
 
@@ -215,11 +229,7 @@ class GrpcLink:
         """Carry one message there and its answer back, over as many connections as it takes."""
         with self._turn:
             self._check_whole()
-            if len(blob) > self._max_message_bytes:
-                raise ValueError(
-                    f"The message has {len(blob)} bytes, and the server takes at most {self._max_message_bytes}: use "
-                    "a smaller batch or wire dtype, or raise its max_message_bytes."
-                )
+            self.check_size(len(blob))
             header = MessageHeader(self._session, self._number, secrets.token_hex(8), len(blob))
             try:
                 outcome = self._until_answered(method, header, blob)

@@ -1,0 +1,132 @@
+"""The card of a networked client tells of its own part, and of what the server carried and could not read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from huggingface_hub import ModelCard
+from networked import Run, sealed
+from split_runs import LORA, clients_of, rows_of
+
+from hf_federated import SplitConfig
+from hf_federated.cards import SplitRecord, render_saved, render_split
+from hf_federated.split_training.control import CONTROLS, Begun, Fetched, Joined, Sent, Stepped
+
+
+CONFIGS = [
+    SplitConfig(),
+    SplitConfig(average_every=3),
+    SplitConfig(strategy="client_batch"),
+    SplitConfig(strategy="server_hierarchical", average_every=2),
+]
+
+
+def trained(directory, split, sizes=(6, 4), **changes) -> Run:
+    """A run whose clients evaluate before they leave."""
+    run = Run(directory, clients_of(*sizes), split, LORA, **changes)
+    for trainer in run.trainers.values():
+        leave = trainer.leave
+
+        def evaluate_and_leave(trainer=trainer, leave=leave):
+            trainer.evaluate(rows_of(9))
+            leave()
+
+        trainer.leave = evaluate_and_leave
+    run.train()
+    assert not run.errors
+    return run
+
+
+def cells(text: str) -> dict[str, str]:
+    """First cell to second of all tables."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {line[0].strip(): line[1].strip() for line in lines}
+
+
+@pytest.mark.parametrize("split", CONFIGS, ids=lambda own: f"{own.strategy}-{own.average_every}")
+def test_a_networked_client_writes_the_card_of_its_part(split, tmp_path):
+    run = trained(tmp_path, split)
+    trainer = run.trainers["client 1"]
+    trainer.create_model_card(license="mit")
+    card = ModelCard.load(tmp_path / "client 1" / "README.md")
+    text, table = card.text, cells(card.text)
+    for false in ("all parties in one process", "were not.", "are joined: it is", "from_pretrained", "whole model of"):
+        assert false not in text
+    assert "one client's part alone: each of 2 clients kept" in text and "hf-federated split-merge" in text
+    assert card.data.library_name == "hf_federated" and card.data.eval_results[0].metric_type == "loss"
+    assert (table["Clients"], table["Rows"]) == ("2", "4") and "Rows of a client" not in table
+    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes that this client sent"]
+    number = sum(own.numel() for own in trainer.model.parameters() if own.requires_grad)
+    assert f"the {number:,} values that it trains" in text
+    assert "They travel through the server in envelopes: encrypted" in text
+    assert "envelopes for other clients, which it cannot read" in table["The server"]
+    assert "trained parameters" not in table["The server"]
+    hands_over = split.strategy == "serial" and split.average_every is None
+    assert ("The next client" in table) == hands_over != ("The first client" in table)
+    assert "end" in table["Clients' parts"] or "saved is their mean" in table["Clients' parts"]
+    assert "| Body | the server | 1 to 2 | not known here | not known here |" in text
+    assert "not sealed on top of" in table["Encryption"]
+
+
+def test_the_card_names_every_field_of_what_is_said_of_the_run(tmp_path):
+    run = trained(tmp_path, SplitConfig(), (2, 2))
+    left = render_split(SplitRecord.from_trainer(run.trainers["client 0"])).split("## What left the clients")[1]
+    words = {
+        "client_id": "with its name",
+        "digest": "a digest of the settings",
+        "num_steps": "how many optimizer steps its rows make",
+        "checkpoints": "of which steps it has checkpoints",
+        "introduction": "public keys for other clients",
+        "introductions": "their public keys",
+        "steps_of": "their optimizer steps in an epoch",
+        "resume_step": "of which steps it has checkpoints",
+        "step": "at a step",
+        "num_batches": "how many batches",
+        "num_rows": "and rows it takes",
+        "squared_norm": "the squared norm of its gradients",
+        "norm": "the norm of the gradients of all who share a step",
+        "recipient": "from whom to whom",
+        "sender": "from whom to whom",
+        "sealed": "in envelopes",
+    }
+    kinds = [*CONTROLS.values(), Joined, Begun, Stepped, Sent, Fetched]
+    assert words.keys() == {item.name for kind in kinds for item in dataclasses.fields(kind)}
+    assert not [name for name, said in words.items() if said not in left]
+
+
+def test_a_client_alone_sends_parameters_nowhere(tmp_path):
+    run = trained(tmp_path, SplitConfig(strategy="client_batch"), (4,))
+    text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
+    assert "There was no other client: parameters went nowhere." in text and "envelopes for" not in text
+
+
+def test_sealed_messages_hide_nothing_from_the_server(tmp_path):
+    run = trained(tmp_path, SplitConfig(encryption=True), (2, 2), links=sealed)
+    text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
+    assert cells(text)["Encryption"] == "AES-256-GCM between this client and the server"
+    assert "nothing from the server." in text and "envelopes and handshakes, what sealing adds" in text
+
+
+def test_a_run_that_ended_early_is_not_said_to_be_averaged(tmp_path):
+    run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA)
+    trainer = run.trainers["client 1"]
+    step = trainer.training_step
+
+    def stop(*args):
+        trainer.control.should_training_stop = True
+        return step(*args)
+
+    trainer.training_step = stop
+    run.train()
+    table = cells(render_split(SplitRecord.from_trainer(trainer)))
+    assert table["Clients' parts"].endswith("saved is this client's own")
+
+
+def test_a_networked_client_that_has_not_trained_claims_nothing(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), SplitConfig(), LORA)
+    record = SplitRecord.from_trainer(run.trainers["client 0"])
+    text = render_split(record)
+    assert "No hidden states: no step was trained." in text and "The server |" not in text
+    record.save(tmp_path / "record.json")
+    assert render_saved(tmp_path / "record.json") == text
