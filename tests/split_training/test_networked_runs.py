@@ -317,6 +317,21 @@ def test_gradients_of_a_client_that_are_not_finite_reach_nobody(tmp_path):
     assert "client 'client 1' is gone" in str(run.errors["client 0"]) and run.server.step == 0
 
 
+def test_no_replica_steps_where_the_gradients_of_one_are_not_finite(tmp_path):
+    bodies = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.bodies
+    bodies.prepare(1)
+    before = {
+        name: {own: value.clone() for own, value in party.state().items()} for name, party in bodies.parties.items()
+    }
+    for party, gradient in zip(bodies.parties.values(), (1.0, float("inf")), strict=True):
+        for parameter in party.trained().values():
+            parameter.grad = torch.full_like(parameter, gradient)
+    with pytest.raises(ValueError, match="'server/client 1' for client 1 are not finite at step 0"):
+        bodies.train_step(0, {"client 0": 1.0, "client 1": 1.0}, {"client 0": 2, "client 1": 2})
+    for name, party in bodies.parties.items():
+        assert all(torch.equal(value, before[name][own]) for own, value in party.state().items()), name
+
+
 @pytest.mark.parametrize("state", ["names", "shapes"])
 def test_parameters_of_another_model_are_not_averaged(state, tmp_path):
     def send_others(run, trainer, *args):
