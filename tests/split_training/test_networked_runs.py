@@ -370,6 +370,22 @@ def test_more_passages_than_were_said_are_refused(tmp_path):
     assert "began step 0 with 1 passages, and another came" in str(run.errors["client 1"])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_client_has_no_more_weight_than_rows_that_crossed(strategy, tmp_path):
+    def say_more(run, trainer, *args):
+        run_step = trainer._federation.run_step
+
+        def run_step_with_more(step, batches, num_rows, *rest):
+            return run_step(step, batches, {own: rows + 1 for own, rows in num_rows.items()}, *rest)
+
+        trainer._federation.run_step = run_step_with_more
+        return type(trainer).training_step(trainer, *args)
+
+    run = attacked(tmp_path, strategy, say_more)
+    assert "began step 0 with 3 rows, and 2 crossed" in str(run.errors["client 1"])
+    assert not any(run.server.bodies._rows.values()) and run.server.step == 0
+
+
 def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
     seen = []
 

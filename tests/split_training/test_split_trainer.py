@@ -143,8 +143,9 @@ def test_parameters_that_are_handed_over_are_checked():
         PartParameters("a", 3, 1, {"w": torch.tensor([float("nan")])})
     with pytest.raises(ValueError, match="num_rows must be int"):
         PartParameters("a", 3, 1.0, {})
-    with pytest.raises(ValueError, match="num_rows of client 'a' is -1"):
-        PartParameters("a", 3, -1, {})
+    for num_rows in (-1, 10**400):
+        with pytest.raises(ValueError, match=f"num_rows of client 'a' is {num_rows}, which is to be from 0 to"):
+            PartParameters("a", 3, num_rows, {})
     message = PartParameters("a", 3, 1, {"w": torch.ones(2)})
     assert torch.equal(PartParameters.from_bytes(message.to_bytes()).state["w"], torch.ones(2))
 
