@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated.cli import split_run
 from hf_federated.cli.errors import CommandError
@@ -113,8 +113,9 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
     assert adapters[0] == adapters[1]
     assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0
-    whole = AutoModelForCausalLM.from_pretrained(yaml.safe_load(split_recipe.read_text())["model"]["name_or_path"])
-    whole.load_adapter(str(run / "whole"))
+    name = yaml.safe_load(split_recipe.read_text())["model"]["name_or_path"]
+    AutoModelForCausalLM.from_pretrained(name).load_adapter(str(run / "whole"))
+    assert AutoTokenizer.from_pretrained(run / "whole").get_vocab() == AutoTokenizer.from_pretrained(name).get_vocab()
     assert "steps. The server's part is in" in capsys.readouterr().out
 
 
