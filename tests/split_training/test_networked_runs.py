@@ -27,23 +27,27 @@ def config_of(strategy, **changes):
 
 
 @pytest.mark.parametrize(
-    ("split", "adapter"),
+    ("split", "adapter", "tied"),
     [
-        *((config_of(own), LORA) for own in STRATEGIES),
-        (config_of("client_batch"), None),
-        (SplitConfig(average_every=2, steps_per_turn=1), LORA),
+        *((config_of(own), LORA, False) for own in STRATEGIES),
+        (config_of("client_batch"), None, False),
+        (config_of("client_batch"), None, True),
+        (SplitConfig(average_every=2, steps_per_turn=1), LORA, False),
     ],
-    ids=[*STRATEGIES, "client_batch-all", "serial-averaged"],
+    ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged"],
 )
-def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tmp_path):
+def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tied, tmp_path):
     clients = clients_of(5, 3, 4)
     changes = {"num_train_epochs": 2, "max_grad_norm": 0.3, "warmup_steps": 1}
-    trainer = split_trainer(tmp_path / "one", clients, split, adapter, **changes)
+    models = [whole_model(tie_word_embeddings=tied) for _ in range(2)]
+    trainer = split_trainer(tmp_path / "one", clients, split, adapter, models[0], **changes)
     trainer.train()
-    run = Run(tmp_path, clients, split, adapter, **changes)
+    run = Run(tmp_path, clients, split, adapter, model=models[1], **changes)
     run.train()
     assert not run.errors and run.server.finished.is_set()
     expected = {name: value for name, value in trainer.model.named_parameters()}
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert adapter is not None or min(norms) > changes["max_grad_norm"]
     for values in (run.values()[client_id] for client_id in clients):
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
