@@ -120,7 +120,8 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
 
 
 @pytest.mark.slow
-def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recipe, certificates, tmp_path):
+@pytest.mark.parametrize("killed", ["1", "server"])
+def test_a_killed_party_and_all_others_go_on_from_their_checkpoints(killed, split_recipe, certificates, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def start(output: str, *more: str) -> dict[str, subprocess.Popen[str]]:
@@ -144,15 +145,20 @@ def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recip
     assert all(code == 0 for code, _ in whole.values()), whole
 
     broken = start("broken")
-    checkpoint = tmp_path / "broken" / "1" / "checkpoint-2"
+    checkpoint = tmp_path / "broken" / killed / "checkpoint-2"
     deadline = time.monotonic() + 240
     while not checkpoint.is_dir() and time.monotonic() < deadline:
         time.sleep(0.02)
-    broken["1"].send_signal(signal.SIGKILL)
+    broken[killed].send_signal(signal.SIGKILL)
     ended = end(broken)
-    if ended["0"][0] == 0:
-        pytest.skip("the run was over before the client was killed")
-    assert ended["server"][0] == 2 and re.search("client '1' is gone", ended["server"][1])
+    if any(ended[client_id][0] == 0 for client_id in CLIENTS):
+        pytest.skip("the run was over before a party was killed")
+    if killed == "server":
+        for code, output in (ended[client_id] for client_id in CLIENTS):
+            # Whose fault it is.
+            assert code > 0 and re.search(r"localhost:\d+", output.splitlines()[-1]), output
+    else:
+        assert ended["server"][0] == 2 and re.search("client '1' is gone", ended["server"][1])
 
     again = end(start("broken", "--resume"))
     assert all(code == 0 for code, _ in again.values()), again
