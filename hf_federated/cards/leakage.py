@@ -21,6 +21,12 @@ _CLAIM = (
     "Raw text and labels stay with the client. Against an honest-but-curious server that knows the pretrained weights,"
     " the hidden states and gradients that it receives can still reveal text."
 )
+_LENGTHS = (
+    'Without any attack it knows how many tokens each row has, with `strategy="client_batch"` how many target tokens'
+    " each batch has, which of a batch of one row are that row's, and of a model that asks for it (ChatGLM-6B) where"
+    " each row's context ends: where the length of an answer follows from these, it tells apart labels whose words are"
+    " of different numbers of tokens."
+)
 _ATTACKERS = {
     "nearest": "untrained: the token that alone gives the nearest hidden state",
     "decoder": "trained on the attacker's rows, each position by itself",
@@ -70,7 +76,7 @@ def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
         for cut in cuts
     )
     text = (
-        f"{HEADING}\n\n{_CLAIM} Measured at the position of each token, the strongest of the attackers"
+        f"{HEADING}\n\n{_CLAIM} {_LENGTHS} Measured at the position of each token, the strongest of the attackers"
         f" recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
     )
     return f"{text}\n\n{embedding_text(audit)}\n"
@@ -104,7 +110,7 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
     settings = asdict(audit.config)
     parts = [
         f"# What a client's hidden states reveal: {audit.model_name or 'a model'}",
-        f"{_CLAIM} {_setting(audit)} {_LIMITS}",
+        f"{_CLAIM} {_LENGTHS} {_setting(audit)} {_LIMITS}",
         "## Text from hidden states\n\nScores in percent; recall is of tokens at their position.",
         "\n".join(f"- {name}: {_ATTACKERS[name]}" for name in audit.config.attackers),
         inversion_table(audit.inversions),

@@ -219,9 +219,8 @@ class BodyServer:
 
     def _check_places(self, message: Forward) -> None:
         """Refuse what would end inside the model, where an error says little and on a GPU ends the process."""
-        config = self.body.model.config
         length = len(message.hidden["values"]) // message.batch_size
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
+        limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
         prefix = 0 if self.body.prefix is None else self.body.prefix.length
         if limit is not None and prefix + message.seen + length > limit:
             raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")

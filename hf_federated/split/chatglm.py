@@ -128,6 +128,7 @@ CHATGLM = Layout(
     of_head={"transformer.word_embeddings": "identity"},
     of_tail={"transformer.final_layernorm": "identity", "lm_head": "identity"},
     num_blocks="num_layers",
+    max_positions="max_sequence_length",
     norm="transformer.final_layernorm",
     runner=ChatGlmRunner(),
 )
@@ -139,6 +140,7 @@ CHATGLM2 = Layout(
     of_head={"transformer.embedding": "identity"},
     of_tail={"transformer.encoder.final_layernorm": "identity", "transformer.output_layer": "identity"},
     num_blocks="num_layers",
+    max_positions="seq_length",
     norm="transformer.encoder.final_layernorm",
     runner=ChatGlm2Runner(),
 )

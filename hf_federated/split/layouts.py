@@ -91,6 +91,8 @@ class Layout:
         per_block (`tuple[str, ...]`, *optional*): Lists in the config with one entry a block, which are cut with it.
         by_number (`tuple[str, ...]`, *optional*):
             Settings that make a block depend on its own number, which changes when a model is cut: they must be off.
+        max_positions (`str`, *optional*, defaults to `"max_position_embeddings"`):
+            What the config calls the number of positions that the model has. A config may be without one.
         norm (`str`, *optional*): The norm behind the last block. Only a `runner` needs it.
         runner ([`BlockRunner`], *optional*):
             Runs the blocks where the model's class takes no `inputs_embeds`, as ChatGLM's own does not. It has no
@@ -115,6 +117,7 @@ class Layout:
     num_blocks: str = "num_hidden_layers"
     per_block: tuple[str, ...] = ("layer_types",)
     by_number: tuple[str, ...] = ()
+    max_positions: str = "max_position_embeddings"
     norm: str = ""
     runner: BlockRunner | None = None
 

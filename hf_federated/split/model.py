@@ -394,7 +394,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         return int((shifted != -100).sum())
 
     def _check_length(self, length: int) -> None:
-        positions = getattr(self.config, "max_position_embeddings", None)
+        positions = getattr(self.config, self.client_head.layout.max_positions, None)
         prefix = self.client_head.prefix
         if prefix is not None:
             length += prefix.length

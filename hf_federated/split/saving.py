@@ -1,7 +1,7 @@
 """What a party of a split model saves, and how the parts become one ordinary model or adapter again.
 
 A party writes its own blocks alone, under the names and numbers that they have in the whole model. With an adapter it
-writes that of its blocks and no weight of the base.
+writes that of its blocks and no weight of the base. A client adds its tokenizer, which the merged folder gets too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
 from safetensors.torch import load_file, save_file
-from transformers import PretrainedConfig
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .adapters import adapter_state, load_adapter, merge_adapters, whole_peft_config
 from .cut import ROLES, Cut
@@ -36,6 +36,8 @@ def save_parts(
     config: PretrainedConfig,
     directory: str | os.PathLike[str],
     peft_config: PeftConfig | None = None,
+    generation_config: GenerationConfig | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """
     Write the parts that one party holds.
@@ -45,6 +47,8 @@ def save_parts(
         config (`PretrainedConfig`): The whole model's.
         directory (`str` or `os.PathLike`): Where to. It is created.
         peft_config (`PeftConfig`, *optional*): What the parts' adapters were made from; then they alone are written.
+        generation_config (`GenerationConfig`, *optional*): The whole model's, which is written where its weights are.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The client's.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -55,10 +59,14 @@ def save_parts(
         whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(path))
     _write(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
     config.save_pretrained(path)
+    if generation_config is not None and peft_config is None:
+        generation_config.save_pretrained(path)
+    files = [] if tokenizer is None else tokenizer.save_pretrained(os.fspath(path))
     described = {
         "cut": dataclasses.asdict(parts[0].cut),
         "roles": [part.role for part in parts],
         "adapter": peft_config is not None,
+        "tokenizer": sorted(Path(own).relative_to(path).as_posix() for own in files),
     }
     (path / PARTS_NAME).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
@@ -95,14 +103,16 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     """
     Build the ordinary whole model, or PEFT adapter, from what the parties saved. It needs no network.
 
-    The whole model is in memory for this, once.
+    The whole model is in memory for this, once. Config, generation config and tokenizer are those of the party that
+    has the head.
 
     Args:
         directories (`Sequence[str | os.PathLike]`): One for each party: together head, body and tail.
         output_dir (`str` or `os.PathLike`): Where to. It is created.
 
     Raises:
-        ValueError: If these are not the parts of one cut of one model, or one is missing or there twice.
+        ValueError: If these are not the parts of one cut of one model, or one is missing or there twice, or a file of
+            the tokenizer is missing.
 
     Example:
 
@@ -136,12 +146,17 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
                 raise ValueError(f"{path} has {name}={one[name]} and {paths[0]} has {described[0][name]}.")
         if _config(path) != _config(paths[0]):
             raise ValueError(f"{path} and {paths[0]} have the parts of different models: their {CONFIG_NAME} differ.")
+    client = next(path for path, one in zip(paths, described, strict=True) if "head" in one["roles"])
+    tokenizer = _tokenizer_files(client, described[paths.index(client)])
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
+    for name in tokenizer:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(client / name, output / name)
     states = [_read(path, described[0]["adapter"]) for path in paths]
     if described[0]["adapter"]:
         _write(merge_adapters(states, described[0]["cut"].num_blocks), output / ADAPTER_NAME)
-        shutil.copyfile(paths[0] / "adapter_config.json", output / "adapter_config.json")
+        shutil.copyfile(client / "adapter_config.json", output / "adapter_config.json")
         return
     whole: dict[str, torch.Tensor] = {}
     for path, state in zip(paths, states, strict=True):
@@ -149,7 +164,9 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
         if twice:
             raise ValueError(f"{path} has {twice[0]} too: these are not the parts of one cut.")
         whole.update(state)
-    shutil.copyfile(paths[0] / CONFIG_NAME, output / CONFIG_NAME)
+    shutil.copyfile(client / CONFIG_NAME, output / CONFIG_NAME)
+    if (client / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(client / GENERATION_CONFIG_NAME, output / GENERATION_CONFIG_NAME)
     save_torch_state_dict(whole, output)
 
 
@@ -193,6 +210,15 @@ def _read(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
     if not (path / name).is_file():
         raise ValueError(f"{path} has no {name}: it is not a whole save of a party.")
     return load_file(path / name)
+
+
+def _tokenizer_files(path: Path, described: dict[str, Any]) -> list[str]:
+    """The files of the tokenizer that a party saved, by their names in its directory."""
+    names: list[str] = described.get("tokenizer", [])
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or not (path / name).is_file():
+            raise ValueError(f"{path} has no file {name} of its tokenizer: it is not a whole save of a party.")
+    return names
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ It knows nothing of messages and waiting, which are `server.py`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,28 @@ class ServerBodies:
 
         Returns:
             `dict[str, float]`: For each client the norm by which it clips too.
+
+        Raises:
+            ValueError: If the gradients of a body, or of the clients that it answers, are not finite. No body has
+                stepped then.
         """
         norms: dict[str, float] = {}
-        for name in {self._server_of[own]: None for own in squared_norms}:
+        names = list(dict.fromkeys(self._server_of[own] for own in squared_norms))
+        for name in names:
             party = self.parties[name]
             members = [own for own in squared_norms if self._server_of[own] == name]
             self.of_client[members[0]].average_gradients()
             norm = total_norm([party.squared_norm(), *(squared_norms[own] for own in members)])
+            if not math.isfinite(norm):
+                raise ValueError(
+                    f"The gradients of {name!r} for {', '.join(members)} are not finite at step {step}: lower the "
+                    "learning rate."
+                )
             norms |= dict.fromkeys(members, norm)
-            party.step(norm, self.args.max_grad_norm)
+        # After all norms: of replicas none is a step ahead of the others where a run ends here.
+        for name in names:
+            member = next(own for own in squared_norms if self._server_of[own] == name)
+            self.parties[name].step(norms[member], self.args.max_grad_norm)
         for scheduler in self._schedulers:
             scheduler.step()
         for own in squared_norms:

@@ -104,7 +104,8 @@ class Begin(Control):
     Args:
         step (`int`): Optimizer steps done before it.
         num_batches (`int`): Passages that it will make; 0 only waits until it is time.
-        num_rows (`int`): Its rows in the step.
+        num_rows (`int`): Its rows in the step, by which replicas of the body are averaged: no more than those of its
+            passages.
     """
 
     kind: ClassVar[str] = "split_begin"

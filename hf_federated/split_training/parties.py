@@ -141,15 +141,18 @@ class JointOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: If a party's gradients are not finite, by which the others of its group would clip theirs.
+                Nobody has stepped then.
         """
-        norms = []
-        for names in self.groups:
-            members = [self.parties[name] for name in names]
-            squares = [member.squared_norm() for member in members]
-            for member, square in zip(members, squares, strict=True):
+        groups = [[self.parties[name] for name in names] for names in self.groups]
+        squares = [[member.squared_norm() for member in members] for members in groups]
+        # Before anybody steps: of a run that ends here nobody is a step ahead of the others.
+        for members, own_squares in zip(groups, squares, strict=True):
+            for member, square in zip(members, own_squares, strict=True):
                 if not math.isfinite(square):
                     raise ValueError(f"The gradients of {member.name!r} are not finite: lower the learning rate.")
-            norm = self.shared_norm(math.fsum(squares))
+        norms = []
+        for members, own_squares in zip(groups, squares, strict=True):
+            norm = self.shared_norm(math.fsum(own_squares))
             if norm is None:
                 continue
             norms.append(norm)

@@ -65,10 +65,11 @@ class SplitSavingMixin(LoopArgumentsMixin):
             with self._arguments(self._user_args):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            parts = [self.model.client_head, self.model.client_tail]
-            save_parts(parts, self.model.config, output_dir, self.model.adapter_config)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(output_dir)
+            model = self.model
+            parts = [model.client_head, model.client_tail]
+            save_parts(
+                parts, model.config, output_dir, model.adapter_config, model.generation_config, self.processing_class
+            )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""

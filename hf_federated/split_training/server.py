@@ -66,6 +66,8 @@ class TrainingServer:
         self._plan: list[dict[str, int]] = []
         self._resume_step = 0
         self._begun: dict[str, Begin] = {}
+        # Rows that crossed in the step, by client and passage.
+        self._crossed: dict[str, dict[int, int]] = {}
         self._late: set[str] = set()
         self._gathered: dict[tuple[str, int], _Gathering] = {}
         self._envelopes: dict[tuple[str, str, int], Any] = {}
@@ -250,6 +252,15 @@ class TrainingServer:
                 "came: a loss calls the model once for each batch."
             )
 
+    def _check_rows(self, client_id: str) -> None:
+        """Refuse a client that says more rows than it sent, by which bodies are averaged."""
+        said, crossed = self._begun[client_id].num_rows, sum(self._crossed.get(client_id, {}).values())
+        if said > crossed:
+            raise ValueError(
+                f"Client {client_id!r} began step {self.step} with {said} rows, and {crossed} crossed: the rows of a"
+                " batch are those on which the loss calls the model."
+            )
+
     def _begin(self, message: Begin) -> Begun | Late:
         client_id = message.client_id
         self._wait(lambda: self.step >= message.step)
@@ -271,8 +282,12 @@ class TrainingServer:
             return Late(message.client_id, message.step)
         self._check_begun(message)
         if self.split.strategy != "client_batch":
-            return server.forward(message)
-        return self._meet("forward", message, server.forward_batch)
+            answer = server.forward(message)
+        else:
+            answer = self._meet("forward", message, server.forward_batch)
+        if message.step == self.step:
+            self._crossed.setdefault(message.client_id, {})[message.micro_step] = message.batch_size
+        return answer
 
     def _backward(self, message: Backward) -> Any:
         server = self.bodies.of_client[message.client_id]
@@ -290,6 +305,7 @@ class TrainingServer:
         if self._is_late(message):
             return Late(message.client_id, message.step)
         self._check_begun(message)
+        self._check_rows(message.client_id)
         if not math.isfinite(message.squared_norm):
             raise ValueError(
                 f"The gradients of client {message.client_id!r} are not finite at step {self.step}, by which others "
@@ -305,7 +321,7 @@ class TrainingServer:
         self.step += 1
         for own in self._late:
             self.bodies.of_client[own].forget_passages([own])
-        self._late, self._begun, self._gathered = set(), {}, {}
+        self._late, self._begun, self._crossed, self._gathered = set(), {}, {}, {}
         self.bodies.save_checkpoint(self.step)
         return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
 

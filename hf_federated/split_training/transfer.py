@@ -10,6 +10,10 @@ import torch
 from ..messages import Packed
 
 
+# By which parts are weighed: with any number of clients the sums of a mean stay numbers, also those of half precision.
+MAX_ROWS = 10**9
+
+
 @dataclass(frozen=True)
 class PartParameters(Packed):
     """
@@ -20,7 +24,8 @@ class PartParameters(Packed):
     Args:
         client_id (`str`): Whose.
         step (`int`): Optimizer steps done before.
-        num_rows (`int`): Rows trained since the parts were averaged last.
+        num_rows (`int`): Rows trained since the parts were averaged last, at most `MAX_ROWS`. Clients take each
+            other's word for it: who averages does not see the rows.
         state (`dict[str, torch.Tensor]`): The parameters, by name.
     """
 
@@ -35,8 +40,11 @@ class PartParameters(Packed):
         for name, kind in (("client_id", str), ("step", int), ("num_rows", int), ("state", dict)):
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"{self.kind}: {name} must be {kind.__name__}.")
-        if self.num_rows < 0:
-            raise ValueError(f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}.")
+        if not 0 <= self.num_rows <= MAX_ROWS:
+            raise ValueError(
+                f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}, which is to be from 0 to "
+                f"{MAX_ROWS}."
+            )
         for name, value in self.state.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{self.kind}: {name!r} is no tensor.")

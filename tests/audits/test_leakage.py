@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 from attacked import texts, tiny, word_tokenizer
 
+from hf_federated import SplitModel
 from hf_federated.audits import AuditConfig, LeakageAudit, audit_leakage, plot_leakage
 from hf_federated.cards import add_leakage, leakage_report, leakage_section
+from hf_federated.split.messages import read_request
 
+
+RESULTS = Path(__file__).parents[2] / "recipes"
 
 CONFIG = AuditConfig(
     head_blocks=[0, 1],
@@ -70,6 +76,39 @@ def test_the_section_claims_what_was_measured_and_no_more(audit):
     assert "with 0 blocks before the cut" in leakage_section(audit)
     with pytest.raises(ValueError, match="after 3 blocks"):
         leakage_section(audit, head_blocks=3)
+
+
+def test_what_lengths_and_target_counts_tell_is_said_beside_what_was_measured(audit):
+    for text in (leakage_section(audit), leakage_report(audit)):
+        assert text.count("Without any attack it knows how many tokens each row has") == 1
+        assert 'with `strategy="client_batch"` how many target tokens each batch has' in text
+        assert "it tells apart labels whose words are of different numbers of tokens" in text
+        assert (
+            text.index("Raw text and labels stay") < text.index("Without any attack") < text.index("The attacker had")
+        )
+
+
+def test_a_server_that_clients_meet_at_tells_answers_of_different_lengths_apart():
+    split = SplitModel.from_model(tiny())
+    seen: list[bytes] = []
+    split.boundary.link.watch = lambda *pair: seen.append(pair[0])
+    told = []
+    for answer in (1, 3):
+        row = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+        labels = row.clone()
+        labels[:, :-answer] = -100
+        split.boundary.begin_step(answer, answer)
+        seen.clear()
+        split(row, labels=labels).loss.backward()
+        forward, backward = map(read_request, seen)
+        told.append((len(forward.hidden["values"]), backward.num_targets))
+    assert told == [(7, 1), (7, 3)]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results/audit_*")), ids=lambda path: path.name)
+def test_a_report_of_a_recipe_is_what_its_audit_gives(path):
+    report = leakage_report(LeakageAudit.load(path / "audit.json"), "audit.png")
+    assert report == (path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_card_gets_the_section_once_before_its_versions(audit):

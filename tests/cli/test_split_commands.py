@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated.cli import split_run
 from hf_federated.cli.errors import CommandError
@@ -118,13 +118,15 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
     assert adapters[0] == adapters[1]
     assert main(["split-merge", str(run / "0"), str(run / "server"), "--output-dir", str(run / "whole")]) == 0
-    whole = AutoModelForCausalLM.from_pretrained(yaml.safe_load(split_recipe.read_text())["model"]["name_or_path"])
-    whole.load_adapter(str(run / "whole"))
+    name = yaml.safe_load(split_recipe.read_text())["model"]["name_or_path"]
+    AutoModelForCausalLM.from_pretrained(name).load_adapter(str(run / "whole"))
+    assert AutoTokenizer.from_pretrained(run / "whole").get_vocab() == AutoTokenizer.from_pretrained(name).get_vocab()
     assert "steps. The server's part is in" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recipe, certificates, tmp_path):
+@pytest.mark.parametrize("killed", ["1", "server"])
+def test_a_killed_party_and_all_others_go_on_from_their_checkpoints(killed, split_recipe, certificates, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def start(output: str, *more: str) -> dict[str, subprocess.Popen[str]]:
@@ -148,15 +150,20 @@ def test_a_killed_client_and_all_others_go_on_from_their_checkpoints(split_recip
     assert all(code == 0 for code, _ in whole.values()), whole
 
     broken = start("broken")
-    checkpoint = tmp_path / "broken" / "1" / "checkpoint-2"
+    checkpoint = tmp_path / "broken" / killed / "checkpoint-2"
     deadline = time.monotonic() + 240
     while not checkpoint.is_dir() and time.monotonic() < deadline:
         time.sleep(0.02)
-    broken["1"].send_signal(signal.SIGKILL)
+    broken[killed].send_signal(signal.SIGKILL)
     ended = end(broken)
-    if ended["0"][0] == 0:
-        pytest.skip("the run was over before the client was killed")
-    assert ended["server"][0] == 2 and re.search("client '1' is gone", ended["server"][1])
+    if any(ended[client_id][0] == 0 for client_id in CLIENTS):
+        pytest.skip("the run was over before a party was killed")
+    if killed == "server":
+        for code, output in (ended[client_id] for client_id in CLIENTS):
+            # Whose fault it is.
+            assert code > 0 and re.search(r"localhost:\d+", output.splitlines()[-1]), output
+    else:
+        assert ended["server"][0] == 2 and re.search("client '1' is gone", ended["server"][1])
 
     again = end(start("broken", "--resume"))
     assert all(code == 0 for code, _ in again.values()), again

@@ -23,11 +23,13 @@ class ChatGlmConfig(PretrainedConfig):
         self.vocab_size = 40
         self.hidden_size = 16
         self.num_layers = num_layers
-        self.seq_length = 32
         if generation == 1:
+            self.max_sequence_length = 32
             self.position_encoding_2d = True
             self.mask_token_id = 36
             self.gmask_token_id = 37
+        else:
+            self.seq_length = 32
         super().__init__(
             **{"bos_token_id": 38, "eos_token_id": 39, "pad_token_id": 3, "tie_word_embeddings": False, **kwargs}
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from chatglm_layouts import ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
-from peft import LoraConfig, PrefixTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
 from hf_federated.packing import unpack
+from hf_federated.split.chatglm import ChatGlmRunner
+from hf_federated.split.layouts import Places
 
 
 def first_generation() -> torch.Tensor:
@@ -97,14 +99,50 @@ def test_rows_that_this_model_cannot_read_are_refused():
         split(inputs_embeds=torch.zeros(1, 4, 16))
 
 
-def test_lora_goes_into_the_blocks_and_prefixes_are_refused():
+@pytest.mark.parametrize("generation", [1, 2])
+def test_more_tokens_than_the_model_has_positions_are_refused_on_both_sides(generation):
+    split = SplitModel.from_model(chatglm(generation))
+    blobs: list[bytes] = []
+    split.boundary.link.watch = lambda *pair: blobs.extend(pair)
+    ids = torch.tensor([[5, 37, 38, *[6] * 30]])
+    with pytest.raises(ValueError, match="A sequence of 33 positions came to a model of 32: shorten it"):
+        split(ids)
+    assert not blobs
+    places = Places()
+    if generation == 1:
+        places = ChatGlmRunner().places(split.config, ids, places)
+    arguments = {"position_ids": places.position_ids, "context_lengths": places.context_lengths}
+    with pytest.raises(ValueError, match="33 positions came to a model of 32"):
+        split.boundary.cross(torch.zeros(1, 33, 16), None, training=False, **arguments)
+    assert split(ids[:, :32]).logits.shape == (1, 32, 40)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("generation", [1, 2])
+def test_lora_computes_and_learns_as_pefts_on_the_whole_model(generation, cut):
+    ids = first_generation()
+    without = chatglm(generation)(ids).logits
+    lora = LoraConfig(r=2, lora_alpha=8, target_modules=["query_key_value", "mlp"], init_lora_weights=False)
+    whole = get_peft_model(chatglm(generation), lora).eval()
+    split = SplitModel.from_model(whole, *cut)
+    expected = whole(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    output = split(ids, labels=ids)
+    output.loss.backward()
+    assert (output.logits - expected.logits).abs().max() <= 1e-5 < 1e-2 < (expected.logits - without).abs().max()
+    expected_gradients = gradients(whole)
+    found = {
+        f"base_model.model.{name}": p.grad
+        for part in split.parts
+        for name, p in part.originals()
+        if p.grad is not None
+    }
+    assert found.keys() == expected_gradients.keys() and len(found) == 2 * 2 * 5
+    for name, gradient in expected_gradients.items():
+        assert (found[name] - gradient).abs().max() <= 1e-5 and "lora_" in name, name
+
+
+def test_prefixes_are_refused():
     split = SplitModel.from_model(chatglm(1))
     with pytest.raises(ValueError, match="use LoRA"):
         split.add_adapter(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    ids = first_generation()
-    before = split(ids).logits
-    split.add_adapter(LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False))
-    assert (split(ids).logits - before).abs().max() > 1e-3
-    split(ids, labels=ids).loss.backward()
-    trained = [name for part in split.parts for name, p in part.originals() if p.grad is not None]
-    assert len(trained) == 2 * 5 and all("query_key_value.lora_" in name for name in trained)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from causal import pieces_tokenizer
 from decoders import NUM_BLOCKS, batch, decoder
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated import SplitModel
 from hf_federated.cli.main import main
@@ -60,6 +61,36 @@ def test_adapters_become_one_adapter_and_no_weight_of_the_base_is_saved(peft_con
     loaded = PeftModel.from_pretrained(decoder("llama"), tmp_path / "adapter").eval()
     ids = batch(None)["input_ids"]
     assert torch.equal(loaded(ids).logits, split(ids).logits)
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["all", "lora"])
+def test_the_clients_tokenizer_and_generation_config_come_along(peft_config, tmp_path):
+    split = changed("llama", peft_config)
+    split.generation_config.max_new_tokens = 7
+    tokenizer = pieces_tokenizer(["some text", "more of it"])
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
+    client, server = tmp_path / "client", tmp_path / "server"
+    parts = [split.client_head, split.client_tail]
+    save_parts(parts, split.config, client, peft_config, split.generation_config, tokenizer)
+    save_parts([split.server_body], split.config, server, peft_config)
+    merge_parts([server, client], tmp_path / "whole")
+    found = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    assert found("some more text").input_ids == tokenizer("some more text").input_ids
+    assert found.chat_template == tokenizer.chat_template
+    if peft_config is None:
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").generation_config.max_new_tokens == 7
+    else:
+        assert not (tmp_path / "whole" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["none.json", "../secret.json", "/etc/hostname"])
+def test_only_files_of_the_folder_itself_come_along(name, tmp_path):
+    folders = save(changed("llama"), tmp_path)
+    (tmp_path / "secret.json").write_text("{}")
+    path = folders[0] / "split_parts.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": [name]}))
+    with pytest.raises(ValueError, match=f"has no file {name} of its tokenizer"):
+        merge_parts(folders, tmp_path / "out")
 
 
 def test_a_party_saves_its_own_blocks_under_their_numbers(tmp_path):

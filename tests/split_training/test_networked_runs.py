@@ -28,23 +28,27 @@ def config_of(strategy, **changes):
 
 
 @pytest.mark.parametrize(
-    ("split", "adapter"),
+    ("split", "adapter", "tied"),
     [
-        *((config_of(own), LORA) for own in STRATEGIES),
-        (config_of("client_batch"), None),
-        (SplitConfig(average_every=2, steps_per_turn=1), LORA),
+        *((config_of(own), LORA, False) for own in STRATEGIES),
+        (config_of("client_batch"), None, False),
+        (config_of("client_batch"), None, True),
+        (SplitConfig(average_every=2, steps_per_turn=1), LORA, False),
     ],
-    ids=[*STRATEGIES, "client_batch-all", "serial-averaged"],
+    ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged"],
 )
-def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tmp_path):
+def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tied, tmp_path):
     clients = clients_of(5, 3, 4)
     changes = {"num_train_epochs": 2, "max_grad_norm": 0.3, "warmup_steps": 1}
-    trainer = split_trainer(tmp_path / "one", clients, split, adapter, **changes)
+    models = [whole_model(tie_word_embeddings=tied) for _ in range(2)]
+    trainer = split_trainer(tmp_path / "one", clients, split, adapter, models[0], **changes)
     trainer.train()
-    run = Run(tmp_path, clients, split, adapter, **changes)
+    run = Run(tmp_path, clients, split, adapter, model=models[1], **changes)
     run.train()
     assert not run.errors and run.server.finished.is_set()
     expected = {name: value for name, value in trainer.model.named_parameters()}
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert adapter is not None or min(norms) > changes["max_grad_norm"]
     for values in (run.values()[client_id] for client_id in clients):
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
@@ -344,6 +348,21 @@ def test_gradients_of_a_client_that_are_not_finite_reach_nobody(tmp_path):
     assert "client 'client 1' is gone" in str(run.errors["client 0"]) and run.server.step == 0
 
 
+def test_no_replica_steps_where_the_gradients_of_one_are_not_finite(tmp_path):
+    bodies = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.bodies
+    bodies.prepare(1)
+    before = {
+        name: {own: value.clone() for own, value in party.state().items()} for name, party in bodies.parties.items()
+    }
+    for party, gradient in zip(bodies.parties.values(), (1.0, float("inf")), strict=True):
+        for parameter in party.trained().values():
+            parameter.grad = torch.full_like(parameter, gradient)
+    with pytest.raises(ValueError, match="'server/client 1' for client 1 are not finite at step 0"):
+        bodies.train_step(0, {"client 0": 1.0, "client 1": 1.0}, {"client 0": 2, "client 1": 2})
+    for name, party in bodies.parties.items():
+        assert all(torch.equal(value, before[name][own]) for own, value in party.state().items()), name
+
+
 @pytest.mark.parametrize("state", ["names", "shapes"])
 def test_parameters_of_another_model_are_not_averaged(state, tmp_path):
     def send_others(run, trainer, *args):
@@ -380,6 +399,22 @@ def test_more_passages_than_were_said_are_refused(tmp_path):
 
     run = attacked(tmp_path, "client_batch", twice)
     assert "began step 0 with 1 passages, and another came" in str(run.errors["client 1"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_client_has_no_more_weight_than_rows_that_crossed(strategy, tmp_path):
+    def say_more(run, trainer, *args):
+        run_step = trainer._federation.run_step
+
+        def run_step_with_more(step, batches, num_rows, *rest):
+            return run_step(step, batches, {own: rows + 1 for own, rows in num_rows.items()}, *rest)
+
+        trainer._federation.run_step = run_step_with_more
+        return type(trainer).training_step(trainer, *args)
+
+    run = attacked(tmp_path, strategy, say_more)
+    assert "began step 0 with 3 rows, and 2 crossed" in str(run.errors["client 1"])
+    assert not any(run.server.bodies._rows.values()) and run.server.step == 0
 
 
 def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):

@@ -23,6 +23,7 @@ from split_runs import (
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
+from hf_federated.split_training.parties import JointOptimizer, Party
 from hf_federated.split_training.steps import SplitSteps, plan_together, plan_turns
 from hf_federated.split_training.transfer import PartParameters
 
@@ -121,13 +122,30 @@ def test_a_client_whose_weights_are_not_finite_is_named_before_it_reaches_others
         trainer.train()
 
 
+def test_nobody_steps_where_somebodys_gradients_are_not_finite():
+    parties = {}
+    for name, gradient in (("server/a", 1.0), ("a", 1.0), ("server/b", 1.0), ("b", float("inf"))):
+        module = torch.nn.Linear(2, 2)
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        parties[name] = Party(name, module, torch.optim.SGD(module.parameters(), lr=0.1))
+    joint = JointOptimizer(parties, max_grad_norm=1.0)
+    joint.groups = [["server/a", "a"], ["server/b", "b"]]
+    before = {name: [own.detach().clone() for own in party.module.parameters()] for name, party in parties.items()}
+    with pytest.raises(ValueError, match="gradients of 'b' are not finite"):
+        joint.step()
+    for name, party in parties.items():
+        assert all(torch.equal(*own) for own in zip(party.module.parameters(), before[name], strict=True)), name
+
+
 def test_parameters_that_are_handed_over_are_checked():
     with pytest.raises(ValueError, match="'w' of client 'a' holds NaN"):
         PartParameters("a", 3, 1, {"w": torch.tensor([float("nan")])})
     with pytest.raises(ValueError, match="num_rows must be int"):
         PartParameters("a", 3, 1.0, {})
-    with pytest.raises(ValueError, match="num_rows of client 'a' is -1"):
-        PartParameters("a", 3, -1, {})
+    for num_rows in (-1, 10**400):
+        with pytest.raises(ValueError, match=f"num_rows of client 'a' is {num_rows}, which is to be from 0 to"):
+            PartParameters("a", 3, num_rows, {})
     message = PartParameters("a", 3, 1, {"w": torch.ones(2)})
     assert torch.equal(PartParameters.from_bytes(message.to_bytes()).state["w"], torch.ones(2))
 
