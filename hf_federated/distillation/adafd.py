@@ -43,7 +43,8 @@ class AdaFD(Distillation):
             processes the main one asks for all.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
             For `"llm"`: whether clients evaluate their models on their evaluation rows, whose F1 then stands in the
-            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`.
+            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`,
+            `f1_weighted`, `f1_macro` or `span_f1`, of which the first is taken.
         kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
 
     Raises:

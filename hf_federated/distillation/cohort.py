@@ -42,6 +42,8 @@ Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message
 R = TypeVar("R")
 # `from_main(place, find)`: what `find` returns in the main process, in all processes.
 FromMain = Callable[[str, Callable[[], Any]], Any]
+# What F1 is called: by a user's own metrics, by those of tasks. The first that there is stands for a client.
+F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -381,6 +383,10 @@ def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...])
         )
 
 
+def _f1(metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in F1_NAMES if name in metrics), None)
+
+
 def reports(
     cohort: Cohort,
     predictions: Mapping[str, torch.Tensor] | None = None,
@@ -392,7 +398,8 @@ def reports(
     Args:
         cohort ([`Cohort`]): The clients.
         predictions (`Mapping[str, torch.Tensor]`, *optional*): Their logits, to be summed up too.
-        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which `eval_f1` is taken.
+        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which the first of `eval_f1`,
+            `eval_f1_weighted`, `eval_f1_macro` and `eval_span_f1` is taken.
     """
     found = []
     for client_id, row in cohort.metrics.items():
@@ -402,7 +409,7 @@ def reports(
                 client_id,
                 num_examples=int(row["num_examples"]),
                 min_epoch_loss=row.get("min_epoch_loss", row.get("loss", math.nan)),
-                f1=None if evaluations is None else evaluations[client_id].get("eval_f1"),
+                f1=None if evaluations is None else _f1(evaluations[client_id]),
                 class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
                 **({} if predictions is None else summarize_logits(predictions[client_id])),
             )

@@ -20,7 +20,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer
-from hf_federated.messages import ClientUpdate, Predict, Predictions, public_order
+from hf_federated.distillation import Cohort, reports
+from hf_federated.messages import ClientUpdate, Metrics, Predict, Predictions, public_order
 from hf_federated.tasks import TextClassification
 from hf_federated.validation import RoundFailedError
 
@@ -221,6 +222,44 @@ def test_clients_evaluate_with_their_own_tokenizers_and_the_tasks_metrics(tmp_pa
         right = sum(guess == label for guess, label in zip(guesses, rows["label"], strict=True))
         assert trainer.client_metrics[client_id]["eval_accuracy"] == pytest.approx(right / len(rows))
     assert "federated/eval_accuracy_mean" in trainer.evaluate()
+
+
+def test_the_tasks_f1_stands_in_the_prompt_of_adafd(tmp_path):
+    prompts = []
+    settings = {"weighting": "llm", "generate": lambda prompt: prompts.append(prompt) or "1, 1, 1"}
+    record = Recorder()
+    eval_rows = {name: texts(6, seed=30 + number) for number, name in enumerate(CLIENTS)}
+    trainer = federation(
+        tmp_path,
+        "adafd",
+        own_tokenizers(),
+        record,
+        eval_dataset=FederatedDataset.from_dict(eval_rows),
+        federation=FederatedConfig(
+            num_rounds=1, distillation="adafd", distillation_kwargs={**settings, "clients_evaluate": True}
+        ),
+    )
+    trainer.train()
+    told = [reply.metrics for reply in record.received if isinstance(reply, Metrics) and "eval_loss" in reply.metrics]
+    assert len(told) == len(CLIENTS)
+    for number, metrics in enumerate(told, start=1):
+        (line,) = [line for line in prompts[0].splitlines() if line.startswith(f"Client {number}:")]
+        assert f" F1={metrics['eval_f1_weighted']:.4g}," in line
+
+
+@pytest.mark.parametrize(
+    ("metrics", "f1"),
+    [
+        ({"eval_f1": 0.1, "eval_f1_weighted": 0.2}, 0.1),
+        ({"eval_f1_macro": 0.3, "eval_f1_weighted": 0.2}, 0.2),
+        ({"eval_f1_macro": 0.3}, 0.3),
+        ({"eval_span_f1": 0.4, "eval_token_accuracy": 0.9}, 0.4),
+        ({"eval_accuracy": 0.9}, None),
+    ],
+)
+def test_a_report_has_the_f1_that_there_is(metrics, f1):
+    cohort = Cohort(0, {"a": {"num_examples": 4}}, ask=None, decode=None, seed=0)
+    assert reports(cohort, evaluations={"a": metrics})[0].f1 == f1
 
 
 def test_a_row_without_text_is_named(tmp_path):
