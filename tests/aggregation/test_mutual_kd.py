@@ -6,12 +6,13 @@ import pytest
 import torch
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
 from hf_federated.adapters import Exchange
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
+from hf_federated.distillation.losses import kl_divergence
 from hf_federated.messages import ClientUpdate, Fit
 
 
@@ -161,6 +162,93 @@ def test_attention_that_a_model_does_not_return_cannot_be_matched(tmp_path, whic
     trainer = Trainer(model=models["private"], args=arguments(tmp_path))
     with pytest.raises(ValueError, match=f"the {which} model does not return with attn_implementation='sdpa'"):
         hook.start(trainer, Exchange(models["private"]), models["shared"])
+
+
+def padded(batch, value):
+    """Right-padded by three positions, whose tokens are of this value."""
+    more = torch.full((len(batch["input_ids"]), 3), value)
+    return {
+        "input_ids": torch.cat([batch["input_ids"], more], 1),
+        "attention_mask": torch.cat([torch.ones_like(batch["input_ids"]), torch.zeros_like(more)], 1),
+        "labels": batch["labels"] if batch["labels"].ndim == 1 else F.pad(batch["labels"], (0, 3), value=-100),
+    }
+
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+
+
+def tagger_of(seed, **config):
+    values = {**tiny_model().config.to_diff_dict(), "num_labels": 3, **STILL, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return BertForTokenClassification(BertConfig(**values))
+
+
+def llama_of(seed, **config):
+    values = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(pad_token_id=0, attn_implementation="eager", **values))
+
+
+def classifier_of(seed, **config):
+    return tiny_model(seed, **STILL, **config)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("model_of", [classifier_of, tagger_of, llama_of])
+def test_padding_teaches_nothing(tmp_path, model_of, heads):
+    mentee = model_of(0, num_hidden_layers=1)
+    mentor = model_of(3, num_hidden_layers=2, num_attention_heads=heads)
+    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(5, seed=4)["input_ids"])
+    labels = {classifier_of: ids[:, 0] % 2, tagger_of: ids % 3, llama_of: ids}[model_of]
+    batch = {"input_ids": ids, "labels": labels}
+    losses = []
+    for given in (batch, padded(batch, 0), padded(batch, 7)):
+        inputs = hook.inputs(given)
+        outputs = mentee(**inputs)
+        losses.append(hook.loss(outputs.loss, outputs, inputs))
+    torch.testing.assert_close(losses[1], losses[2])
+    if model_of is not llama_of:  # whose last position has no label behind it, and counts where no padding follows
+        torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize(("model_of", "behind"), [(tagger_of, 0), (llama_of, 1)])
+def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
+    mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(2, seed=4)["input_ids"])
+    # Labels of the third and fourth token of the first row, and of the second of the other.
+    labels = torch.full_like(ids, -100)
+    places = ([0, 0, 1], [2, 3, 1])
+    labels[places] = ids[places] % 3
+    batch = {"input_ids": ids, "labels": labels}
+    outputs, theirs = mentee(**batch), mentor(**batch)
+    predicted = (places[0], [place - behind for place in places[1]])
+    small, large = outputs.logits[predicted], theirs.logits[predicted]
+    on_labels = outputs.loss + theirs.loss
+    kl = sum(
+        F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+        for student, teacher in ((small, large), (large, small))
+    )
+    torch.testing.assert_close(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
+
+
+@pytest.mark.parametrize("model_of", [tagger_of, llama_of])
+def test_rows_without_padding_teach_at_every_position(tmp_path, model_of):
+    mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(2, seed=4)["input_ids"])
+    batch = {"input_ids": ids, "labels": ids % 3}
+    outputs, theirs = mentee(**batch), mentor(**batch)
+    small, large = outputs.logits.flatten(0, 1), theirs.logits.flatten(0, 1)
+    on_labels = outputs.loss + theirs.loss
+    kl = kl_divergence(small, large) + kl_divergence(large, small)
+    assert torch.equal(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
 
 
 def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
