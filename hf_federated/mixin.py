@@ -268,7 +268,9 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return super().compute_loss(model, inputs, **asked, **kwargs)
         inputs = hook.inputs(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = hook.loss(loss, outputs, inputs)
+        # The algorithm adds means over this batch, and the trainer's loss may be divided already.
+        share = self.local_training.share_of_step(self, inputs, kwargs.get("num_items_in_batch"))
+        loss = hook.loss(loss / share, outputs, inputs) * share
         return (loss, outputs) if return_outputs else loss
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -72,9 +72,12 @@ class LocalHook:
         The loss of a training step.
 
         Args:
-            loss (`torch.Tensor`): The trainer's.
+            loss (`torch.Tensor`): The trainer's, as the mean over this batch.
             outputs (`Any`): The shared model's, by name.
             inputs (`Mapping[str, Any]`): From [`~LocalHook.inputs`].
+
+        Returns:
+            `torch.Tensor`: Of the same scale. Where batches are accumulated, it is weighed as the trainer's is.
         """
         return loss
 

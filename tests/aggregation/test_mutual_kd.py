@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from datasets import Dataset
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.nn import functional as F
 from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
-from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
+from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD, federate
 from hf_federated.adapters import Exchange
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
@@ -249,6 +252,61 @@ def test_rows_without_padding_teach_at_every_position(tmp_path, model_of):
     on_labels = outputs.loss + theirs.loss
     kl = kl_divergence(small, large) + kl_divergence(large, small)
     assert torch.equal(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
+
+
+class Batches(Trainer):
+    """Keeps the batches of its steps."""
+
+    seen: list[dict] = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.seen.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("model_of", "divides"), [(llama_of, True), (classifier_of, False)])
+def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, divides):
+    """Of a model that divides by the tokens of all batches, and of one whose loss is a mean, which `Trainer` adds."""
+    Batches.seen.clear()
+    data = rows(4, seed=4)
+    if divides:
+        hidden = [[-100] * number + ids[number:] for number, ids in enumerate(data["input_ids"])]
+        data = Dataset.from_dict({"input_ids": data["input_ids"], "labels": hidden})
+    models = {"mentee": model_of(0, num_hidden_layers=1), "mentor": model_of(3, num_hidden_layers=1)}
+    before = {name: copy.deepcopy(model) for name, model in models.items()}
+    still = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    trainer = federate(Batches)(
+        model=models["mentee"],
+        args=arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **still),
+        train_dataset={"a": data, "b": data},
+        client_model_init=lambda client_id: models["mentor"],
+        federation=FederatedConfig(
+            num_rounds=1,
+            clients_per_round=1,
+            aggregation="mutual_kd",
+            aggregation_kwargs={"energy_start": 1.0, "energy_end": 1.0},
+        ),
+    )
+    trainer.train()
+    assert len(Batches.seen) == 2
+    # A prediction is of the next token.
+    num_items = [int((batch["labels"][..., 1:] != -100).sum()) if divides else 1 for batch in Batches.seen]
+    assert not divides or num_items[0] != num_items[1]
+    total = 0.0
+    hook = Mentor(1.0, match_hidden=True, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=before["mentor"], args=arguments(tmp_path)), Exchange(before["mentor"]), before["mentee"])
+    for batch, number in zip(Batches.seen, num_items, strict=True):
+        inputs = hook.inputs(batch)
+        outputs = before["mentee"](**inputs)
+        total = total + hook.loss(outputs.loss, outputs, inputs) * (number / sum(num_items) if divides else 1)
+    total.backward()
+    client_id = next(client_id for client_id in "ab" if client_id in trainer.engine.worker.models)
+    after = {"mentee": trainer.model.state_dict(), "mentor": kept(trainer, client_id)["mentor"]}
+    for model, weights in after.items():
+        for name, parameter in before[model].named_parameters():
+            if parameter.grad is not None:
+                stepped = parameter.detach() - 0.1 * parameter.grad
+                torch.testing.assert_close(weights[name], stepped, atol=1e-6, rtol=1e-4)
 
 
 def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
