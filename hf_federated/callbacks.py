@@ -321,6 +321,7 @@ class DistillationCallback(FederatedCallback):
         )
         if self.teachers is not None:
             self.teachers.settle(cohort.client_ids, self._kept)
+        cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self._server)
         if self._server.student.positions is not None:
             # Fewer than there are, where a tokenizer of the round keeps nothing of some words.

@@ -5,7 +5,8 @@ Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -99,6 +100,14 @@ class AdaFD(Distillation):
     @property
     def needs_epoch_losses(self) -> bool:
         return self.weighting in ("rnwc", "enwc", LLM)
+
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        loss = metrics.get("min_epoch_loss")
+        if self.needs_epoch_losses and (loss is None or not 0 <= loss < math.inf):
+            raise ValueError(
+                f"it reports {loss!r} as the smallest mean loss of its epochs, by which weighting={self.weighting!r} "
+                "weighs it; expected a finite number that is not negative. Look at this client's training."
+            )
 
     def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:
         """

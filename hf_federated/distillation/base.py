@@ -223,6 +223,18 @@ class Distillation:
             ValueError: If the method cannot use it. The client's update is then refused, and its parameters with it.
         """
 
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        """
+        Refuse what a client reported of its local training.
+
+        Args:
+            metrics (`Mapping[str, float]`): The client's, as it sent them.
+            num_classes (`int`): Classes of the server's model.
+
+        Raises:
+            ValueError: If the method cannot use it. The client is then left out of the round's distillation.
+        """
+
     def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
         """
         Of a method that needs teachers: whether what clients send in a round will be one.

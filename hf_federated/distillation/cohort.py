@@ -122,6 +122,23 @@ class Cohort:
         """A seed for a client, for this round and purpose alone."""
         return derived_seed(self.seed, client_id, self.round, *purpose)
 
+    def check_reports(self, check: Callable[[Mapping[str, float]], None]) -> None:
+        """
+        Leave out the clients whose reports of their local training are of no use.
+
+        Args:
+            check (`Callable`): Raises `ValueError` for such metrics of a client.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` are left.
+        """
+        for client_id, metrics in list(self.metrics.items()):
+            try:
+                check(metrics)
+            except ValueError as error:
+                self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+        self.check_enough()
+
     def predict(self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool = False) -> dict[str, torch.Tensor]:
         """
         The clients' predictions of public rows.
@@ -408,7 +425,7 @@ def reports(
             ClientReport(
                 client_id,
                 num_examples=int(row["num_examples"]),
-                min_epoch_loss=row.get("min_epoch_loss", row.get("loss", math.nan)),
+                min_epoch_loss=row.get("min_epoch_loss", math.nan),
                 f1=None if evaluations is None else _f1(evaluations[client_id]),
                 class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
                 **({} if predictions is None else summarize_logits(predictions[client_id])),
