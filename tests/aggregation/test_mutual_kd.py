@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -78,6 +79,43 @@ def test_fewer_bytes_come_up_than_go_down(tmp_path):
     trainer = trainer_of(tmp_path, energy_start=0.5, energy_end=0.5)
     trainer.train()
     assert trainer.ledger.bytes_up < 0.8 * trainer.ledger.bytes_down
+
+
+class Messages(FederatedCallback):
+    """What went to clients, and their replies."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def on_round_begin(self, args, state, control, **kwargs):
+        worker = self.trainer.engine.worker
+
+        def recorded(message):
+            reply = type(worker).handle(worker, message)
+            self.pairs.append((message, reply))
+            return reply
+
+        worker.handle = recorded
+
+
+def test_a_matrix_costs_its_factors_and_the_small_model_goes_down_whole(tmp_path):
+    """`r (m + n + 1)` numbers of a matrix of rank `r` go up, or all of its own where they are fewer."""
+    trainer = trainer_of(tmp_path, callbacks=[record := Messages()], energy_start=0.5, energy_end=0.5)
+    record.trainer = trainer
+    trainer.train()
+    assert len(record.pairs) == 2 * 2
+    shapes = {name: tuple(value.shape) for name, value in trainer.exchange.read().items()}
+    for sent, reply in record.pairs:
+        down = sum(map(math.prod, shapes.values()))
+        ranks = {name: len(reply.state[f"{name}/s"]) for name in shapes if f"{name}/s" in reply.state}
+        up = sum(
+            ranks[name] * (sum(shape) + 1) if name in ranks else math.prod(shape) for name, shape in shapes.items()
+        )
+        assert len(ranks) > 5 and up < down
+        headers = [8 + int.from_bytes(message.to_bytes()[:8], "little") for message in (sent, reply)]
+        # Of 4 bytes each.
+        expected = (4 * down + headers[0], 4 * up + headers[1])
+        assert trainer.ledger.account(sent.round, sent.client_id) == expected
 
 
 def test_all_the_energy_loses_nothing():
