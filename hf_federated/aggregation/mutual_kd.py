@@ -125,6 +125,10 @@ class MutualKD(Aggregation):
     name: ClassVar[str] = "mutual_kd"
     needs_gradients: ClassVar[bool] = True
     trains_private_models: ClassVar[bool] = True
+    sends_back: ClassVar[str] = (
+        "what it had changed in them and no parameters, each matrix as the factors of a singular value decomposition "
+        "where these are fewer numbers; the client's private model and what it learnt stayed there"
+    )
 
     def __init__(
         self,

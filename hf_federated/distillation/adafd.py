@@ -98,6 +98,20 @@ class AdaFD(Distillation):
             )
 
     @property
+    def sent_beside(self) -> str:
+        return "the metrics of its model on its own evaluation rows" if self.clients_evaluate else ""
+
+    @property
+    def told_outside(self) -> str:
+        if self.weighting != LLM:
+            return ""
+        f1 = ", its F1 where its metrics have one" if self.clients_evaluate else ""
+        return (
+            f"each client's training loss{f1} and, of its predictions, each class's mean logit and standard deviation "
+            "and the mean entropy, without the client's id"
+        )
+
+    @property
     def needs_epoch_losses(self) -> bool:
         return self.weighting in ("rnwc", "enwc", LLM)
 

@@ -160,6 +160,16 @@ class Distillation:
         """What clients send beside predictions and parameters, as the model card says it after "it sent"."""
         return ""
 
+    @property
+    def public_passes(self) -> int:
+        """How often clients send predictions of each public row in a round."""
+        return 1
+
+    @property
+    def told_outside(self) -> str:
+        """What a function of the user's is given of the clients' answers, as the card says it after "It was given"."""
+        return ""
+
     def check_model(self, model: nn.Module) -> None:
         """
         Refuse a model that the method does not work with.
