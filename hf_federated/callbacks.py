@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .aggregation import Accumulator, Aggregation, WeightedMean
-from .distillation import Ask, Cohort, Distillation, DistillationServer, Teachers
+from .distillation import Ask, Cohort, Distillation, DistillationServer, FromMain, Teachers
 from .messages import ClientUpdate
 from .validation import CheckExtra
 
@@ -254,20 +254,22 @@ class DistillationCallback(FederatedCallback):
         self.logs: dict[str, float] = {}
         self.teachers: Teachers | None = None
         self._server: DistillationServer | None = None
+        self._from_main: FromMain | None = None
         # Whose updates were kept here in this round.
         self._kept: list[str] = []
         self._extra: WeightedMean | None = None
 
-    def start(self, server: DistillationServer, teachers: Teachers | None) -> None:
+    def start(self, server: DistillationServer, teachers: Teachers | None, from_main: FromMain) -> None:
         """
         Called when a run begins.
 
         Args:
             server ([`DistillationServer`]): The server's model and rows.
             teachers ([`Teachers`], *optional*): Where clients' models are put, for a method that needs them.
+            from_main (`Callable`): As of [`~hf_federated.distillation.Cohort`].
         """
         self.logs = {}
-        self._server, self.teachers = server, teachers
+        self._server, self.teachers, self._from_main = server, teachers, from_main
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
@@ -302,7 +304,7 @@ class DistillationCallback(FederatedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
         assert server.ask is not None
-        assert self._server is not None
+        assert self._server is not None and self._from_main is not None
         num_classes = self._server.student.num_classes
         cohort = Cohort(
             round=server.round,
@@ -315,9 +317,11 @@ class DistillationCallback(FederatedCallback):
             extra=self._extra,
             teachers=self.teachers,
             positions=self._server.student.positions,
+            from_main=self._from_main,
         )
         if self.teachers is not None:
             self.teachers.settle(cohort.client_ids, self._kept)
+        cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self._server)
         if self._server.student.positions is not None:
             # Fewer than there are, where a tokenizer of the round keeps nothing of some words.

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from .adapters import Exchange, copy_model, freeze_layers
 from .clients import ClientSpec, Student, client_arguments
@@ -204,6 +205,7 @@ class ClientModelBuilder:
             check_vocabulary(client_id, model, self._trainer.model)
         else:
             check_labels(client_id, model, self._trainer.model)
+        align_padding(model, tokenizer)
         trainer = self._build_trainer(model, tokenizer, spec)
         exchange = Exchange(trainer.model, self._exchange)
         public = self._public_rows(tokenizer)
@@ -281,6 +283,20 @@ class ClientModelBuilder:
                     f"server's {list(theirs)[:8]}. Predictions of tokens are aligned by place: all clients need the "
                     "server's tokenizer."
                 )
+
+
+def align_padding(model: Any, tokenizer: Any) -> None:
+    """
+    Let a model take for padding what its tokenizer pads with. `Trainer.train` does so too, but a model that was put
+    away and is built again predicts before it trains again, and a decoder that classifies reads its last token.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The client's. Others are left alone.
+        tokenizer (`PreTrainedTokenizerBase`): The client's.
+    """
+    if isinstance(model, (PreTrainedModel, PeftModel)) and isinstance(tokenizer, PreTrainedTokenizerBase):
+        if tokenizer.pad_token_id is not None:
+            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def check_labels(client_id: str, model: Any, servers: Any) -> None:

@@ -261,14 +261,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """`Trainer.compute_loss`. Inside a client that trains: the algorithm's, of the parent's and its outputs."""
-        hook = None if self.local_training is None or not model.training else self.local_training.hook
-        if hook is None or not hook.changes_loss:
+        local = self.local_training
+        hook = None if local is None or not model.training else local.hook
+        if local is None or hook is None or not hook.changes_loss:
             # A user's own may know none of these arguments.
             asked = {"return_outputs": True} if return_outputs else {}
             return super().compute_loss(model, inputs, **asked, **kwargs)
         inputs = hook.inputs(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = hook.loss(loss, outputs, inputs)
+        # The algorithm adds means over this batch, and the trainer's loss may be divided already.
+        share = local.share_of_step(self, inputs, kwargs.get("num_items_in_batch"))
+        loss = hook.loss(loss / share, outputs, inputs) * share
         return (loss, outputs) if return_outputs else loss
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

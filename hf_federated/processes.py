@@ -12,10 +12,10 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from .notices import NoticeBoard
 from .packing import pack, unpack
 
+
+T = TypeVar("T")
 
 # One process may wait for another's clients for as long as these train; one that died is noticed at once.
 PATIENCE = timedelta(days=30)
@@ -171,6 +173,21 @@ class Processes:
                 "may guard only what does none of this, and each has to catch an error that another one catches."
             )
         return [theirs["tree"] for theirs in told]
+
+    def from_main(self, place: str, find: Callable[[], T]) -> T:
+        """
+        What the main process finds, for all of them: what would differ between processes is asked once. All must call
+        it.
+
+        Args:
+            place (`str`): As in `gather`.
+            find (`Callable`): Called in the main process alone. It returns what [`~hf_federated.packing.pack`] takes.
+
+        Raises:
+            OutOfStepError: In all processes, if they came from different places.
+            PeerFailedError: If another process failed or was killed.
+        """
+        return self.gather(place, find() if self.is_main else None)[0]
 
     def wait(self, place: str) -> None:
         """

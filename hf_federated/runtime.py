@@ -223,7 +223,8 @@ class FederationRuntime:
         self.aggregation.setup(self.num_rounds, len(self.clients))
         if self._distillation_callback is not None and student is not None:
             server = builder.build_distillation_server(student, exchange, self.num_rounds, self._sampler.num_sampled)
-            self._distillation_callback.start(server, builder.build_teachers(args, student, exchange))
+            teachers = builder.build_teachers(args, student, exchange)
+            self._distillation_callback.start(server, teachers, self.processes.from_main)
         self.examples_seen = 0
         # What every client's trainer would find out for itself.
         self.decay_parameter_names, self._flos_per_token = None, None

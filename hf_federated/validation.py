@@ -91,6 +91,9 @@ def check_update(
             f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
             "expected at least one example and one step. An update of no data cannot be weighted."
         )
+    for name, value in update.metrics.items():
+        if not isinstance(value, (int, float)):
+            raise InvalidUpdateError(f"{where}: the metric {name!r} is {value!r}, expected a number.")
     _check_state(update.state, reference, where)
     beside = f"{where}, beside the parameters"
     _check_state(update.extra, extra_reference, beside)

@@ -104,6 +104,11 @@ def client_model(client_id: str) -> nn.Module:
     return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
 
 
+def answer_of_this_process(prompt: str) -> str:
+    """Weights in the main process, and none in the others."""
+    return "4, 3, 2, 1" if int(os.environ.get("RANK", 0)) == 0 else "I would trust the first."
+
+
 class Noise(Postprocessor):
     """Adds noise from the global generators on both sides."""
 
@@ -176,12 +181,14 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         clients = {"only": rows(22)}
         others = {}
         args["eval_strategy"] = "no"
-    elif name in ("fedid", "adafd", "fedid data"):
+    elif name in ("fedid", "adafd", "adafd llm", "fedid data"):
         federation |= {"distillation": name.split()[0], "client_optimizer_state": "carry"}
         others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
         if name == "fedid data":
             federation["parallelism"] = "data"
-        if name == "adafd":
+        if name == "adafd llm":
+            federation["distillation_kwargs"] = {"weighting": "llm", "generate": answer_of_this_process}
+        elif name == "adafd":
             federation |= {"evaluate_clients": True, "local_epochs": 2}
             others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
         else:

@@ -120,3 +120,9 @@ def test_an_answer_to_another_round_is_refused():
 def test_what_comes_beside_the_parameters_is_checked_too(extra, expected):
     text = refusal(dataclasses.replace(update(), extra=extra))
     assert "beside the parameters" in text and expected in text
+
+
+@pytest.mark.parametrize("value", [None, "0.1", [0.1]])
+def test_a_metric_that_is_no_number_is_refused_by_name(value):
+    bad = dataclasses.replace(update(), metrics={"loss": 0.5, "min_epoch_loss": value})
+    assert f"the metric 'min_epoch_loss' is {value!r}, expected a number" in refusal(bad)

@@ -72,9 +72,12 @@ class LocalHook:
         The loss of a training step.
 
         Args:
-            loss (`torch.Tensor`): The trainer's.
+            loss (`torch.Tensor`): The trainer's, as the mean over this batch.
             outputs (`Any`): The shared model's, by name.
             inputs (`Mapping[str, Any]`): From [`~LocalHook.inputs`].
+
+        Returns:
+            `torch.Tensor`: Of the same scale. Where batches are accumulated, it is weighed as the trainer's is.
         """
         return loss
 
@@ -131,6 +134,8 @@ class Aggregation:
     name: ClassVar[str] = ""
     # Whether parameters go to the clients and come back. Without, each client has a model of its own.
     exchanges_parameters: ClassVar[bool] = True
+    # What clients send back instead of parameters, as the model card says it after "It sent back".
+    sends_back: ClassVar[str] = ""
     # Whether a client has a model beside the shared one, which its hook is given by `start` and trains.
     trains_private_models: ClassVar[bool] = False
 

@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
@@ -26,6 +28,10 @@ from ..postprocessing import Postprocessor
 from ..validation import InvalidUpdateError
 from .base import Accumulator, Aggregation, LocalHook
 from .weighted_mean import State
+
+
+# The label of a position that no loss counts.
+IGNORED = -100
 
 
 class LowRankUpdates(Postprocessor):
@@ -80,7 +86,9 @@ class MutualKD(Aggregation):
     where a KL's first argument and the divisor have no gradient: the less sure both are, the less they teach. Layer
     `l` of the mentee stands beside that of the mentor at the same depth; `W`, which is private too, is there where
     hidden sizes differ, and the attention maps `a`, which the paper matches too, are the means over heads where their
-    numbers differ. Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
+    numbers differ. Where a model predicts at every position, the KLs are means over those with a label (not −100), and
+    the MSEs are means over positions, and pairs of them, that `attention_mask` does not hide: padding teaches nothing.
+    Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
 
     Both read the same tokens, so mentors need the mentee's tokenizer. The mentor keeps its optimizer from round to
     round, at the constant learning rate of its training arguments.
@@ -117,6 +125,10 @@ class MutualKD(Aggregation):
     name: ClassVar[str] = "mutual_kd"
     needs_gradients: ClassVar[bool] = True
     trains_private_models: ClassVar[bool] = True
+    sends_back: ClassVar[str] = (
+        "what it had changed in them and no parameters, each matrix as the factors of a singular value decomposition "
+        "where these are fewer numbers; the client's private model and what it learnt stayed there"
+    )
 
     def __init__(
         self,
@@ -200,6 +212,7 @@ class Mentor(LocalHook):
         self._trainer, self._exchange = copy.copy(trainer), exchange
         self._trainer.optimizer = None
         self._mentor = trainer.model
+        self._predicts_next = predicts_next_token(self._mentor)
         if self._match_attention:
             for what, own in (("shared model", model), ("private model", self._mentor)):
                 check_returns_attention(own, what)
@@ -225,22 +238,27 @@ class Mentor(LocalHook):
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         with self._trainer.compute_loss_context_manager():
             theirs = self._mentor(**inputs)
-        small, large = outputs["logits"].float().flatten(0, -2), theirs.logits.float().flatten(0, -2)
+        learnt = learnt_positions(outputs["logits"], inputs.get("labels"), self._predicts_next)
+        small, large = outputs["logits"][learnt].float(), theirs.logits[learnt].float()
         taught = kl_divergence(small, large.detach(), self._temperature)
         taught = taught + kl_divergence(large, small.detach(), self._temperature)
+        mask = inputs.get("attention_mask")
         if self._match_hidden:
-            taught = taught + self._hidden_loss(outputs["hidden_states"], theirs.hidden_states)
+            taught = taught + self._hidden_loss(outputs["hidden_states"], theirs.hidden_states, mask)
         if self._match_attention:
-            taught = taught + attention_loss(outputs["attentions"], theirs.attentions)
+            taught = taught + attention_loss(outputs["attentions"], theirs.attentions, mask)
         return loss + theirs.loss + taught / (loss + theirs.loss).detach()
 
-    def _hidden_loss(self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _hidden_loss(
+        self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Of every layer of the mentee and of the embeddings, which come first."""
         losses = []
+        shown = shown_positions(mask, small[0].shape[:2], small[0].device)
         for layer, hidden in enumerate(small):
             depth = round(layer * (len(large) - 1) / (len(small) - 1))
             projected = hidden if self._projection is None else self._projection(hidden.float())
-            losses.append(F.mse_loss(projected.float(), large[depth].float()))
+            losses.append(F.mse_loss(projected[shown].float(), large[depth][shown].float()))
         return torch.stack(losses).sum()
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -274,20 +292,72 @@ def check_returns_attention(model: Any, what: str) -> None:
         )
 
 
-def attention_loss(small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def predicts_next_token(model: Any) -> bool:
+    """Whether a model's prediction at a position is of the token behind it, so that its loss shifts the labels."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    return type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def learnt_positions(logits: torch.Tensor, labels: torch.Tensor | None, predicts_next: bool) -> torch.Tensor:
+    """
+    Which predictions the labels are about: of a model that predicts at every position, those whose label is not −100.
+
+    Args:
+        logits (`torch.Tensor`): Of shape `(rows, classes)` or `(rows, positions, classes)`.
+        labels (`torch.Tensor`, *optional*): Of shape `(rows, positions)`. Labels of another shape leave nothing out.
+        predicts_next (`bool`): Whether the label of a prediction stands one position behind it.
+
+    Returns:
+        `torch.Tensor`: Bool, of the logits' shape without the classes.
+    """
+    if logits.ndim < 3 or labels is None or labels.shape != logits.shape[:-1]:
+        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    if predicts_next:
+        # No label is behind the last position; it goes with its own, so that all count in a row without padding.
+        labels = torch.cat([labels[:, 1:], labels[:, -1:]], dim=1)
+    return labels != IGNORED
+
+
+def shown_positions(mask: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """
+    Which positions are no padding.
+
+    Args:
+        mask (`torch.Tensor`, *optional*): `attention_mask`. One that is not of this shape leaves nothing out.
+        shape (`torch.Size`): Rows and positions.
+        device (`torch.device`): Of the result.
+
+    Returns:
+        `torch.Tensor`: Bool, of that shape.
+    """
+    if mask is None or mask.shape != shape:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    return mask.bool()
+
+
+def attention_loss(
+    small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     The summed MSE of attention maps, each layer's beside that at the same depth.
 
     Args:
         small (`tuple[torch.Tensor, ...]`): The mentee's, of shape `(rows, heads, positions, positions)`.
         large (`tuple[torch.Tensor, ...]`): The mentor's, of as many positions.
+        mask (`torch.Tensor`, *optional*): `attention_mask`, of shape `(rows, positions)`: the mean is over pairs of
+            positions that are no padding.
 
     Returns:
         `torch.Tensor`: A scalar, float32.
     """
     losses = []
+    rows, _, asking, asked = small[0].shape
+    of_both = [shown_positions(mask, torch.Size([rows, number]), small[0].device) for number in (asking, asked)]
+    pairs = (of_both[0][:, :, None] & of_both[1][:, None, :])[:, None]
     for layer, own in enumerate(small):
         theirs = large[round((layer + 1) * len(large) / len(small)) - 1]
-        pair = (own, theirs) if own.shape[1] == theirs.shape[1] else (own.mean(1), theirs.mean(1))
-        losses.append(F.mse_loss(pair[0].float(), pair[1].float()))
+        if own.shape[1] != theirs.shape[1]:
+            own, theirs = own.mean(1, keepdim=True), theirs.mean(1, keepdim=True)
+        counted = pairs.expand_as(own)
+        losses.append(F.mse_loss(own[counted].float(), theirs[counted].float()))
     return torch.stack(losses).sum()

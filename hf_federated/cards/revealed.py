@@ -28,11 +28,15 @@ def what_left(record: RunRecord) -> str:
         "trainable": "the trainable parameters",
         "all": "all parameters and buffers",
     }[exchanged["kind"]]
-    what = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
+    numbers = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
+    what = f"{kind}: {numbers} in {', '.join(exchanged['dtypes'])}."
     evaluations = ", and the metrics of its own evaluation" if record.federation["evaluate_clients"] else ""
+    crossed = f"received and sent back {what}"
+    if exchanged.get("sends_back"):
+        crossed = f"received {what} It sent back {exchanged['sends_back']}."
     return (
-        f"In a round, a sampled client received and sent back {kind}: {what} in {', '.join(exchanged['dtypes'])}. With"
-        f" these it sent {UPDATE_FIELDS}{_class_counts(record)}{evaluations}. What the algorithm sends beside the"
+        f"In a round, a sampled client {crossed} With these it sent"
+        f" {UPDATE_FIELDS}{_class_counts(record)}{evaluations}. What the algorithm sends beside the"
         " parameters is in the bytes above. No message has a field for rows of the data set. Parameters can still tell"
         f" something about the rows they were trained on.{_pseudo_samples(record)}"
     )
@@ -72,10 +76,19 @@ def _revealed(record: RunRecord) -> str:
     if exchanged.get("beside"):
         kept += f" Beside these it sent {exchanged['beside']}."
     evaluations = ", and the metrics of its own evaluation" if federation["evaluate_clients"] else ""
+    passes = exchanged.get("public_passes", 1)
+    in_passes = f", in each of {passes} passes over them" if passes > 1 else ""
+    outside = ""
+    if exchanged.get("told_outside"):
+        outside = (
+            " Clients were weighed by a function of the user's, which may call a service elsewhere. It was given"
+            f" {exchanged['told_outside']}."
+        )
     return (
-        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all have."
+        f"In a round, a sampled client sent its model's predictions of {rows}, which server and clients all"
+        f" have{in_passes}."
         f" {kept} With these it sent {UPDATE_FIELDS}{_class_counts(record)}, and what the method asks for of its"
-        f" training{evaluations}."
+        f" training{evaluations}.{outside}"
         f" In {plural(federation['num_rounds_run'], 'round')} all clients together sent {size(exchanged['bytes_up'])}"
         f" and received {size(exchanged['bytes_down'])}. No message has a field for rows of the data set. Predictions"
         " can still tell something about the rows that a model was trained on."

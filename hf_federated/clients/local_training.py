@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -30,7 +31,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from ..generators import derived_seed, seed_generators
+from ..generators import derived_seed, own_draws, seed_generators
 from .sampling import at_most
 
 
@@ -60,6 +61,7 @@ class LocalTraining:
     hook: Any = None
     optimizer_state: dict[str, Any] | None = None
     frozen: Sequence[nn.Parameter] = ()
+    _divides_by_items: bool | None = None
 
     def on_gradients(self, all_accumulated: bool) -> None:
         """
@@ -73,6 +75,24 @@ class LocalTraining:
             parameter.grad = None
         if self.hook is not None and all_accumulated:
             self.hook.on_gradients(self.parameters)
+
+    def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
+        """
+        What the trainer's loss on a batch is of the mean over this batch: 1, but where batches are accumulated whose
+        items (tokens with a label) the model divides its loss by. It is then this batch's share of these items.
+
+        Args:
+            trainer (`transformers.Trainer`): The client's, amid a step.
+            inputs (`Mapping[str, Any]`): The batch.
+            num_items (`torch.Tensor` or `int`, *optional*): Items of all batches of the step.
+        """
+        if trainer.current_gradient_accumulation_steps == 1 or num_items is None or "labels" not in inputs:
+            return 1.0
+        if self._divides_by_items is None:
+            self._divides_by_items = trainer.model_accepts_loss_kwargs and _divides_by_items(trainer, inputs)
+        if not self._divides_by_items:
+            return 1.0
+        return trainer._get_num_items_in_batch([inputs], trainer.args.device) / num_items
 
     def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
         """
@@ -136,6 +156,15 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
         warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
         for _ in range(position - scheduler.last_epoch):
             scheduler.step()
+
+
+def _divides_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
+    """Tried out: many models take a number of items and have no use for it."""
+    losses = []
+    for num_items in (1, 2):
+        with torch.no_grad(), trainer.compute_loss_context_manager(), own_draws(0):
+            losses.append(float(trainer.model(**inputs, num_items_in_batch=num_items)["loss"]))
+    return losses[0] != losses[1]
 
 
 def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:

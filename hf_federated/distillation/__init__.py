@@ -16,7 +16,7 @@ from .client_weights import (
     uniform,
 )
 from .codec import PredictionCodec
-from .cohort import Ask, Cohort, PublicRows, reports
+from .cohort import Ask, Cohort, FromMain, PublicRows, reports
 from .cronus import Cronus
 from .dsfl import DSFL
 from .fedaux import FedAUX
@@ -114,6 +114,7 @@ __all__ = [
     "FedID",
     "FedKD",
     "FedMD",
+    "FromMain",
     "LLMWeighting",
     "PredictionCodec",
     "PublicRows",

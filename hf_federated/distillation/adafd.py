@@ -5,14 +5,15 @@ Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .base import Distillation, Predictions, weighted_mean
-from .client_weights import WEIGHTINGS, enwc
+from .client_weights import WEIGHTINGS, ClientReport, enwc
 from .cohort import Cohort, reports
 from .llm_weighting import LLMWeighting
 from .losses import mean_squared_error
@@ -39,10 +40,12 @@ class AdaFD(Distillation):
             Whether the squared error is of centred logits, which is what KL divergence tends to with its temperature.
             Equation 10 is of the raw ones.
         generate (`Callable[[str], str]`, *optional*):
-            For `"llm"`: the answer to a prompt. [`text_generation`] makes one of a local pipeline.
+            For `"llm"`: the answer to a prompt. [`text_generation`] makes one of a local pipeline. Of several
+            processes the main one asks for all.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
             For `"llm"`: whether clients evaluate their models on their evaluation rows, whose F1 then stands in the
-            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`.
+            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`,
+            `f1_weighted`, `f1_macro` or `span_f1`, of which the first is taken.
         kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
 
     Raises:
@@ -80,6 +83,7 @@ class AdaFD(Distillation):
             raise ValueError(
                 f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer."
             )
+        self._fell_back = False
         self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
 
     @property
@@ -94,8 +98,30 @@ class AdaFD(Distillation):
             )
 
     @property
+    def sent_beside(self) -> str:
+        return "the metrics of its model on its own evaluation rows" if self.clients_evaluate else ""
+
+    @property
+    def told_outside(self) -> str:
+        if self.weighting != LLM:
+            return ""
+        f1 = ", its F1 where its metrics have one" if self.clients_evaluate else ""
+        return (
+            f"each client's training loss{f1} and, of its predictions, each class's mean logit and standard deviation "
+            "and the mean entropy, without the client's id"
+        )
+
+    @property
     def needs_epoch_losses(self) -> bool:
         return self.weighting in ("rnwc", "enwc", LLM)
+
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        loss = metrics.get("min_epoch_loss")
+        if self.needs_epoch_losses and (loss is None or not 0 <= loss < math.inf):
+            raise ValueError(
+                f"it reports {loss!r} as the smallest mean loss of its epochs, by which weighting={self.weighting!r} "
+                "weighs it; expected a finite number that is not negative. Look at this client's training."
+            )
 
     def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:
         """
@@ -109,15 +135,26 @@ class AdaFD(Distillation):
             `dict[str, float]`: By client, adding up to one.
         """
         if self._llm is not None:
-            return self._llm(reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None))
+            told = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
+            return self._ask_model(self._llm, told, cohort)
         told = reports(cohort)
         return enwc(told, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](told)
+
+    def _ask_model(self, model: LLMWeighting, told: list[ClientReport], cohort: Cohort) -> dict[str, float]:
+        """The weights of a language model, which may answer each process otherwise, so that one of them asks."""
+
+        def find() -> dict[str, Any]:
+            return {"weights": model(told), "fell_back": model.fell_back}
+
+        answer = cohort.from_main(f"weights of a language model, round {cohort.round}", find)
+        self._fell_back = bool(answer["fell_back"])
+        return answer["weights"]
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         logs = super().distill(cohort, server)
         logs |= {f"weight/{client_id}": weight for client_id, weight in self.weights.items()}
         if self._llm is not None:
-            logs["llm_fell_back"] = float(bool(self._llm.fell_back))
+            logs["llm_fell_back"] = float(self._fell_back)
         return logs
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:

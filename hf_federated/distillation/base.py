@@ -160,6 +160,16 @@ class Distillation:
         """What clients send beside predictions and parameters, as the model card says it after "it sent"."""
         return ""
 
+    @property
+    def public_passes(self) -> int:
+        """How often clients send predictions of each public row in a round."""
+        return 1
+
+    @property
+    def told_outside(self) -> str:
+        """What a function of the user's is given of the clients' answers, as the card says it after "It was given"."""
+        return ""
+
     def check_model(self, model: nn.Module) -> None:
         """
         Refuse a model that the method does not work with.
@@ -221,6 +231,18 @@ class Distillation:
 
         Raises:
             ValueError: If the method cannot use it. The client's update is then refused, and its parameters with it.
+        """
+
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        """
+        Refuse what a client reported of its local training.
+
+        Args:
+            metrics (`Mapping[str, float]`): The client's, as it sent them.
+            num_classes (`int`): Classes of the server's model.
+
+        Raises:
+            ValueError: If the method cannot use it. The client is then left out of the round's distillation.
         """
 
     def uses_updates_of(self, round: int, server: DistillationServer) -> bool:

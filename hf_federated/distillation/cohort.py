@@ -40,6 +40,10 @@ logger = logging.get_logger(__name__)
 # `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
+# `from_main(place, find)`: what `find` returns in the main process, in all processes.
+FromMain = Callable[[str, Callable[[], Any]], Any]
+# What F1 is called: by a user's own metrics, by those of tasks. The first that there is stands for a client.
+F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -91,6 +95,8 @@ class Cohort:
         positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where in public rows the server's model
             predicts, if that is not once a row. "Rows" of predictions below are then positions: those that all clients
             of the cohort, and the server's model, have a place for.
+        from_main (`Callable`, *optional*): `from_main(place, find)` lets the main process alone find something, and
+            returns it in all processes, which run the same rounds. By default there is one process.
 
     Example: [`Distillation`].
     """
@@ -105,6 +111,7 @@ class Cohort:
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
     positions: Positions | None = None
+    from_main: FromMain = lambda place, find: find()
 
     @property
     def client_ids(self) -> list[str]:
@@ -114,6 +121,23 @@ class Cohort:
     def seed_of(self, client_id: str, *purpose: str | int) -> int:
         """A seed for a client, for this round and purpose alone."""
         return derived_seed(self.seed, client_id, self.round, *purpose)
+
+    def check_reports(self, check: Callable[[Mapping[str, float]], None]) -> None:
+        """
+        Leave out the clients whose reports of their local training are of no use.
+
+        Args:
+            check (`Callable`): Raises `ValueError` for such metrics of a client.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` are left.
+        """
+        for client_id, metrics in list(self.metrics.items()):
+            try:
+                check(metrics)
+            except ValueError as error:
+                self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+        self.check_enough()
 
     def predict(self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool = False) -> dict[str, torch.Tensor]:
         """
@@ -376,6 +400,10 @@ def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...])
         )
 
 
+def _f1(metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in F1_NAMES if name in metrics), None)
+
+
 def reports(
     cohort: Cohort,
     predictions: Mapping[str, torch.Tensor] | None = None,
@@ -387,7 +415,8 @@ def reports(
     Args:
         cohort ([`Cohort`]): The clients.
         predictions (`Mapping[str, torch.Tensor]`, *optional*): Their logits, to be summed up too.
-        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which `eval_f1` is taken.
+        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which the first of `eval_f1`,
+            `eval_f1_weighted`, `eval_f1_macro` and `eval_span_f1` is taken.
     """
     found = []
     for client_id, row in cohort.metrics.items():
@@ -396,8 +425,8 @@ def reports(
             ClientReport(
                 client_id,
                 num_examples=int(row["num_examples"]),
-                min_epoch_loss=row.get("min_epoch_loss", row.get("loss", math.nan)),
-                f1=None if evaluations is None else evaluations[client_id].get("eval_f1"),
+                min_epoch_loss=row.get("min_epoch_loss", math.nan),
+                f1=None if evaluations is None else _f1(evaluations[client_id]),
                 class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
                 **({} if predictions is None else summarize_logits(predictions[client_id])),
             )

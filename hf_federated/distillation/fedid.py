@@ -109,6 +109,10 @@ class FedID(Distillation):
     def needs_labelled(self) -> bool:
         return self.feedback != "none"
 
+    @property
+    def public_passes(self) -> int:
+        return self.public_epochs
+
     # ---- Server side
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:

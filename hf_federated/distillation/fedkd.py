@@ -6,11 +6,14 @@ Not FedKD of Wu et al. (2022), which is [`MutualKD`].
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from ..messages import CLASS_COUNT
 from .base import Distillation, Predictions, sizes, weighted_mean
 from .client_weights import class_count_weights
 from .cohort import Cohort, reports
@@ -63,6 +66,17 @@ class FedKD(Distillation):
             raise ValueError(
                 f"weighting='class_counts' of FedKD counts rows by their one class, and this task has one for every "
                 f"{unit} of a row: take weighting='size'."
+            )
+
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        if not self.needs_class_counts:
+            return
+        counts = {name: value for name, value in metrics.items() if name.startswith(CLASS_COUNT)}
+        are_counts = (0 <= count < math.inf for count in counts.values())
+        if counts.keys() != {f"{CLASS_COUNT}{label}" for label in range(num_classes)} or not all(are_counts):
+            raise ValueError(
+                f"it reports {counts} as its rows of each class, by which weighting='class_counts' weighs it; expected"
+                f" one number for each of {num_classes} classes, finite and not negative. Look at this client's rows."
             )
 
     def setup(self, num_rounds: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
+from datasets import Dataset
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
-from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD
+from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD, federate
 from hf_federated.adapters import Exchange
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
+from hf_federated.distillation.losses import kl_divergence
 from hf_federated.messages import ClientUpdate, Fit
 
 
@@ -74,6 +79,43 @@ def test_fewer_bytes_come_up_than_go_down(tmp_path):
     trainer = trainer_of(tmp_path, energy_start=0.5, energy_end=0.5)
     trainer.train()
     assert trainer.ledger.bytes_up < 0.8 * trainer.ledger.bytes_down
+
+
+class Messages(FederatedCallback):
+    """What went to clients, and their replies."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def on_round_begin(self, args, state, control, **kwargs):
+        worker = self.trainer.engine.worker
+
+        def recorded(message):
+            reply = type(worker).handle(worker, message)
+            self.pairs.append((message, reply))
+            return reply
+
+        worker.handle = recorded
+
+
+def test_a_matrix_costs_its_factors_and_the_small_model_goes_down_whole(tmp_path):
+    """`r (m + n + 1)` numbers of a matrix of rank `r` go up, or all of its own where they are fewer."""
+    trainer = trainer_of(tmp_path, callbacks=[record := Messages()], energy_start=0.5, energy_end=0.5)
+    record.trainer = trainer
+    trainer.train()
+    assert len(record.pairs) == 2 * 2
+    shapes = {name: tuple(value.shape) for name, value in trainer.exchange.read().items()}
+    for sent, reply in record.pairs:
+        down = sum(map(math.prod, shapes.values()))
+        ranks = {name: len(reply.state[f"{name}/s"]) for name in shapes if f"{name}/s" in reply.state}
+        up = sum(
+            ranks[name] * (sum(shape) + 1) if name in ranks else math.prod(shape) for name, shape in shapes.items()
+        )
+        assert len(ranks) > 5 and up < down
+        headers = [8 + int.from_bytes(message.to_bytes()[:8], "little") for message in (sent, reply)]
+        # Of 4 bytes each.
+        expected = (4 * down + headers[0], 4 * up + headers[1])
+        assert trainer.ledger.account(sent.round, sent.client_id) == expected
 
 
 def test_all_the_energy_loses_nothing():
@@ -161,6 +203,148 @@ def test_attention_that_a_model_does_not_return_cannot_be_matched(tmp_path, whic
     trainer = Trainer(model=models["private"], args=arguments(tmp_path))
     with pytest.raises(ValueError, match=f"the {which} model does not return with attn_implementation='sdpa'"):
         hook.start(trainer, Exchange(models["private"]), models["shared"])
+
+
+def padded(batch, value):
+    """Right-padded by three positions, whose tokens are of this value."""
+    more = torch.full((len(batch["input_ids"]), 3), value)
+    return {
+        "input_ids": torch.cat([batch["input_ids"], more], 1),
+        "attention_mask": torch.cat([torch.ones_like(batch["input_ids"]), torch.zeros_like(more)], 1),
+        "labels": batch["labels"] if batch["labels"].ndim == 1 else F.pad(batch["labels"], (0, 3), value=-100),
+    }
+
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+
+
+def tagger_of(seed, **config):
+    values = {**tiny_model().config.to_diff_dict(), "num_labels": 3, **STILL, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return BertForTokenClassification(BertConfig(**values))
+
+
+def llama_of(seed, **config):
+    values = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, **config}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(pad_token_id=0, attn_implementation="eager", **values))
+
+
+def classifier_of(seed, **config):
+    return tiny_model(seed, **STILL, **config)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("model_of", [classifier_of, tagger_of, llama_of])
+def test_padding_teaches_nothing(tmp_path, model_of, heads):
+    mentee = model_of(0, num_hidden_layers=1)
+    mentor = model_of(3, num_hidden_layers=2, num_attention_heads=heads)
+    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(5, seed=4)["input_ids"])
+    labels = {classifier_of: ids[:, 0] % 2, tagger_of: ids % 3, llama_of: ids}[model_of]
+    batch = {"input_ids": ids, "labels": labels}
+    losses = []
+    for given in (batch, padded(batch, 0), padded(batch, 7)):
+        inputs = hook.inputs(given)
+        outputs = mentee(**inputs)
+        losses.append(hook.loss(outputs.loss, outputs, inputs))
+    torch.testing.assert_close(losses[1], losses[2])
+    if model_of is not llama_of:  # whose last position has no label behind it, and counts where no padding follows
+        torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize(("model_of", "behind"), [(tagger_of, 0), (llama_of, 1)])
+def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
+    mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(2, seed=4)["input_ids"])
+    # Labels of the third and fourth token of the first row, and of the second of the other.
+    labels = torch.full_like(ids, -100)
+    places = ([0, 0, 1], [2, 3, 1])
+    labels[places] = ids[places] % 3
+    batch = {"input_ids": ids, "labels": labels}
+    outputs, theirs = mentee(**batch), mentor(**batch)
+    predicted = (places[0], [place - behind for place in places[1]])
+    small, large = outputs.logits[predicted], theirs.logits[predicted]
+    on_labels = outputs.loss + theirs.loss
+    kl = sum(
+        F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+        for student, teacher in ((small, large), (large, small))
+    )
+    torch.testing.assert_close(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
+
+
+@pytest.mark.parametrize("model_of", [tagger_of, llama_of])
+def test_rows_without_padding_teach_at_every_position(tmp_path, model_of):
+    mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    ids = torch.tensor(rows(2, seed=4)["input_ids"])
+    batch = {"input_ids": ids, "labels": ids % 3}
+    outputs, theirs = mentee(**batch), mentor(**batch)
+    small, large = outputs.logits.flatten(0, 1), theirs.logits.flatten(0, 1)
+    on_labels = outputs.loss + theirs.loss
+    kl = kl_divergence(small, large) + kl_divergence(large, small)
+    assert torch.equal(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
+
+
+class Batches(Trainer):
+    """Keeps the batches of its steps."""
+
+    seen: list[dict] = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.seen.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("model_of", "divides"), [(llama_of, True), (classifier_of, False)])
+def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, divides):
+    """Of a model that divides by the tokens of all batches, and of one whose loss is a mean, which `Trainer` adds."""
+    Batches.seen.clear()
+    data = rows(4, seed=4)
+    if divides:
+        hidden = [[-100] * number + ids[number:] for number, ids in enumerate(data["input_ids"])]
+        data = Dataset.from_dict({"input_ids": data["input_ids"], "labels": hidden})
+    models = {"mentee": model_of(0, num_hidden_layers=1), "mentor": model_of(3, num_hidden_layers=1)}
+    before = {name: copy.deepcopy(model) for name, model in models.items()}
+    still = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    trainer = federate(Batches)(
+        model=models["mentee"],
+        args=arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **still),
+        train_dataset={"a": data, "b": data},
+        client_model_init=lambda client_id: models["mentor"],
+        federation=FederatedConfig(
+            num_rounds=1,
+            clients_per_round=1,
+            aggregation="mutual_kd",
+            aggregation_kwargs={"energy_start": 1.0, "energy_end": 1.0},
+        ),
+    )
+    trainer.train()
+    assert len(Batches.seen) == 2
+    # A prediction is of the next token.
+    num_items = [int((batch["labels"][..., 1:] != -100).sum()) if divides else 1 for batch in Batches.seen]
+    assert not divides or num_items[0] != num_items[1]
+    total = 0.0
+    hook = Mentor(1.0, match_hidden=True, match_attention=False, seed=0, kept=None)
+    hook.start(Trainer(model=before["mentor"], args=arguments(tmp_path)), Exchange(before["mentor"]), before["mentee"])
+    for batch, number in zip(Batches.seen, num_items, strict=True):
+        inputs = hook.inputs(batch)
+        outputs = before["mentee"](**inputs)
+        total = total + hook.loss(outputs.loss, outputs, inputs) * (number / sum(num_items) if divides else 1)
+    total.backward()
+    client_id = next(client_id for client_id in "ab" if client_id in trainer.engine.worker.models)
+    after = {"mentee": trainer.model.state_dict(), "mentor": kept(trainer, client_id)["mentor"]}
+    for model, weights in after.items():
+        for name, parameter in before[model].named_parameters():
+            if parameter.grad is not None:
+                stepped = parameter.detach() - 0.1 * parameter.grad
+                torch.testing.assert_close(weights[name], stepped, atol=1e-6, rtol=1e-4)
 
 
 def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):

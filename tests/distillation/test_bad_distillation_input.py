@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -24,7 +25,7 @@ from hf_federated import (
     Postprocessor,
 )
 from hf_federated.adapters import Exchange
-from hf_federated.messages import Predictions
+from hf_federated.messages import ClientUpdate, Predictions
 from hf_federated.validation import RoundFailedError
 
 
@@ -203,6 +204,77 @@ def test_too_few_clients_fail_the_round(tmp_path, method):
         trainer.train()
     # The server's model is that of the last finished aggregation.
     assert same_weights(trainer.model, tiny_model())
+
+
+class Misreports(Poison):
+    """Lets client `b` report something else of its training."""
+
+    def __init__(self, **metrics) -> None:
+        super().__init__()
+        self.metrics = metrics
+
+    def on_round_begin(self, args, state, control, **kwargs):
+        worker = self.trainer.engine.worker
+        handle = worker.handle
+
+        def handled(message):
+            reply = handle(message)
+            if isinstance(reply, ClientUpdate) and reply.client_id == "b":
+                metrics = {**reply.metrics, **self.metrics}
+                told = {name: value for name, value in metrics.items() if value is not ABSENT}
+                reply = dataclasses.replace(reply, metrics=told)
+            return reply
+
+        worker.handle = handled
+
+
+ABSENT = object()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -0.5, ABSENT])
+@pytest.mark.parametrize("weighting", ["enwc", "rnwc", "llm"])
+def test_a_client_that_reports_no_loss_is_left_out_by_name(tmp_path, weighting, loss):
+    kwargs = {"weighting": weighting, **({"generate": lambda prompt: "1, 1"} if weighting == "llm" else {})}
+    record = Misreports(min_epoch_loss=loss)
+    trainer = distilled(tmp_path, "adafd", kwargs, record=record, federation={"num_rounds": 1})
+    trainer.train()
+    assert list(record.rejected[0]) == ["b"]
+    given = None if loss is ABSENT else loss
+    assert f"Client 'b', round 0: it reports {given!r} as the smallest mean loss" in record.rejected[0]["b"]
+    assert list(trainer.distillation.weights) == ["a", "c"]
+    assert sum(trainer.distillation.weights.values()) == pytest.approx(1)
+
+
+def test_a_loss_that_nobody_is_weighed_by_may_be_anything(tmp_path):
+    record = Misreports(min_epoch_loss=-1.0)
+    trainer = distilled(tmp_path, "adafd", {"weighting": "size"}, record=record, federation={"num_rounds": 1})
+    trainer.train()
+    assert record.rejected == [{}]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"class_count_1": ABSENT},
+        {"class_count_0": ABSENT, "class_count_1": ABSENT},
+        {"class_count_2": 1.0},
+        {"class_count_x": 1.0},
+        {"class_count_0": -1.0},
+        {"class_count_0": math.nan},
+        {"class_count_0": math.inf},
+    ],
+)
+def test_a_client_that_miscounts_its_rows_is_left_out_by_name(tmp_path, counts):
+    record = Misreports(**counts)
+    trainer = distilled(tmp_path / "a", "fedkd", record=record)
+    trainer.train()
+    assert list(record.rejected[0]) == ["b"]
+    assert "Client 'b', round 0: it reports {" in record.rejected[0]["b"]
+    assert "as its rows of each class" in record.rejected[0]["b"]
+    # By rows nobody asks for them.
+    record = Misreports(**counts)
+    distilled(tmp_path / "b", "fedkd", {"weighting": "size"}, record=record).train()
+    assert record.rejected == [{}]
 
 
 class Diverge(TrainerCallback):

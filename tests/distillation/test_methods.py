@@ -15,9 +15,10 @@ from distilled import (
     distilled,
     same_clients,
 )
-from tiny import same_weights, tiny_model
+from tiny import arguments, rows, same_weights, tiny_model
+from transformers import Trainer
 
-from hf_federated import DISTILLATIONS, FederatedCallback
+from hf_federated import DISTILLATIONS, FederatedCallback, FederatedConfig, federate
 from hf_federated.distillation import build_distillation, robust_mean, soft_cross_entropy
 from hf_federated.messages import ClientUpdate, Distill, Feedback, Fit, Metrics, Predict, Predictions, public_order
 
@@ -156,14 +157,28 @@ def test_fedkd_of_more_rounds_is_refused(tmp_path):
         distilled(tmp_path, "fedkd", federation={"num_rounds": 2}).train()
 
 
-def test_fedkd_weighs_each_class_by_what_clients_have_of_it(tmp_path):
+@pytest.mark.parametrize("weighting", ["class_counts", "size"])
+def test_fedkd_weighs_each_class_by_what_clients_have_of_it_or_all_by_rows(tmp_path, weighting):
     record = Recorder()
-    trainer = distilled(tmp_path, "fedkd", record=record)
+    trainer = distilled(tmp_path, "fedkd", {"weighting": weighting}, record=record)
+    before, taught = trainer.distillation.train_server, []
+    trainer.distillation.train_server = lambda targets, *args: taught.append(targets) or before(targets, *args)
     trainer.train()
+    counts = {}
+    for client_id in SIZES:
+        labels = trainer.clients[client_id]["labels"]
+        counts[client_id] = torch.tensor([labels.count(label) for label in range(NUM_CLASSES)]).double()
+    shares = {client_id: count / sum(counts.values()) for client_id, count in counts.items()}
+    by_size = {client_id: count.sum() / sum(SIZES.values()) for client_id, count in counts.items()}
+    # The two weightings really differ here, and neither is uniform.
+    assert all((shares[client_id] - by_size[client_id]).abs().max() > 0.02 for client_id in "ab")
+    weights = shares if weighting == "class_counts" else by_size
+    sent = {client_id: logits.double() for client_id, logits in sent_predictions(record).items()}
+    expected = sum(weights[client_id] * logits for client_id, logits in sent.items())
+    torch.testing.assert_close(taught[0], expected.float())
     for update in of(record.received, ClientUpdate):
-        labels = trainer.clients[update.client_id]["labels"]
-        for label in range(NUM_CLASSES):
-            assert update.metrics[f"class_count_{label}"] == labels.count(label)
+        told = [update.metrics.get(f"class_count_{label}") for label in range(NUM_CLASSES)]
+        assert told == (counts[update.client_id].tolist() if weighting == "class_counts" else [None] * NUM_CLASSES)
     assert not any("class_count" in name for entry in trainer.state.log_history for name in entry)
 
 
@@ -222,6 +237,44 @@ def test_cronus_broadcasts_a_robust_mean_of_probabilities(tmp_path):
     probabilities = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()])
     median = robust_mean(probabilities, "median")
     torch.testing.assert_close(broadcast(record), median / median.sum(-1, keepdim=True))
+
+
+class Losses(Trainer):
+    """Keeps the losses of its training steps, of whichever client trains."""
+
+    seen: list[float] = []
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if model.training:
+            self.seen.append(float(loss))
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_the_smallest_epoch_loss_is_that_of_the_rounds_epochs(tmp_path):
+    Losses.seen.clear()
+    record = Recorder()
+    trainer = federate(Losses)(
+        model=tiny_model(),
+        # So fast that losses rise and fall.
+        args=arguments(tmp_path, learning_rate=0.2),
+        train_dataset={"a": rows(10), "b": rows(6, seed=1)},
+        public_dataset=rows(NUM_PUBLIC, seed=5).remove_columns("labels"),
+        federation=FederatedConfig(num_rounds=2, local_epochs=4, distillation="adafd"),
+        callbacks=[record],
+    )
+    record.trainer = trainer
+    trainer.train()
+    seen, smallest = iter(Losses.seen), []
+    for update in of(record.received, ClientUpdate):
+        steps = {"a": 3, "b": 2}[update.client_id]
+        epochs = [sum(next(seen) for _ in range(steps)) / steps for _ in range(4)]
+        assert update.metrics["min_epoch_loss"] == pytest.approx(min(epochs), rel=1e-5)
+        assert update.metrics["loss"] == pytest.approx(sum(epochs) / 4, rel=1e-5)
+        smallest.append(epochs.index(min(epochs)))
+    assert len(smallest) == 4 and next(seen, None) is None
+    # Neither the first epoch nor the last is the one in every case.
+    assert not set(smallest) <= {0} and not set(smallest) <= {3}
 
 
 def test_adafd_weighs_by_the_smallest_epoch_loss(tmp_path):

@@ -13,14 +13,23 @@ import pytest
 import torch
 from datasets import Dataset
 from distilled import Recorder, client_weights
-from tiny import arguments, tiny_model
+from tiny import arguments, same_weights, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer
-from hf_federated.messages import ClientUpdate, Predict, Predictions, public_order
+from hf_federated.distillation import Cohort, reports
+from hf_federated.messages import ClientUpdate, Metrics, Predict, Predictions, public_order
 from hf_federated.tasks import TextClassification
 from hf_federated.validation import RoundFailedError
 
@@ -221,6 +230,103 @@ def test_clients_evaluate_with_their_own_tokenizers_and_the_tasks_metrics(tmp_pa
         right = sum(guess == label for guess, label in zip(guesses, rows["label"], strict=True))
         assert trainer.client_metrics[client_id]["eval_accuracy"] == pytest.approx(right / len(rows))
     assert "federated/eval_accuracy_mean" in trainer.evaluate()
+
+
+def classifier(model_class, config_class, tokenizer, seed=1, **config):
+    """Another architecture with the server's labels, for a tokenizer of its own."""
+    labels = {"id2label": {0: "low", 1: "high"}, "label2id": {"low": 0, "high": 1}}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(vocab_size=32, **labels, **config))
+    return ClientSpec(model=model, processing_class=tokenizer)
+
+
+def llama_classifier(tokenizer, seed=1):
+    """A decoder that learns only from its tokenizer which token is padding."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return classifier(LlamaForSequenceClassification, LlamaConfig, tokenizer, seed, **small)
+
+
+def test_decoders_without_a_pad_token_that_are_put_away_take_part_in_every_round(tmp_path):
+    models = []
+    for name, resident in (("a", None), ("b", 1)):
+        record = Recorder()
+        clients = {client: llama_classifier(word_tokenizer(seed=7), number) for number, client in enumerate(CLIENTS)}
+        assert all(spec.model.config.pad_token_id is None for spec in clients.values())
+        config = FederatedConfig(num_rounds=2, distillation="fedid", max_resident_clients=resident)
+        trainer = federation(tmp_path / name, "fedid", clients, record, federation=config)
+        trainer.train()
+        assert [entry["federated/num_failed"] for entry in trainer.state.log_history if "loss" in entry] == [0, 0]
+        # 3 mini-batches of the 10 public rows a round.
+        assert sum(isinstance(reply, Predictions) for reply in record.received) == 2 * 3 * len(CLIENTS)
+        models.append(trainer.model)
+    assert same_weights(*models)
+
+
+def test_bert_roberta_and_xlnet_take_part_in_a_round_of_fedid(tmp_path):
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    # RoBERTa counts places from behind the number of its padding.
+    roberta = {**small, "pad_token_id": 0, "max_position_embeddings": 16}
+    xlnet = {"d_model": 16, "d_inner": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0}
+    clients = {
+        "a": ClientSpec(model=labelled_model(seed=3), processing_class=word_tokenizer(seed=1)),
+        "b": classifier(RobertaForSequenceClassification, RobertaConfig, word_tokenizer(seed=2), **roberta),
+        "c": classifier(XLNetForSequenceClassification, XLNetConfig, word_tokenizer(seed=3), **xlnet),
+    }
+    record = Recorder()
+    trainer = federation(
+        tmp_path, "fedid", clients, record, federation=FederatedConfig(num_rounds=1, distillation="fedid")
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["federated/num_failed"] == 0
+    num_rows = dict.fromkeys(CLIENTS, 0)
+    for reply in record.received:
+        if isinstance(reply, Predictions):
+            num_rows[reply.client_id] += len(reply.values["values"])
+    assert num_rows == dict.fromkeys(CLIENTS, len(PUBLIC))
+    for client_id, weights in client_weights(trainer).items():
+        model = trainer.engine.worker.models.open(client_id).trainer.model
+        assert type(model) is type(clients[client_id].model)
+        before = dict(clients[client_id].model.named_parameters())
+        assert any(not torch.equal(value, before[name]) for name, value in weights.items())
+
+
+def test_the_tasks_f1_stands_in_the_prompt_of_adafd(tmp_path):
+    prompts = []
+    settings = {"weighting": "llm", "generate": lambda prompt: prompts.append(prompt) or "1, 1, 1"}
+    record = Recorder()
+    eval_rows = {name: texts(6, seed=30 + number) for number, name in enumerate(CLIENTS)}
+    trainer = federation(
+        tmp_path,
+        "adafd",
+        own_tokenizers(),
+        record,
+        eval_dataset=FederatedDataset.from_dict(eval_rows),
+        federation=FederatedConfig(
+            num_rounds=1, distillation="adafd", distillation_kwargs={**settings, "clients_evaluate": True}
+        ),
+    )
+    trainer.train()
+    told = [reply.metrics for reply in record.received if isinstance(reply, Metrics) and "eval_loss" in reply.metrics]
+    assert len(told) == len(CLIENTS)
+    for number, metrics in enumerate(told, start=1):
+        (line,) = [line for line in prompts[0].splitlines() if line.startswith(f"Client {number}:")]
+        assert f" F1={metrics['eval_f1_weighted']:.4g}," in line
+
+
+@pytest.mark.parametrize(
+    ("metrics", "f1"),
+    [
+        ({"eval_f1": 0.1, "eval_f1_weighted": 0.2}, 0.1),
+        ({"eval_f1_macro": 0.3, "eval_f1_weighted": 0.2}, 0.2),
+        ({"eval_f1_macro": 0.3}, 0.3),
+        ({"eval_span_f1": 0.4, "eval_token_accuracy": 0.9}, 0.4),
+        ({"eval_accuracy": 0.9}, None),
+    ],
+)
+def test_a_report_has_the_f1_that_there_is(metrics, f1):
+    cohort = Cohort(0, {"a": {"num_examples": 4}}, ask=None, decode=None, seed=0)
+    assert reports(cohort, evaluations={"a": metrics})[0].f1 == f1
 
 
 def test_a_row_without_text_is_named(tmp_path):

@@ -26,6 +26,7 @@ SCENARIOS = [
     "masked",
     "fedid",
     "adafd",
+    "adafd llm",
     "fedaux",
     "feddrs",
 ]
