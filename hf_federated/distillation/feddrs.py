@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,8 @@ class FedDRS(Distillation):
     nothing to their parameters but how many rows of each label they have.
 
     After the last round the mean of all clients' models learns once more, `post_num_iterations` times, from what each
-    of them sent last.
+    of them sent last. A client whose model gives NaN or infinity is left out by name, of that mean, too, until it
+    sends another.
 
     | paper | here |
     |---|---|
@@ -213,12 +215,16 @@ class FedDRS(Distillation):
 
     def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: _Sampler) -> dict[str, float]:
         everybody = [client_id for client_id in teachers.everybody() if client_id not in cohort.rejected]
+        # Of a mean nobody could tell whose model spoiled it.
+        self._of_each(cohort, teachers, "models before their mean", everybody, partial(sampler.check, teachers))
+        everybody = [client_id for client_id in everybody if client_id not in cohort.rejected]
         sampler.server.exchange.write(teachers.mean(everybody))
         weight = self.adversarial_weight if self.post_adversarial_weight is None else self.post_adversarial_weight
         loss = 0.0
         for iteration in range(self.post_num_iterations):
             loss = self._iterate(cohort, teachers, sampler, everybody, weight, ("post", cohort.round, iteration))
-        return {"post_distillation_loss": loss, "post_num_clients": len(everybody)}
+        num_left = len([client_id for client_id in everybody if client_id not in cohort.rejected])
+        return {"post_distillation_loss": loss, "post_num_clients": num_left}
 
     def _iterate(
         self,
@@ -230,25 +236,38 @@ class FedDRS(Distillation):
         purpose: tuple[str, int, int],
     ) -> float:
         """Make samples of each client, and let the server's model learn them in one pass; the mean loss."""
+        seed = sampler.server.seed
+
+        def sample(client_id: str) -> Samples:
+            own = derived_seed(seed, "pseudo-samples", client_id, *purpose)
+            return sampler.sample(teachers, client_id, weight, own)
+
+        samples = self._of_each(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
+        self.samples = samples if self.keeps_samples else {}
+        return sampler.learn(list(samples.values()), derived_seed(seed, "pseudo-samples' order", *purpose))
+
+    def _of_each(
+        self,
+        cohort: Cohort,
+        teachers: Teachers,
+        place: str,
+        client_ids: Sequence[str],
+        make: Callable[[str], dict[str, torch.Tensor]],
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """What is made of each client's model, wherever that is; a client of which nothing can be is left out."""
         asked = [client_id for client_id in client_ids if client_id not in cohort.rejected]
         made: dict[str, Any] = {}
         for client_id in teachers.here(asked):
-            seed = derived_seed(sampler.server.seed, "pseudo-samples", client_id, *purpose)
             try:
-                made[client_id] = sampler.sample(teachers, client_id, weight, seed)
+                made[client_id] = make(client_id)
             except ValueError as error:
                 made[client_id] = {"error": str(error)}
-        samples: dict[str, Samples] = {}
-        for client_id, found in teachers.together(f"pseudo-samples {purpose}", made, asked).items():
-            if "error" in found:
-                cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {found['error']}")
-            else:
-                samples[client_id] = found
+        found = teachers.together(place, made, asked)
+        for client_id, theirs in found.items():
+            if "error" in theirs:
+                cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {theirs['error']}")
         cohort.check_enough()
-        self.samples = samples if self.keeps_samples else {}
-        return sampler.learn(
-            list(samples.values()), derived_seed(sampler.server.seed, "pseudo-samples' order", *purpose)
-        )
+        return {client_id: theirs for client_id, theirs in found.items() if "error" not in theirs}
 
     def _num_steps_of_run(self, server: DistillationServer) -> int:
         """Optimizer steps of the server over the run, if no client fails."""
@@ -318,6 +337,38 @@ class _Sampler:
 
         return logits
 
+    def _class_counts(self, teachers: Teachers, client_id: str) -> list[float]:
+        counts = teachers.class_counts(client_id)
+        if len(counts) != len(self._labels):
+            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        return counts
+
+    def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:
+        """
+        Ask a client's model once, before its values are mixed with others'.
+
+        Args:
+            teachers ([`Teachers`]): Of which the client's model is opened.
+            client_id (`str`): The client.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Nothing.
+
+        Raises:
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+        """
+        labels = draw_labels(self._class_counts(teachers, client_id), self._algorithm.num_samples, torch.Generator())
+        if not self._is_finite(teachers.open(client_id), self._labels[labels].to(self._student.device)):
+            raise ValueError("its model gives NaN or infinite values on its own word embeddings.")
+        return {}
+
+    @torch.no_grad()
+    def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
+        """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
+        shape = (len(labels), self._algorithm.sample_length)
+        embeddings = initial_embeddings(word_embeddings(model), shape, torch.Generator(), self._special_ids)
+        return bool(self._logits(model)(embeddings, labels).isfinite().all())
+
     def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
         """
         A client's samples of all kinds.
@@ -335,9 +386,7 @@ class _Sampler:
         Raises:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
         """
-        counts = teachers.class_counts(client_id)
-        if len(counts) != len(self._labels):
-            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        counts = self._class_counts(teachers, client_id)
         generator = torch.Generator().manual_seed(seed)
         student = self._student.model
         teacher = teachers.open(client_id)

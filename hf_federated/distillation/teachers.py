@@ -58,8 +58,12 @@ class Teachers:
             cohort (`Sequence[str]`): Whose updates were accepted in this round, in any process.
             kept_now (`Sequence[str]`): Whose were kept here.
         """
-        for client_id in set(cohort) & self._held.keys() - set(kept_now):
-            del self._held[client_id]
+        for client_id in set(cohort) - set(kept_now):
+            self.remove(client_id)
+
+    def remove(self, client_id: str) -> None:
+        """Forget what a client sent, if it is here."""
+        if self._held.pop(client_id, None) is not None:
             self._store.remove(client_id)
 
     def everybody(self) -> list[str]:

@@ -307,26 +307,69 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per
         assert same_weights(whole.model, resumed.model)
 
 
-class Poison(FederatedCallback):
-    """Turns what a client sent into numbers that overflow, after the check of updates."""
+class Opposites(FederatedCallback):
+    """
+    Makes what the first clients of a round send so large that their models' logits overflow, after the check of
+    updates. Two of them cancel each other out in the average.
+    """
+
+    def __init__(self, num_clients=2, bias=100.0, weight=3e38):
+        self.num_clients, self.bias, self.weight = num_clients, bias, weight
+        self.spoiled, self.sent, self.rejected = [], {}, []
 
     def on_client_end(self, args, state, control, update, **kwargs):
-        if update.client_id == "b":
-            update.state["classifier.weight"].fill_(3e38)
+        if update.round == 0 and len(self.spoiled) < self.num_clients:
+            sign = (-1) ** len(self.spoiled)
+            update.state["bert.pooler.dense.bias"].fill_(self.bias * sign)
+            update.state["classifier.weight"][0].fill_(self.weight * sign)
+            update.state["classifier.weight"][1].fill_(-self.weight * sign)
+            self.spoiled.append(update.client_id)
+        self.sent[update.client_id] = update.state[EMBEDDINGS].clone()
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.rejected.append(dict(server.rejected))
+
+    def mean_of_the_others(self):
+        """The word embeddings of those who were left as they are, which nothing moves after their mean."""
+        kept = [value.double() for client_id, value in self.sent.items() if client_id not in self.spoiled]
+        return torch.stack(kept).mean(0).float()
 
 
-def test_a_teacher_that_gives_nan_is_left_out_by_name_and_the_round_goes_on(tmp_path):
-    class Rejected(FederatedCallback):
-        def on_round_end(self, args, state, control, server, **kwargs):
-            self.reasons = dict(server.rejected)
-
-    rejected = Rejected()
-    trainer = trainer_of(tmp_path, callbacks=[Poison(), rejected], federation={"num_rounds": 1}, post_num_iterations=1)
-    # Of the mean it is next to nothing.
-    trainer.aggregation.weight = lambda update: 1e-45 if update.client_id == "b" else 1.0
+@pytest.mark.parametrize("post_only", [False, True])
+def test_a_teacher_that_gives_nan_is_left_out_by_name_and_of_the_final_mean_of_later_rounds(tmp_path, post_only):
+    # Asked are a, b and c, then d, e and f.
+    federation = {"num_rounds": 2, "clients_per_round": 3, "federation_seed": 38}
+    data = {client_id: rows(8, seed=ord(client_id)) for client_id in "abcdef"}
+    opposites = Opposites()
+    trainer = trainer_of(tmp_path, data=data, callbacks=[opposites], federation=federation, post_only=post_only)
     trainer.train()
+    assert opposites.spoiled == ["a", "b"] and len(opposites.sent) == 6
+    reasons = opposites.rejected[1 if post_only else 0]
+    assert sorted(reasons) == sorted(opposites.spoiled) and not opposites.rejected[0 if post_only else 1]
+    for client_id, reason in reasons.items():
+        assert f"{client_id!r}" in reason and "gives NaN or infinite values on" in reason
+    logs = [entry for entry in trainer.state.log_history if "federated/post_num_clients" in entry]
+    assert [entry["federated/post_num_clients"] for entry in logs] == [4]
+    torch.testing.assert_close(trainer.model.state_dict()[EMBEDDINGS], opposites.mean_of_the_others())
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_a_teacher_that_gives_nan_is_left_out_before_the_mean_of_the_only_round(tmp_path):
+    opposites = Opposites(num_clients=1)
+    trainer = trainer_of(tmp_path, callbacks=[opposites], federation={"num_rounds": 1}, post_only=True)
+    trainer.train()
+    assert list(opposites.rejected[0]) == opposites.spoiled
     assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
-    assert "'b'" in rejected.reasons["b"] and "NaN or infinite values on" in rejected.reasons["b"]
+    torch.testing.assert_close(trainer.model.state_dict()[EMBEDDINGS], opposites.mean_of_the_others())
+
+
+def test_clients_whose_samples_run_off_are_not_counted_among_those_of_the_post_processing(tmp_path):
+    # Finite where samples begin, and of gradients with which they do not stay so.
+    opposites = Opposites(bias=0.0, weight=1e37)
+    trainer = trainer_of(tmp_path, callbacks=[opposites], federation={"num_rounds": 1}, post_only=True)
+    trainer.train()
+    assert sorted(opposites.rejected[0]) == sorted(opposites.spoiled)
+    assert trainer.state.log_history[0]["federated/post_num_clients"] == 1
 
 
 class Miscount(FederatedCallback):
