@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -262,10 +262,17 @@ class FedDRS(Distillation):
                 made[client_id] = make(client_id)
             except ValueError as error:
                 made[client_id] = {"error": str(error)}
+            except FloatingPointError as error:
+                made[client_id] = {"of the server": str(error)}
         found = teachers.together(place, made, asked)
         for client_id, theirs in found.items():
             if "error" in theirs:
                 cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {theirs['error']}")
+        of_the_server = [theirs["of the server"] for theirs in found.values() if "of the server" in theirs]
+        if of_the_server:
+            names = ", ".join(map(repr, cohort.rejected))
+            left_out = f" Left out in this round, and perhaps averaged before: {names}." if names else ""
+            raise FloatingPointError(f"Round {cohort.round}: {of_the_server[0]}{left_out}")
         cohort.check_enough()
         return {client_id: theirs for client_id, theirs in found.items() if "error" not in theirs}
 
@@ -369,6 +376,17 @@ class _Sampler:
         embeddings = initial_embeddings(word_embeddings(model), shape, torch.Generator(), self._special_ids)
         return bool(self._logits(model)(embeddings, labels).isfinite().all())
 
+    def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
+        """Say whose pseudo-samples these are that came to NaN: both models move them."""
+        is_sound = self._is_finite(teacher, labels)
+        if is_sound and not self._is_finite(self._student.model, labels):
+            raise FloatingPointError(
+                "the server's model gives NaN or infinite values on word embeddings, where a client's does not. Lower "
+                "the learning rate (`learning_rate`, `server_learning_rate`) or clip gradients (`max_grad_norm`)."
+            )
+        advice = " On word embeddings it does not: lower `step_size`." if is_sound and kind != "random" else ""
+        raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")
+
     def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
         """
         A client's samples of all kinds.
@@ -385,6 +403,7 @@ class _Sampler:
 
         Raises:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+            FloatingPointError: If the server's model does, and not the client's.
         """
         counts = self._class_counts(teachers, client_id)
         generator = torch.Generator().manual_seed(seed)
@@ -403,7 +422,7 @@ class _Sampler:
                 with torch.no_grad():
                     logits = own(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
-                    raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.")
+                    self._blame(teacher, labels, kind)
                 part = {"embeddings": embeddings, "labels": labels, "logits": logits}
                 if self._algorithm.keeps_samples:
                     part["starts"] = starts

@@ -369,7 +369,25 @@ def test_clients_whose_samples_run_off_are_not_counted_among_those_of_the_post_p
     trainer = trainer_of(tmp_path, callbacks=[opposites], federation={"num_rounds": 1}, post_only=True)
     trainer.train()
     assert sorted(opposites.rejected[0]) == sorted(opposites.spoiled)
+    assert all("lower `step_size`" in reason for reason in opposites.rejected[0].values())
     assert trainer.state.log_history[0]["federated/post_num_clients"] == 1
+
+
+class SpoiledServer(FederatedCallback):
+    @torch.no_grad()
+    def on_distill(self, args, state, control, model, **kwargs):
+        model.bert.pooler.dense.bias.fill_(100.0)
+        model.classifier.weight.fill_(3e38)
+
+
+@pytest.mark.parametrize(
+    ("callback", "named"),
+    [(SpoiledServer(), r"`max_grad_norm`\)\.$"), (Opposites(num_clients=1), "averaged before: 'a'")],
+)
+def test_a_servers_model_that_gives_nan_is_no_clients_fault(tmp_path, callback, named):
+    trainer = trainer_of(tmp_path, callbacks=[callback], federation={"num_rounds": 1})
+    with pytest.raises(FloatingPointError, match=f"Round 0: the server's model gives NaN.*{named}"):
+        trainer.train()
 
 
 class Miscount(FederatedCallback):
