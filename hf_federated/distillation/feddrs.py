@@ -6,6 +6,7 @@ paper leaves open is settled here as the docstring of [`FedDRS`] says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -348,6 +349,9 @@ class _Sampler:
         counts = teachers.class_counts(client_id)
         if len(counts) != len(self._labels):
             raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        missing = [label for label, count in enumerate(counts) if math.isnan(count)]
+        if missing:
+            raise ValueError(f"its label histogram has no number for the classes {missing}.")
         return counts
 
     def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:

@@ -391,14 +391,42 @@ def test_a_servers_model_that_gives_nan_is_no_clients_fault(tmp_path, callback, 
 
 
 class Miscount(FederatedCallback):
+    """Client a's label histogram in other classes than it has."""
+
+    def __init__(self, classes):
+        self.classes, self.reasons = classes, {}
+
     def on_client_end(self, args, state, control, update, **kwargs):
         if update.client_id == "a":
-            update.metrics[f"{CLASS_COUNT}2"] = 5.0
+            for label in range(2):
+                del update.metrics[f"{CLASS_COUNT}{label}"]
+            update.metrics.update({f"{CLASS_COUNT}{label}": 4.0 for label in self.classes})
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.reasons = dict(server.rejected)
 
 
-def test_a_histogram_of_other_classes_is_refused_by_name(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, callbacks=[Miscount()], federation={"min_clients": 3})
-    with pytest.raises(RuntimeError, match=r"'a'.*its label histogram has 3 classes, and the server 2"):
+@pytest.mark.parametrize("post_only", [False, True])
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([0, 1, 2], "has 3 classes, and the server 2."),
+        ([0, 2], "has no number for the classes [1]."),
+        (["x", -1], "has no number for the classes [0, 1]."),
+        ([], "has 0 classes, and the server 2."),
+    ],
+)
+def test_a_histogram_of_other_classes_leaves_its_client_out_by_name(tmp_path, classes, message, post_only):
+    miscount = Miscount(classes)
+    trainer = trainer_of(tmp_path, callbacks=[miscount], federation={"num_rounds": 1}, post_only=post_only)
+    trainer.train()
+    assert miscount.reasons == {"a": f"Client 'a', round 0: its label histogram {message}"}
+    assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
+
+
+def test_too_few_clients_with_a_histogram_fail_the_round(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[Miscount([0, 2])], federation={"min_clients": 3})
+    with pytest.raises(RuntimeError, match=r"min_clients=3.*'a'.*its label histogram has no number"):
         trainer.train()
 
 
