@@ -219,13 +219,20 @@ class FedDRS(Distillation):
         # Of a mean nobody could tell whose model spoiled it.
         self._of_each(cohort, teachers, "models before their mean", everybody, partial(sampler.check, teachers))
         everybody = [client_id for client_id in everybody if client_id not in cohort.rejected]
-        sampler.server.exchange.write(teachers.mean(everybody))
+        mean = teachers.mean(everybody) | self._left_as_is(sampler.server, cohort.round)
+        sampler.server.exchange.write(mean)
         weight = self.adversarial_weight if self.post_adversarial_weight is None else self.post_adversarial_weight
         loss = 0.0
         for iteration in range(self.post_num_iterations):
             loss = self._iterate(cohort, teachers, sampler, everybody, weight, ("post", cohort.round, iteration))
         num_left = len([client_id for client_id in everybody if client_id not in cohort.rejected])
         return {"post_distillation_loss": loss, "post_num_clients": num_left}
+
+    def _left_as_is(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
+        """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
+        frozen = {id(parameter) for parameter in self.frozen_parameters(server.student.model, round)}
+        live = server.exchange.live
+        return {name: live[name] for name, item in server.exchange.parameters.items() if id(item) in frozen}
 
     def _iterate(
         self,

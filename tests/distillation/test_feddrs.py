@@ -226,20 +226,38 @@ def text_to_text(num_rows, seed=0):
     return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": labels})
 
 
-def t5_trainer(tmp_path, callbacks=(), **kwargs):
+def t5_trainer(tmp_path, callbacks=(), federation=None, sizes=(8, 6), **kwargs):
     trainer = FederatedTrainer(
         model=tiny_t5(),
         args=arguments(tmp_path),
-        train_dataset={"a": text_to_text(8), "b": text_to_text(6, seed=1)},
+        train_dataset={name: text_to_text(size, n) for n, (name, size) in enumerate(zip("abc", sizes, strict=False))},
         callbacks=list(callbacks),
         federation=FederatedConfig(
             num_rounds=3,
             distillation=FedDRS(**{"label_texts": ("yes", "no"), **SMALL, **kwargs}),
             aggregation_kwargs={"weighting": "uniform"},
+            **(federation or {}),
         ),
     )
     trainer.processing_class = Texts()
     return trainer
+
+
+def test_embeddings_that_t5_shares_are_constant_though_some_clients_have_other_ones_of_the_first_round(tmp_path):
+    # Asked are b and c, then a and b, twice: what c trained in the first round is in the mean of everybody.
+    watch, record = Watch(), Recorder()
+    trainer = t5_trainer(tmp_path, [watch, record], {"clients_per_round": 2, "federation_seed": 4}, (8, 6, 8))
+    record.trainer = trainer
+    trainer.train()
+    assert [reply.client_id for reply in record.received] == ["b", "c", "a", "b", "a", "b"]
+    shared = [state["shared.weight"] for state in watch.distilled]
+    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[1], shared[2])
+    # Of the rest the mean is taken, which small steps follow.
+    query = "decoder.block.0.layer.0.SelfAttention.q.weight"
+    sent = {reply.client_id: reply.state[query] for reply in record.received}
+    mean = (sent["a"] + sent["b"] + sent["c"]) / 3
+    torch.testing.assert_close(watch.distilled[2][query], mean, rtol=0, atol=3e-4)
+    assert ((sent["a"] + sent["b"]) / 2 - mean).abs().max() > 1e-3
 
 
 def test_the_embeddings_that_t5_shares_are_constant_after_the_first_round(tmp_path):
