@@ -38,7 +38,8 @@ from .server import DistillationServer
 from .teachers import Teachers
 
 
-# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits`.
+# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits` of
+# the positions that have a label.
 Samples = dict[str, torch.Tensor]
 
 
@@ -70,9 +71,11 @@ class FedDRS(Distillation):
     encoder–decoder shares between its parts are frozen on clients, too, after the first round. The paper's average is
     unweighted: `aggregation_kwargs={"weighting": "uniform"}`.
 
-    In memory are one client's model beside the server's (of a PEFT model its adapter alone), and the samples: clients
-    × kinds × `num_samples` × `sample_length` × hidden size numbers. What clients sent lies in `output_dir/teachers`
-    until it is used.
+    In memory are one client's model beside the server's (of a PEFT model its adapter alone) with the values that were
+    read into it, and the samples. Of these there are clients × kinds × `num_samples`, each of `sample_length` × hidden
+    size numbers and the logits: one for each class, and of an encoder–decoder label tokens × vocabulary, which is the
+    most. The mean of all clients' models is summed in twice their width. What clients sent lies in
+    `output_dir/teachers` until it is used.
 
     Args:
         sampling (`str` or `Sequence[str]`, *optional*, defaults to `"mixed"`):
@@ -410,7 +413,8 @@ class _Sampler:
 
         Returns:
             `dict[str, torch.Tensor]`: `embeddings` of shape `(kinds × samples, positions, hidden)`, `labels`, and the
-            client's `logits`; on the CPU.
+            client's `logits`, of the positions that have a label, in their order: `(labelled positions, classes)`; on
+            the CPU.
 
         Raises:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
@@ -434,7 +438,8 @@ class _Sampler:
                     logits = own(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
                     self._blame(teacher, labels, kind)
-                part = {"embeddings": embeddings, "labels": labels, "logits": logits}
+                # Of a vocabulary they are most of what is kept.
+                part = {"embeddings": embeddings, "labels": labels, "logits": labelled_positions(logits, labels)}
                 if self._algorithm.keeps_samples:
                     part["starts"] = starts
                 parts.append({name: value.cpu() for name, value in part.items()})
@@ -476,6 +481,7 @@ class _Sampler:
         """
         places = [(client, row) for client, theirs in enumerate(samples) for row in range(len(theirs["labels"]))]
         order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+        targets_of = [theirs["logits"].split(_num_labelled(theirs["labels"])) for theirs in samples]
         size, device = self.server.batch_size, self._student.device
         logits_of = self._logits(self._student.model)
         self._student.model.train()
@@ -483,13 +489,19 @@ class _Sampler:
         with own_draws(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
             for start in range(0, len(order), size):
                 batch = [places[place] for place in order[start : start + size]]
-                embeddings, labels, targets = (
+                embeddings, labels = (
                     torch.stack([samples[client][name][row] for client, row in batch]).to(device)
-                    for name in ("embeddings", "labels", "logits")
+                    for name in ("embeddings", "labels")
                 )
+                targets = torch.cat([targets_of[client][row] for client, row in batch]).to(device)
                 logits = labelled_positions(logits_of(embeddings, labels), labels)
-                losses.append(self._student.step(kl_divergence(logits, labelled_positions(targets, labels))))
+                losses.append(self._student.step(kl_divergence(logits, targets)))
         return float(torch.stack(losses).mean())
+
+
+def _num_labelled(labels: torch.Tensor) -> list[int]:
+    """Of each sample, how many of its positions have a label."""
+    return (labels.view(len(labels), -1) != IGNORED).sum(1).tolist()
 
 
 @contextmanager

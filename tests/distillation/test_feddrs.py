@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from datasets import Dataset
@@ -11,8 +13,10 @@ from test_pseudo_samples import tiny_llama, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.aggregation import WeightedMean
 from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers, feddrs
+from hf_federated.federation_builder import FederationBuilder
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
 
 
@@ -311,6 +315,67 @@ def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
     teachers = trainer._runtime._distillation_callback.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
+
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+WIDTH = 24  # Of a layer, which no other tensor of the run has.
+
+
+def most_live_tensors(output_dir, num_clients, monkeypatch):
+    """
+    How many tensors of that layer's shape there are at most while the server has a client's model in hand, beside
+    those from before the run.
+    """
+    counts = []
+
+    def count():
+        gc.collect()
+        counts.append(sum(type(item) in TENSORS and item.shape == (WIDTH, 16) for item in gc.get_objects()))
+
+    def counted(function):
+        def call(*args):
+            result = function(*args)
+            count()
+            return result
+
+        return call
+
+    data = {f"client {number}": rows(4, seed=number) for number in range(num_clients)}
+    trainer = trainer_of(
+        output_dir,
+        model=tiny_model(num_hidden_layers=1, intermediate_size=WIDTH),
+        data=data,
+        federation={"num_rounds": 1},
+        post_num_iterations=1,
+    )
+    gc.collect()
+    gc.freeze()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Teachers, "open", counted(Teachers.open))
+            patch.setattr(WeightedMean, "add", counted(WeightedMean.add))
+            trainer.train()
+    finally:
+        gc.unfreeze()
+    return max(counts)
+
+
+def test_memory_does_not_grow_with_clients_but_for_their_samples(tmp_path, monkeypatch):
+    few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
+    assert few == many
+    # So they would be counted, were they there.
+    monkeypatch.setattr(FederationBuilder, "_disk_store", lambda self, args, folder: MemoryStore())
+    assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
+
+
+def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
+    trainer = t5_trainer(tmp_path)
+    trainer.distillation.keeps_samples = True
+    trainer.train()
+    for samples in trainer.distillation.samples.values():
+        num_tokens = int((samples["labels"] != -100).sum())
+        assert num_tokens < samples["labels"].numel()
+        assert samples["logits"].shape == (num_tokens, trainer.model.config.vocab_size)
 
 
 @pytest.mark.parametrize("clients_per_round", [3, 2])
