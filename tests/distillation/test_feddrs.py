@@ -9,8 +9,9 @@ import torch
 from datasets import Dataset
 from distilled import SIZES, Recorder
 from peft import LoraConfig, get_peft_model
-from test_pseudo_samples import tiny_llama, tiny_t5
+from test_pseudo_samples import TokensAlone, tiny_llama, tiny_roberta, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
+from transformers import BertConfig
 
 from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.aggregation import WeightedMean
@@ -206,8 +207,9 @@ def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):
         assert not torch.equal(samples["embeddings"][:, 1:], samples["starts"][:, 1:])
 
 
-def test_decoder_classifiers_learn_too(tmp_path):
-    model = tiny_llama()
+@pytest.mark.parametrize("build", [tiny_llama, tiny_roberta])
+def test_other_classifiers_than_bert_learn_too(tmp_path, build):
+    model = build()
     trainer = trainer_of(tmp_path, model=model, data={"a": rows(6), "b": rows(4, seed=1)}, args={"use_cpu": True})
     trainer.train()
     assert "federated/server_distillation_loss" in {name for entry in trainer.state.log_history for name in entry}
@@ -543,6 +545,11 @@ def test_public_rows_have_no_use(tmp_path):
             public_dataset=rows(4),
             federation=FederatedConfig(num_rounds=1, distillation="feddrs"),
         )
+
+
+def test_a_model_that_takes_tokens_alone_is_refused_when_the_trainer_is_built(tmp_path):
+    with pytest.raises(ValueError, match="TokensAlone does not take such"):
+        trainer_of(tmp_path, model=TokensAlone(BertConfig()))
 
 
 def test_label_texts_belong_to_models_that_write(tmp_path):
