@@ -336,6 +336,8 @@ class _Sampler:
             server.student.prepare(num_training_steps)
         tokenizer = server.student.processing_class
         self._special_ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
+        # Tables are filled up with rows that stand for nothing: T5's has 32128 for 32100 tokens.
+        self._num_tokens = None if tokenizer is None else len(tokenizer)
         sequences = algorithm.label_sequences(tokenizer)
         # What a model takes for each class.
         self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
@@ -387,7 +389,7 @@ class _Sampler:
     def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
         """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
         shape = (len(labels), self._algorithm.sample_length)
-        embeddings = initial_embeddings(word_embeddings(model), shape, torch.Generator(), self._special_ids)
+        embeddings = self._draw(word_embeddings(model), shape, torch.Generator())
         return bool(self._logits(model)(embeddings, labels).isfinite().all())
 
     def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
@@ -449,12 +451,16 @@ class _Sampler:
         algorithm = self._algorithm
         weight = word_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
         shape = (algorithm.num_samples, algorithm.sample_length)
-        gaussian = algorithm.initialization == "gaussian"
-        embeddings = initial_embeddings(weight, shape, generator, self._special_ids, gaussian)
+        embeddings = self._draw(weight, shape, generator, algorithm.initialization == "gaussian")
         if self._cls is not None:
             embeddings[:, 0] = weight.detach()[self._cls]
         # Steps are small against what a narrow number can tell apart.
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+
+    def _draw(
+        self, weight: torch.Tensor, shape: tuple[int, int], generator: torch.Generator, gaussian: bool = False
+    ) -> torch.Tensor:
+        return initial_embeddings(weight, shape, generator, self._special_ids, gaussian, self._num_tokens)
 
     def _descend(
         self, embeddings: torch.Tensor, labels: torch.Tensor, teacher: Any, student: Any, weight: float

@@ -15,6 +15,7 @@ from transformers import BertConfig
 
 from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.aggregation import WeightedMean
+from hf_federated.audits import nearest_tokens
 from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers, feddrs
 from hf_federated.federation_builder import FederationBuilder
@@ -222,6 +223,9 @@ class Texts:
     cls_token_id = None
     words = {"yes": [5, 1], "no": [6, 7, 1]}
 
+    def __len__(self):
+        return 28  # Of 32 rows of the table.
+
     def __call__(self, text_target):
         return {"input_ids": [self.words[word] for word in text_target]}
 
@@ -368,6 +372,16 @@ def test_memory_does_not_grow_with_clients_but_for_their_samples(tmp_path, monke
     # So they would be counted, were they there.
     monkeypatch.setattr(FederationBuilder, "_disk_store", lambda self, args, folder: MemoryStore())
     assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
+
+
+def test_samples_begin_at_tokens_of_the_tokenizer(tmp_path):
+    trainer = t5_trainer(tmp_path)
+    trainer.distillation.keeps_samples = True
+    trainer.train()
+    for samples in trainer.distillation.samples.values():
+        tokens = nearest_tokens(samples["starts"], trainer.model.shared.weight)
+        assert torch.equal(trainer.model.shared.weight[tokens], samples["starts"])
+        assert 2 <= tokens.min() and 24 < tokens.max() < 28
 
 
 def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):

@@ -57,6 +57,14 @@ def test_samples_begin_as_rows_of_the_word_embeddings_at_no_special_token():
     assert set(tokens.flatten().tolist()) == {1, 2, 4, 5, 6, 7, 8, 9}
 
 
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_rows_that_fill_the_table_up_are_not_drawn(gaussian):
+    weight = torch.randn(10, 2, generator=generator(1))
+    filled_up = torch.cat([weight, torch.full((6, 2), 1e6)])
+    samples = initial_embeddings(filled_up, (50, 7), generator(), [0], gaussian, num_tokens=10)
+    assert torch.equal(samples, initial_embeddings(weight, (50, 7), generator(), [0], gaussian))
+
+
 def test_gaussian_samples_have_the_embeddings_moments():
     weight = torch.randn(1000, 3, generator=generator(1)) * torch.tensor([1.0, 2.0, 5.0]) + torch.tensor([0.0, 1, -4])
     samples = initial_embeddings(weight, (100, 100), generator(), gaussian=True).view(-1, 3)
