@@ -194,12 +194,13 @@ def plot_pseudo_samples(
     points = {name: _thinned(values.detach().float().flatten(0, -2), max_points) for name, values in groups.items()}
     everything = torch.cat(list(points.values()))
     center = everything.mean(0)
-    _, spread, directions = torch.pca_lowrank(everything, q=2, center=True)
-    explained = (spread.square() / (everything - center).square().sum()).tolist()
+    # Exact, and unlike `torch.pca_lowrank` without draws from the global generator.
+    _, spread, directions = torch.linalg.svd(everything - center, full_matrices=False)
+    explained = (spread.square() / spread.square().sum()).tolist()
     figure, axes = new_figure(6.5, 5.2, squeeze=False)
     axis = axes[0, 0]
     for (name, values), color, marker in zip(points.items(), _colors(len(points)), "o^sDvP", strict=False):
-        placed = ((values - center) @ directions).numpy()
+        placed = ((values - center) @ directions[:2].T).numpy()
         axis.scatter(placed[:, 0], placed[:, 1], s=9, alpha=0.45, color=color, marker=marker, label=name, linewidths=0)
     axis.set_xlabel(f"first component ({100 * explained[0]:.0f} % of the variance)")
     axis.set_ylabel(f"second ({100 * explained[1]:.0f} %)")

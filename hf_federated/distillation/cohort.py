@@ -353,10 +353,12 @@ class Cohort:
         return rows
 
     def leave_out(self, client_id: str, reason: str) -> None:
-        """Go on without a client in this round."""
+        """Go on without a client in this round, and without its model until it sends another."""
         logger.warning(f"Left out: {reason}")
         self.rejected[client_id] = reason
         self.metrics.pop(client_id, None)
+        if self.teachers is not None:
+            self.teachers.remove(client_id)
 
     def check_enough(self) -> None:
         """

@@ -6,10 +6,12 @@ paper leaves open is settled here as the docstring of [`FedDRS`] says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -36,7 +38,8 @@ from .server import DistillationServer
 from .teachers import Teachers
 
 
-# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits`.
+# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits` of
+# the positions that have a label.
 Samples = dict[str, torch.Tensor]
 
 
@@ -49,7 +52,8 @@ class FedDRS(Distillation):
     nothing to their parameters but how many rows of each label they have.
 
     After the last round the mean of all clients' models learns once more, `post_num_iterations` times, from what each
-    of them sent last.
+    of them sent last. A client whose model gives NaN or infinity is left out by name, of that mean, too, until it
+    sends another.
 
     | paper | here |
     |---|---|
@@ -67,9 +71,11 @@ class FedDRS(Distillation):
     encoder–decoder shares between its parts are frozen on clients, too, after the first round. The paper's average is
     unweighted: `aggregation_kwargs={"weighting": "uniform"}`.
 
-    In memory are one client's model beside the server's (of a PEFT model its adapter alone), and the samples: clients
-    × kinds × `num_samples` × `sample_length` × hidden size numbers. What clients sent lies in `output_dir/teachers`
-    until it is used.
+    In memory are one client's model beside the server's (of a PEFT model its adapter alone) with the values that were
+    read into it, and the samples. Of these there are clients × kinds × `num_samples`, each of `sample_length` × hidden
+    size numbers and the logits: one for each class, and of an encoder–decoder label tokens × vocabulary, which is the
+    most. The mean of all clients' models is summed in twice their width. What clients sent lies in
+    `output_dir/teachers` until it is used.
 
     Args:
         sampling (`str` or `Sequence[str]`, *optional*, defaults to `"mixed"`):
@@ -213,12 +219,23 @@ class FedDRS(Distillation):
 
     def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: _Sampler) -> dict[str, float]:
         everybody = [client_id for client_id in teachers.everybody() if client_id not in cohort.rejected]
-        sampler.server.exchange.write(teachers.mean(everybody))
+        # Of a mean nobody could tell whose model spoiled it.
+        self._of_each(cohort, teachers, "models before their mean", everybody, partial(sampler.check, teachers))
+        everybody = [client_id for client_id in everybody if client_id not in cohort.rejected]
+        mean = teachers.mean(everybody) | self._left_as_is(sampler.server, cohort.round)
+        sampler.server.exchange.write(mean)
         weight = self.adversarial_weight if self.post_adversarial_weight is None else self.post_adversarial_weight
         loss = 0.0
         for iteration in range(self.post_num_iterations):
             loss = self._iterate(cohort, teachers, sampler, everybody, weight, ("post", cohort.round, iteration))
-        return {"post_distillation_loss": loss, "post_num_clients": len(everybody)}
+        num_left = len([client_id for client_id in everybody if client_id not in cohort.rejected])
+        return {"post_distillation_loss": loss, "post_num_clients": num_left}
+
+    def _left_as_is(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
+        """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
+        frozen = {id(parameter) for parameter in self.frozen_parameters(server.student.model, round)}
+        live = server.exchange.live
+        return {name: live[name] for name, item in server.exchange.parameters.items() if id(item) in frozen}
 
     def _iterate(
         self,
@@ -230,25 +247,45 @@ class FedDRS(Distillation):
         purpose: tuple[str, int, int],
     ) -> float:
         """Make samples of each client, and let the server's model learn them in one pass; the mean loss."""
+        seed = sampler.server.seed
+
+        def sample(client_id: str) -> Samples:
+            own = derived_seed(seed, "pseudo-samples", client_id, *purpose)
+            return sampler.sample(teachers, client_id, weight, own)
+
+        samples = self._of_each(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
+        self.samples = samples if self.keeps_samples else {}
+        return sampler.learn(list(samples.values()), derived_seed(seed, "pseudo-samples' order", *purpose))
+
+    def _of_each(
+        self,
+        cohort: Cohort,
+        teachers: Teachers,
+        place: str,
+        client_ids: Sequence[str],
+        make: Callable[[str], dict[str, torch.Tensor]],
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """What is made of each client's model, wherever that is; a client of which nothing can be is left out."""
         asked = [client_id for client_id in client_ids if client_id not in cohort.rejected]
         made: dict[str, Any] = {}
         for client_id in teachers.here(asked):
-            seed = derived_seed(sampler.server.seed, "pseudo-samples", client_id, *purpose)
             try:
-                made[client_id] = sampler.sample(teachers, client_id, weight, seed)
+                made[client_id] = make(client_id)
             except ValueError as error:
                 made[client_id] = {"error": str(error)}
-        samples: dict[str, Samples] = {}
-        for client_id, found in teachers.together(f"pseudo-samples {purpose}", made, asked).items():
-            if "error" in found:
-                cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {found['error']}")
-            else:
-                samples[client_id] = found
+            except FloatingPointError as error:
+                made[client_id] = {"of the server": str(error)}
+        found = teachers.together(place, made, asked)
+        for client_id, theirs in found.items():
+            if "error" in theirs:
+                cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {theirs['error']}")
+        of_the_server = [theirs["of the server"] for theirs in found.values() if "of the server" in theirs]
+        if of_the_server:
+            names = ", ".join(map(repr, cohort.rejected))
+            left_out = f" Left out in this round, and perhaps averaged before: {names}." if names else ""
+            raise FloatingPointError(f"Round {cohort.round}: {of_the_server[0]}{left_out}")
         cohort.check_enough()
-        self.samples = samples if self.keeps_samples else {}
-        return sampler.learn(
-            list(samples.values()), derived_seed(sampler.server.seed, "pseudo-samples' order", *purpose)
-        )
+        return {client_id: theirs for client_id, theirs in found.items() if "error" not in theirs}
 
     def _num_steps_of_run(self, server: DistillationServer) -> int:
         """Optimizer steps of the server over the run, if no client fails."""
@@ -299,6 +336,8 @@ class _Sampler:
             server.student.prepare(num_training_steps)
         tokenizer = server.student.processing_class
         self._special_ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
+        # Tables are filled up with rows that stand for nothing: T5's has 32128 for 32100 tokens.
+        self._num_tokens = None if tokenizer is None else len(tokenizer)
         sequences = algorithm.label_sequences(tokenizer)
         # What a model takes for each class.
         self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
@@ -318,6 +357,52 @@ class _Sampler:
 
         return logits
 
+    def _class_counts(self, teachers: Teachers, client_id: str) -> list[float]:
+        counts = teachers.class_counts(client_id)
+        if len(counts) != len(self._labels):
+            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        missing = [label for label, count in enumerate(counts) if math.isnan(count)]
+        if missing:
+            raise ValueError(f"its label histogram has no number for the classes {missing}.")
+        return counts
+
+    def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:
+        """
+        Ask a client's model once, before its values are mixed with others'.
+
+        Args:
+            teachers ([`Teachers`]): Of which the client's model is opened.
+            client_id (`str`): The client.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Nothing.
+
+        Raises:
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+        """
+        labels = draw_labels(self._class_counts(teachers, client_id), self._algorithm.num_samples, torch.Generator())
+        if not self._is_finite(teachers.open(client_id), self._labels[labels].to(self._student.device)):
+            raise ValueError("its model gives NaN or infinite values on its own word embeddings.")
+        return {}
+
+    @torch.no_grad()
+    def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
+        """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
+        shape = (len(labels), self._algorithm.sample_length)
+        embeddings = self._draw(word_embeddings(model), shape, torch.Generator())
+        return bool(self._logits(model)(embeddings, labels).isfinite().all())
+
+    def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
+        """Say whose pseudo-samples these are that came to NaN: both models move them."""
+        is_sound = self._is_finite(teacher, labels)
+        if is_sound and not self._is_finite(self._student.model, labels):
+            raise FloatingPointError(
+                "the server's model gives NaN or infinite values on word embeddings, where a client's does not. Lower "
+                "the learning rate (`learning_rate`, `server_learning_rate`) or clip gradients (`max_grad_norm`)."
+            )
+        advice = " On word embeddings it does not: lower `step_size`." if is_sound and kind != "random" else ""
+        raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")
+
     def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
         """
         A client's samples of all kinds.
@@ -330,14 +415,14 @@ class _Sampler:
 
         Returns:
             `dict[str, torch.Tensor]`: `embeddings` of shape `(kinds × samples, positions, hidden)`, `labels`, and the
-            client's `logits`; on the CPU.
+            client's `logits`, of the positions that have a label, in their order: `(labelled positions, classes)`; on
+            the CPU.
 
         Raises:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+            FloatingPointError: If the server's model does, and not the client's.
         """
-        counts = teachers.class_counts(client_id)
-        if len(counts) != len(self._labels):
-            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        counts = self._class_counts(teachers, client_id)
         generator = torch.Generator().manual_seed(seed)
         student = self._student.model
         teacher = teachers.open(client_id)
@@ -354,8 +439,9 @@ class _Sampler:
                 with torch.no_grad():
                     logits = own(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
-                    raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.")
-                part = {"embeddings": embeddings, "labels": labels, "logits": logits}
+                    self._blame(teacher, labels, kind)
+                # Of a vocabulary they are most of what is kept.
+                part = {"embeddings": embeddings, "labels": labels, "logits": labelled_positions(logits, labels)}
                 if self._algorithm.keeps_samples:
                     part["starts"] = starts
                 parts.append({name: value.cpu() for name, value in part.items()})
@@ -365,12 +451,16 @@ class _Sampler:
         algorithm = self._algorithm
         weight = word_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
         shape = (algorithm.num_samples, algorithm.sample_length)
-        gaussian = algorithm.initialization == "gaussian"
-        embeddings = initial_embeddings(weight, shape, generator, self._special_ids, gaussian)
+        embeddings = self._draw(weight, shape, generator, algorithm.initialization == "gaussian")
         if self._cls is not None:
             embeddings[:, 0] = weight.detach()[self._cls]
         # Steps are small against what a narrow number can tell apart.
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+
+    def _draw(
+        self, weight: torch.Tensor, shape: tuple[int, int], generator: torch.Generator, gaussian: bool = False
+    ) -> torch.Tensor:
+        return initial_embeddings(weight, shape, generator, self._special_ids, gaussian, self._num_tokens)
 
     def _descend(
         self, embeddings: torch.Tensor, labels: torch.Tensor, teacher: Any, student: Any, weight: float
@@ -397,6 +487,7 @@ class _Sampler:
         """
         places = [(client, row) for client, theirs in enumerate(samples) for row in range(len(theirs["labels"]))]
         order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+        targets_of = [theirs["logits"].split(_num_labelled(theirs["labels"])) for theirs in samples]
         size, device = self.server.batch_size, self._student.device
         logits_of = self._logits(self._student.model)
         self._student.model.train()
@@ -404,13 +495,19 @@ class _Sampler:
         with own_draws(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
             for start in range(0, len(order), size):
                 batch = [places[place] for place in order[start : start + size]]
-                embeddings, labels, targets = (
+                embeddings, labels = (
                     torch.stack([samples[client][name][row] for client, row in batch]).to(device)
-                    for name in ("embeddings", "labels", "logits")
+                    for name in ("embeddings", "labels")
                 )
+                targets = torch.cat([targets_of[client][row] for client, row in batch]).to(device)
                 logits = labelled_positions(logits_of(embeddings, labels), labels)
-                losses.append(self._student.step(kl_divergence(logits, labelled_positions(targets, labels))))
+                losses.append(self._student.step(kl_divergence(logits, targets)))
         return float(torch.stack(losses).mean())
+
+
+def _num_labelled(labels: torch.Tensor) -> list[int]:
+    """Of each sample, how many of its positions have a label."""
+    return (labels.view(len(labels), -1) != IGNORED).sum(1).tolist()
 
 
 @contextmanager

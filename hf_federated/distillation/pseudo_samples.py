@@ -86,6 +86,7 @@ def initial_embeddings(
     generator: torch.Generator,
     special_ids: Sequence[int] = (),
     gaussian: bool = False,
+    num_tokens: int | None = None,
 ) -> torch.Tensor:
     """
     Where pseudo-samples begin.
@@ -97,11 +98,13 @@ def initial_embeddings(
         special_ids (`Sequence[int]`, *optional*): Tokens that are not drawn, such as padding.
         gaussian (`bool`, *optional*, defaults to `False`): Draw from the normal distribution with the embeddings' mean
             and standard deviation in each dimension, instead of the embeddings themselves.
+        num_tokens (`int`, *optional*): Of the vocabulary, where the table has further rows, which fill it up; all by
+            default.
 
     Returns:
         `torch.Tensor`: Of shape `(samples, positions, hidden)`, on the embeddings' device.
     """
-    weight = weight.detach()
+    weight = weight.detach()[:num_tokens]
     if gaussian:
         noise = torch.randn((*shape, weight.shape[1]), generator=generator, dtype=torch.float32)
         return (weight.mean(0) + weight.std(0) * noise.to(weight)).to(weight.dtype)

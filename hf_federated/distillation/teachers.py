@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Teachers:
     def keep(self, update: ClientUpdate) -> None:
         """Put an accepted update away, in the place of what the client sent before."""
         counts = {name: value for name, value in update.metrics.items() if name.startswith(CLASS_COUNT)}
-        histogram = [counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))]
+        # Whoever uses it refuses a histogram with a gap, which is no number.
+        histogram = [counts.get(f"{CLASS_COUNT}{label}", math.nan) for label in range(len(counts))]
         self._store.set(update.client_id, {"state": update.state, "class_counts": histogram})
         self._held[update.client_id] = histogram
 
@@ -58,8 +60,12 @@ class Teachers:
             cohort (`Sequence[str]`): Whose updates were accepted in this round, in any process.
             kept_now (`Sequence[str]`): Whose were kept here.
         """
-        for client_id in set(cohort) & self._held.keys() - set(kept_now):
-            del self._held[client_id]
+        for client_id in set(cohort) - set(kept_now):
+            self.remove(client_id)
+
+    def remove(self, client_id: str) -> None:
+        """Forget what a client sent, if it is here."""
+        if self._held.pop(client_id, None) is not None:
             self._store.remove(client_id)
 
     def everybody(self) -> list[str]:
@@ -71,7 +77,7 @@ class Teachers:
         return [client_id for client_id in client_ids if client_id in self._held]
 
     def class_counts(self, client_id: str) -> list[float]:
-        """How many rows of each class the client said it has."""
+        """How many rows of each class the client said it has; NaN of those that it left out."""
         return self._held[client_id]
 
     def open(self, client_id: str) -> nn.Module:

@@ -101,5 +101,7 @@ def test_the_picture_has_words_and_samples(tmp_path):
     pytest.importorskip("matplotlib")
     generator = torch.Generator().manual_seed(0)
     groups = {name: torch.randn(6, 5, 4, generator=generator) for name in ("start", "target", "adversarial")}
+    before = torch.get_rng_state()
     plot_pseudo_samples(torch.randn(5000, 4, generator=generator), groups, tmp_path / "samples.png", "client a")
+    assert torch.equal(torch.get_rng_state(), before)
     assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")

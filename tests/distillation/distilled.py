@@ -26,6 +26,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("fedaux", {}),
     ("fedaux", {"dp_epsilon": 0.5, "dp_delta": 1e-5}),
     ("feddf", {}),
+    ("feddrs", {"num_samples": 6, "sample_length": 5, "num_steps": 3}),
     ("feded", {}),
     ("fedid", {"feedback": "chain_rule"}),
     ("fedid", {"feedback": "per_example"}),
@@ -100,7 +101,9 @@ def distilled(
         "server_dataset": rows(6, seed=6),
         "eval_dataset": rows(8, seed=7),
     }
-    if differ and method not in ("fedaux", "feddf", "feded"):
+    if method == "feddrs":
+        del given["public_dataset"], given["server_dataset"]
+    if differ and method not in ("fedaux", "feddf", "feddrs", "feded"):
         given["client_model_init"] = client_model
     trainer = FederatedTrainer(
         args=arguments(output_dir, **(args or {})),

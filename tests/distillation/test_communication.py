@@ -7,13 +7,15 @@ What a message needs beside its tensors, its header, is read off its bytes: a sa
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from datasets import Dataset
 from distilled import METHODS, NUM_CLASSES, NUM_PUBLIC, SIZES, Recorder, distilled
 from tiny import rows, tiny_model
 
 from hf_federated.distillation import PredictionCodec
-from hf_federated.messages import ClientUpdate, Message
+from hf_federated.messages import CLASS_COUNT, ClientUpdate, Message
 
 
 NUM_CLIENTS, NUM_ROUNDS = len(SIZES), 2
@@ -28,6 +30,7 @@ DOWN = {
     "dsfl": NUMBERS,
     "fedaux": NUM_PARAMETERS,
     "feddf": NUM_PARAMETERS,
+    "feddrs": NUM_PARAMETERS,
     "feded": NUM_PARAMETERS,
     "fedkd": 0,
     "fedmd": NUMBERS,
@@ -39,8 +42,13 @@ DOWN = {
     "none": NUMBERS,
 }
 
-# Numbers that a client sends in a round beside its predictions: parameters, and scores of the public rows.
-BESIDE = {"fedaux": NUM_PARAMETERS + NUM_PUBLIC, "feddf": NUM_PARAMETERS}
+# Numbers that a client sends in a round where it is not its predictions alone: parameters, and scores of the public
+# rows.
+UP = {
+    "fedaux": NUMBERS + NUM_PARAMETERS + NUM_PUBLIC,
+    "feddf": NUMBERS + NUM_PARAMETERS,
+    "feddrs": NUM_PARAMETERS,
+}
 
 
 def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **others):
@@ -69,7 +77,7 @@ def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
     num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
     trainer, record = trained(tmp_path, method, kwargs, num_rounds)
     down = FLOAT_BYTES * DOWN[kwargs.get("feedback", method)]
-    up = FLOAT_BYTES * (NUMBERS + BESIDE.get(method, 0))
+    up = FLOAT_BYTES * UP.get(method, NUMBERS)
     for round in range(num_rounds):
         for client_id in SIZES:
             assert tensor_bytes(trainer, record.sent, round, client_id, "down") == down
@@ -89,6 +97,19 @@ def test_a_broadcast_that_counts_once_gives_the_papers_table(tmp_path, method, k
         for client_id in SIZES
     ) + sum(tensor_bytes(trainer, record.sent, round, "a", "down") for round in range(NUM_ROUNDS))
     assert total / FLOAT_BYTES == NUMBERS * (NUM_CLIENTS + num_broadcasts) * NUM_ROUNDS
+
+
+def test_feddrs_costs_what_fedavg_does_and_a_label_histogram(tmp_path):
+    kwargs = next(kwargs for method, kwargs in METHODS if method == "feddrs")
+    _, record = trained(tmp_path / "a", "feddrs", kwargs, num_rounds=1)
+    without = {"differ": False, "public_dataset": None, "server_dataset": None}
+    _, plain = trained(tmp_path / "b", None, num_rounds=1, **without)
+    assert [message.num_bytes for message in record.sent] == [message.num_bytes for message in plain.sent]
+    for reply, averaged in zip(record.received, plain.received, strict=True):
+        assert reply.metrics.keys() - averaged.metrics.keys() == {f"{CLASS_COUNT}{n}" for n in range(NUM_CLASSES)}
+        # The histogram stands in the header.
+        with_histogram = dataclasses.replace(averaged, metrics={**reply.metrics, **averaged.metrics})
+        assert reply.num_bytes == with_histogram.num_bytes
 
 
 def four_classes(num_rows, seed):

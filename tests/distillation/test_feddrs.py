@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from datasets import Dataset
 from distilled import SIZES, Recorder
 from peft import LoraConfig, get_peft_model
-from test_pseudo_samples import tiny_llama, tiny_t5
+from test_pseudo_samples import TokensAlone, tiny_llama, tiny_roberta, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
+from transformers import BertConfig
 
 from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated.aggregation import WeightedMean
+from hf_federated.audits import nearest_tokens
 from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers, feddrs
+from hf_federated.federation_builder import FederationBuilder
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
 
 
@@ -202,8 +208,9 @@ def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):
         assert not torch.equal(samples["embeddings"][:, 1:], samples["starts"][:, 1:])
 
 
-def test_decoder_classifiers_learn_too(tmp_path):
-    model = tiny_llama()
+@pytest.mark.parametrize("build", [tiny_llama, tiny_roberta])
+def test_other_classifiers_than_bert_learn_too(tmp_path, build):
+    model = build()
     trainer = trainer_of(tmp_path, model=model, data={"a": rows(6), "b": rows(4, seed=1)}, args={"use_cpu": True})
     trainer.train()
     assert "federated/server_distillation_loss" in {name for entry in trainer.state.log_history for name in entry}
@@ -216,6 +223,9 @@ class Texts:
     cls_token_id = None
     words = {"yes": [5, 1], "no": [6, 7, 1]}
 
+    def __len__(self):
+        return 28  # Of 32 rows of the table.
+
     def __call__(self, text_target):
         return {"input_ids": [self.words[word] for word in text_target]}
 
@@ -226,20 +236,38 @@ def text_to_text(num_rows, seed=0):
     return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": labels})
 
 
-def t5_trainer(tmp_path, callbacks=(), **kwargs):
+def t5_trainer(tmp_path, callbacks=(), federation=None, sizes=(8, 6), **kwargs):
     trainer = FederatedTrainer(
         model=tiny_t5(),
         args=arguments(tmp_path),
-        train_dataset={"a": text_to_text(8), "b": text_to_text(6, seed=1)},
+        train_dataset={name: text_to_text(size, n) for n, (name, size) in enumerate(zip("abc", sizes, strict=False))},
         callbacks=list(callbacks),
         federation=FederatedConfig(
             num_rounds=3,
             distillation=FedDRS(**{"label_texts": ("yes", "no"), **SMALL, **kwargs}),
             aggregation_kwargs={"weighting": "uniform"},
+            **(federation or {}),
         ),
     )
     trainer.processing_class = Texts()
     return trainer
+
+
+def test_embeddings_that_t5_shares_are_constant_though_some_clients_have_other_ones_of_the_first_round(tmp_path):
+    # Asked are b and c, then a and b, twice: what c trained in the first round is in the mean of everybody.
+    watch, record = Watch(), Recorder()
+    trainer = t5_trainer(tmp_path, [watch, record], {"clients_per_round": 2, "federation_seed": 4}, (8, 6, 8))
+    record.trainer = trainer
+    trainer.train()
+    assert [reply.client_id for reply in record.received] == ["b", "c", "a", "b", "a", "b"]
+    shared = [state["shared.weight"] for state in watch.distilled]
+    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[1], shared[2])
+    # Of the rest the mean is taken, which small steps follow.
+    query = "decoder.block.0.layer.0.SelfAttention.q.weight"
+    sent = {reply.client_id: reply.state[query] for reply in record.received}
+    mean = (sent["a"] + sent["b"] + sent["c"]) / 3
+    torch.testing.assert_close(watch.distilled[2][query], mean, rtol=0, atol=3e-4)
+    assert ((sent["a"] + sent["b"]) / 2 - mean).abs().max() > 1e-3
 
 
 def test_the_embeddings_that_t5_shares_are_constant_after_the_first_round(tmp_path):
@@ -295,6 +323,77 @@ def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
     assert not (tmp_path / "teachers").exists()
 
 
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+WIDTH = 24  # Of a layer, which no other tensor of the run has.
+
+
+def most_live_tensors(output_dir, num_clients, monkeypatch):
+    """
+    How many tensors of that layer's shape there are at most while the server has a client's model in hand, beside
+    those from before the run.
+    """
+    counts = []
+
+    def count():
+        gc.collect()
+        counts.append(sum(type(item) in TENSORS and item.shape == (WIDTH, 16) for item in gc.get_objects()))
+
+    def counted(function):
+        def call(*args):
+            result = function(*args)
+            count()
+            return result
+
+        return call
+
+    data = {f"client {number}": rows(4, seed=number) for number in range(num_clients)}
+    trainer = trainer_of(
+        output_dir,
+        model=tiny_model(num_hidden_layers=1, intermediate_size=WIDTH),
+        data=data,
+        federation={"num_rounds": 1},
+        post_num_iterations=1,
+    )
+    gc.collect()
+    gc.freeze()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Teachers, "open", counted(Teachers.open))
+            patch.setattr(WeightedMean, "add", counted(WeightedMean.add))
+            trainer.train()
+    finally:
+        gc.unfreeze()
+    return max(counts)
+
+
+def test_memory_does_not_grow_with_clients_but_for_their_samples(tmp_path, monkeypatch):
+    few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
+    assert few == many
+    # So they would be counted, were they there.
+    monkeypatch.setattr(FederationBuilder, "_disk_store", lambda self, args, folder: MemoryStore())
+    assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
+
+
+def test_samples_begin_at_tokens_of_the_tokenizer(tmp_path):
+    trainer = t5_trainer(tmp_path)
+    trainer.distillation.keeps_samples = True
+    trainer.train()
+    for samples in trainer.distillation.samples.values():
+        tokens = nearest_tokens(samples["starts"], trainer.model.shared.weight)
+        assert torch.equal(trainer.model.shared.weight[tokens], samples["starts"])
+        assert 2 <= tokens.min() and 24 < tokens.max() < 28
+
+
+def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
+    trainer = t5_trainer(tmp_path)
+    trainer.distillation.keeps_samples = True
+    trainer.train()
+    for samples in trainer.distillation.samples.values():
+        num_tokens = int((samples["labels"] != -100).sum())
+        assert num_tokens < samples["labels"].numel()
+        assert samples["logits"].shape == (num_tokens, trainer.model.config.vocab_size)
+
+
 @pytest.mark.parametrize("clients_per_round", [3, 2])
 def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
@@ -307,37 +406,126 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per
         assert same_weights(whole.model, resumed.model)
 
 
-class Poison(FederatedCallback):
-    """Turns what a client sent into numbers that overflow, after the check of updates."""
+class Opposites(FederatedCallback):
+    """
+    Makes what the first clients of a round send so large that their models' logits overflow, after the check of
+    updates. Two of them cancel each other out in the average.
+    """
+
+    def __init__(self, num_clients=2, bias=100.0, weight=3e38):
+        self.num_clients, self.bias, self.weight = num_clients, bias, weight
+        self.spoiled, self.sent, self.rejected = [], {}, []
 
     def on_client_end(self, args, state, control, update, **kwargs):
-        if update.client_id == "b":
-            update.state["classifier.weight"].fill_(3e38)
+        if update.round == 0 and len(self.spoiled) < self.num_clients:
+            sign = (-1) ** len(self.spoiled)
+            update.state["bert.pooler.dense.bias"].fill_(self.bias * sign)
+            update.state["classifier.weight"][0].fill_(self.weight * sign)
+            update.state["classifier.weight"][1].fill_(-self.weight * sign)
+            self.spoiled.append(update.client_id)
+        self.sent[update.client_id] = update.state[EMBEDDINGS].clone()
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.rejected.append(dict(server.rejected))
+
+    def mean_of_the_others(self):
+        """The word embeddings of those who were left as they are, which nothing moves after their mean."""
+        kept = [value.double() for client_id, value in self.sent.items() if client_id not in self.spoiled]
+        return torch.stack(kept).mean(0).float()
 
 
-def test_a_teacher_that_gives_nan_is_left_out_by_name_and_the_round_goes_on(tmp_path):
-    class Rejected(FederatedCallback):
-        def on_round_end(self, args, state, control, server, **kwargs):
-            self.reasons = dict(server.rejected)
-
-    rejected = Rejected()
-    trainer = trainer_of(tmp_path, callbacks=[Poison(), rejected], federation={"num_rounds": 1}, post_num_iterations=1)
-    # Of the mean it is next to nothing.
-    trainer.aggregation.weight = lambda update: 1e-45 if update.client_id == "b" else 1.0
+@pytest.mark.parametrize("post_only", [False, True])
+def test_a_teacher_that_gives_nan_is_left_out_by_name_and_of_the_final_mean_of_later_rounds(tmp_path, post_only):
+    # Asked are a, b and c, then d, e and f.
+    federation = {"num_rounds": 2, "clients_per_round": 3, "federation_seed": 38}
+    data = {client_id: rows(8, seed=ord(client_id)) for client_id in "abcdef"}
+    opposites = Opposites()
+    trainer = trainer_of(tmp_path, data=data, callbacks=[opposites], federation=federation, post_only=post_only)
     trainer.train()
+    assert opposites.spoiled == ["a", "b"] and len(opposites.sent) == 6
+    reasons = opposites.rejected[1 if post_only else 0]
+    assert sorted(reasons) == sorted(opposites.spoiled) and not opposites.rejected[0 if post_only else 1]
+    for client_id, reason in reasons.items():
+        assert f"{client_id!r}" in reason and "gives NaN or infinite values on" in reason
+    logs = [entry for entry in trainer.state.log_history if "federated/post_num_clients" in entry]
+    assert [entry["federated/post_num_clients"] for entry in logs] == [4]
+    torch.testing.assert_close(trainer.model.state_dict()[EMBEDDINGS], opposites.mean_of_the_others())
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_a_teacher_that_gives_nan_is_left_out_before_the_mean_of_the_only_round(tmp_path):
+    opposites = Opposites(num_clients=1)
+    trainer = trainer_of(tmp_path, callbacks=[opposites], federation={"num_rounds": 1}, post_only=True)
+    trainer.train()
+    assert list(opposites.rejected[0]) == opposites.spoiled
     assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
-    assert "'b'" in rejected.reasons["b"] and "NaN or infinite values on" in rejected.reasons["b"]
+    torch.testing.assert_close(trainer.model.state_dict()[EMBEDDINGS], opposites.mean_of_the_others())
+
+
+def test_clients_whose_samples_run_off_are_not_counted_among_those_of_the_post_processing(tmp_path):
+    # Finite where samples begin, and of gradients with which they do not stay so.
+    opposites = Opposites(bias=0.0, weight=1e37)
+    trainer = trainer_of(tmp_path, callbacks=[opposites], federation={"num_rounds": 1}, post_only=True)
+    trainer.train()
+    assert sorted(opposites.rejected[0]) == sorted(opposites.spoiled)
+    assert all("lower `step_size`" in reason for reason in opposites.rejected[0].values())
+    assert trainer.state.log_history[0]["federated/post_num_clients"] == 1
+
+
+class SpoiledServer(FederatedCallback):
+    @torch.no_grad()
+    def on_distill(self, args, state, control, model, **kwargs):
+        model.bert.pooler.dense.bias.fill_(100.0)
+        model.classifier.weight.fill_(3e38)
+
+
+@pytest.mark.parametrize(
+    ("callback", "named"),
+    [(SpoiledServer(), r"`max_grad_norm`\)\.$"), (Opposites(num_clients=1), "averaged before: 'a'")],
+)
+def test_a_servers_model_that_gives_nan_is_no_clients_fault(tmp_path, callback, named):
+    trainer = trainer_of(tmp_path, callbacks=[callback], federation={"num_rounds": 1})
+    with pytest.raises(FloatingPointError, match=f"Round 0: the server's model gives NaN.*{named}"):
+        trainer.train()
 
 
 class Miscount(FederatedCallback):
+    """Client a's label histogram in other classes than it has."""
+
+    def __init__(self, classes):
+        self.classes, self.reasons = classes, {}
+
     def on_client_end(self, args, state, control, update, **kwargs):
         if update.client_id == "a":
-            update.metrics[f"{CLASS_COUNT}2"] = 5.0
+            for label in range(2):
+                del update.metrics[f"{CLASS_COUNT}{label}"]
+            update.metrics.update({f"{CLASS_COUNT}{label}": 4.0 for label in self.classes})
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.reasons = dict(server.rejected)
 
 
-def test_a_histogram_of_other_classes_is_refused_by_name(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, callbacks=[Miscount()], federation={"min_clients": 3})
-    with pytest.raises(RuntimeError, match=r"'a'.*its label histogram has 3 classes, and the server 2"):
+@pytest.mark.parametrize("post_only", [False, True])
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([0, 1, 2], "has 3 classes, and the server 2."),
+        ([0, 2], "has no number for the classes [1]."),
+        (["x", -1], "has no number for the classes [0, 1]."),
+        ([], "has 0 classes, and the server 2."),
+    ],
+)
+def test_a_histogram_of_other_classes_leaves_its_client_out_by_name(tmp_path, classes, message, post_only):
+    miscount = Miscount(classes)
+    trainer = trainer_of(tmp_path, callbacks=[miscount], federation={"num_rounds": 1}, post_only=post_only)
+    trainer.train()
+    assert miscount.reasons == {"a": f"Client 'a', round 0: its label histogram {message}"}
+    assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
+
+
+def test_too_few_clients_with_a_histogram_fail_the_round(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[Miscount([0, 2])], federation={"min_clients": 3})
+    with pytest.raises(RuntimeError, match=r"min_clients=3.*'a'.*its label histogram has no number"):
         trainer.train()
 
 
@@ -371,6 +559,11 @@ def test_public_rows_have_no_use(tmp_path):
             public_dataset=rows(4),
             federation=FederatedConfig(num_rounds=1, distillation="feddrs"),
         )
+
+
+def test_a_model_that_takes_tokens_alone_is_refused_when_the_trainer_is_built(tmp_path):
+    with pytest.raises(ValueError, match="TokensAlone does not take such"):
+        trainer_of(tmp_path, model=TokensAlone(BertConfig()))
 
 
 def test_label_texts_belong_to_models_that_write(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import VOCAB_SIZE, tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -13,9 +14,13 @@ from transformers import (
     EncoderDecoderModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_federated.distillation.pseudo_samples import (
     IGNORED,
@@ -50,6 +55,14 @@ def test_samples_begin_as_rows_of_the_word_embeddings_at_no_special_token():
     tokens = samples[..., 0] / 2
     assert torch.equal(samples, weight[tokens.long()])
     assert set(tokens.flatten().tolist()) == {1, 2, 4, 5, 6, 7, 8, 9}
+
+
+@pytest.mark.parametrize("gaussian", [False, True])
+def test_rows_that_fill_the_table_up_are_not_drawn(gaussian):
+    weight = torch.randn(10, 2, generator=generator(1))
+    filled_up = torch.cat([weight, torch.full((6, 2), 1e6)])
+    samples = initial_embeddings(filled_up, (50, 7), generator(), [0], gaussian, num_tokens=10)
+    assert torch.equal(samples, initial_embeddings(weight, (50, 7), generator(), [0], gaussian))
 
 
 def test_gaussian_samples_have_the_embeddings_moments():
@@ -173,6 +186,40 @@ def tiny_llama() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(config)
 
 
+def tiny_roberta() -> RobertaForSequenceClassification:
+    """Its positions are counted from behind its padding id, of tokens by where padding is."""
+    config = RobertaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=18,
+        pad_token_id=1,
+        initializer_range=0.3,
+    )
+    return RobertaForSequenceClassification(config)
+
+
+class TokensAlone(PreTrainedModel):
+    """A classifier that takes no embeddings, as some of `transformers` do."""
+
+    config_class = BertConfig
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.words = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.words(input_ids).mean(1))
+        return SequenceClassifierOutput(logits=logits, loss=F.cross_entropy(logits, labels))
+
+
 def tiny_pair() -> EncoderDecoderModel:
     small = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     config = EncoderDecoderConfig.from_encoder_decoder_configs(
@@ -182,11 +229,16 @@ def tiny_pair() -> EncoderDecoderModel:
     return EncoderDecoderModel(config=config)
 
 
-@pytest.mark.parametrize("model", [tiny_model(), tiny_t5(), tiny_llama(), tiny_pair()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "model",
+    [tiny_model(), tiny_roberta(), tiny_t5(), tiny_llama(), tiny_pair()],
+    ids=lambda model: type(model).__name__,
+)
 def test_embeddings_of_tokens_give_the_tokens_logits(model):
     check_takes_embeddings(model)
     model.eval()
-    tokens = torch.randint(1, VOCAB_SIZE, (3, 5), generator=generator())
+    # Padding is none of them, of RoBERTa neither.
+    tokens = torch.randint(2, VOCAB_SIZE, (3, 5), generator=generator())
     further = {"attention_mask": torch.ones_like(tokens)}
     if model.config.is_encoder_decoder:
         further["labels"] = torch.tensor([[4, 5], [6, IGNORED], [7, 8]])
@@ -196,6 +248,30 @@ def test_embeddings_of_tokens_give_the_tokens_logits(model):
     torch.testing.assert_close(got, expected)
 
 
-def test_a_model_that_takes_tokens_alone_is_refused():
-    with pytest.raises(ValueError, match=r"Linear does not take such.*inputs_embeds"):
-        check_takes_embeddings(nn.Linear(2, 2))
+def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
+    model = tiny_roberta().eval()
+    embeddings = torch.randn(3, 5, 16, generator=generator())
+    first = model.config.pad_token_id + 1
+    with torch.no_grad():
+        got = model(inputs_embeds=embeddings).logits
+        torch.testing.assert_close(
+            got, model(inputs_embeds=embeddings, position_ids=torch.arange(first, first + 5).expand(3, 5)).logits
+        )
+        # Elsewhere they would be other ones.
+        others = model(inputs_embeds=embeddings, position_ids=torch.arange(5).expand(3, 5)).logits
+    assert (got - others).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        TokensAlone(BertConfig()),
+        get_peft_model(TokensAlone(BertConfig()), LoraConfig(target_modules=["head"])),
+    ],
+    ids=["no transformers model", "transformers model", "with an adapter"],
+)
+def test_a_model_that_takes_tokens_alone_is_refused(model):
+    name = "Linear" if isinstance(model, nn.Linear) else "TokensAlone"
+    with pytest.raises(ValueError, match=rf"{name} does not take such.*inputs_embeds"):
+        check_takes_embeddings(model)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from measure import milliseconds_a_row
+from superglue_paper import PRINTED
 from superglue_raw import FILES, STORY, files, hub, spans
 
 from hf_federated.tasks import superglue_rows
@@ -17,7 +18,7 @@ from hf_federated.tasks.superglue import LABEL_NAMES, LABELS
 
 BAKERY = "Miras wellknown bakery the Oven opened in Lund Sweden in 1999 It closed"
 NEWS = "Ada Lund met Bo Ek in Malmo Bo Eks dog ran off Ada Lund found it"
-# Of each task the sources and targets of all its rows.
+# Of each task the sources and targets of all the rows of `superglue_raw.py`.
 GOLDEN: dict[str, list[tuple[str, str]]] = {
     "boolq": [
         (f"boolq question: is lunds bakery still open. passage: {BAKERY}", "No"),
@@ -63,8 +64,15 @@ GOLDEN: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("task", LABELS)
+def test_templates_are_those_of_the_paper(task):
+    raw, printed = PRINTED[task]
+    rows = superglue_rows(task, Dataset.from_list([raw]))
+    assert list(zip(rows["source"], rows["target"], strict=True)) == printed
+
+
+@pytest.mark.parametrize("task", LABELS)
 @pytest.mark.parametrize("layout", [files, hub])
-def test_templates_are_those_of_the_paper(task, layout):
+def test_every_row_becomes_a_text_for_each_answer(task, layout):
     rows = superglue_rows(task, layout(task))
     assert list(zip(rows["source"], rows["target"], strict=True)) == GOLDEN[task]
     assert set(rows["task"]) == {task}
