@@ -54,16 +54,29 @@ def descent(
     """What both models say of samples while these descend."""
     weight, kind = adversary
     found, samples = [], start.detach()
+    said: dict[int, float] = {}
+
+    def watched(who: int, model: Logits) -> Logits:
+        def logits(moved: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            out = model(moved, labels)
+            said[who] = float(label_loss(out.detach(), labels)) / len(labels)
+            return out
+
+        return logits
+
+    both = watched(0, teacher), watched(1, student)
+
+    def loss(moved: torch.Tensor) -> torch.Tensor:
+        return adversarial_loss(moved, labels, *both, weight, kind)
+
     for step in range(num_steps + 1):
+        said.clear()
+        moved = descend(samples, loss, 1, step_size) if step < num_steps else samples
         with torch.no_grad():
-            pair = [float(label_loss(model(samples, labels), labels)) / len(labels) for model in (teacher, student)]
-        found.append((pair[0], pair[1]))
-        if step < num_steps:
-
-            def loss(moved: torch.Tensor) -> torch.Tensor:
-                return adversarial_loss(moved, labels, teacher, student, weight, kind)
-
-            samples = descend(samples, loss, 1, step_size)
+            for who in {0, 1} - set(said):  # not asked by the loss, or at the end
+                both[who](samples, labels)
+        found.append((said[0], said[1]))
+        samples = moved
     return found
 
 
@@ -88,9 +101,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", help="change a field of the recipe")
     parser.add_argument("--output-dir", default="outputs/feddrs-quality")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--num-steps", type=int, default=100)
+    parser.add_argument("--num-steps", type=int, default=50)
     parser.add_argument("--step-size", type=float, default=0.1)
-    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--sample-length", type=int, default=16)
     options = parser.parse_args()
     sizes = SETTINGS.replace("SAMPLES", str(options.num_samples)).replace("LENGTH", str(options.sample_length))
