@@ -111,7 +111,7 @@ class Cohort:
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
     positions: Positions | None = None
-    from_main: FromMain = lambda place, find: find()
+    from_main: FromMain = field(default_factory=lambda: lambda place, find: find())
 
     @property
     def client_ids(self) -> list[str]:
