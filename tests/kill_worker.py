@@ -26,7 +26,7 @@ import hf_federated.mixin
 import hf_federated.saving
 from hf_federated import Aggregation, FedAUX, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
 from hf_federated.clients import Student
-from hf_federated.distillation import feddrs
+from hf_federated.distillation import pseudo_sampler
 
 
 NUM_ROUNDS = 3
@@ -182,7 +182,7 @@ def arm(moment: str | None) -> list[TrainerCallback]:
         kill_around(Student, "step", nth_call(13), before=False)
     elif moment == "samples":
         # Two clients' samples of two kinds move three steps in a round: in the second one.
-        kill_around(feddrs, "adversarial_loss", nth_call(20), before=False)
+        kill_around(pseudo_sampler, "adversarial_loss", nth_call(20), before=False)
     elif moment == "evaluation":
         kill_around(FederatedTrainer, "evaluate", nth_call(2), before=True)
     elif moment == "after model file":

@@ -26,7 +26,7 @@ from hf_federated.cards.tables import table
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
 from hf_federated.data import CurvePanel, plot_learning_curves
-from hf_federated.distillation import feddrs
+from hf_federated.distillation import pseudo_sampler
 from hf_federated.distillation.pseudo_samples import Logits, adversarial_loss, descend, label_loss
 
 
@@ -92,7 +92,7 @@ def watching(num_steps: int, step_size: float) -> Iterator[dict[str, list[Curve]
             found[name].append(descent(start, labels, teacher, student, adversary, num_steps, step_size))
         return adversarial_loss(start, labels, teacher, student, *own)
 
-    with patch.object(feddrs, "adversarial_loss", watched):
+    with patch.object(pseudo_sampler, "adversarial_loss", watched):
         yield found
 
 

@@ -17,7 +17,8 @@ from hf_federated import FedDRS, FederatedCallback, FederatedConfig, FederatedTr
 from hf_federated.aggregation import WeightedMean
 from hf_federated.audits import nearest_tokens
 from hf_federated.clients import DiskStore, MemoryStore
-from hf_federated.distillation import Teachers, feddrs
+from hf_federated.distillation import Teachers
+from hf_federated.distillation.pseudo_sampler import PseudoSampler
 from hf_federated.federation_builder import FederationBuilder
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
 
@@ -80,13 +81,13 @@ def test_one_client_teaches_its_own_average_nothing(tmp_path):
 def made(monkeypatch):
     """Whose samples were made, in order, with the weight of the adversary."""
     calls: list[tuple[str, float]] = []
-    sample = feddrs._Sampler.sample
+    sample = PseudoSampler.sample
 
     def noted(self, teachers, client_id, weight, seed):
         calls.append((client_id, weight))
         return sample(self, teachers, client_id, weight, seed)
 
-    monkeypatch.setattr(feddrs._Sampler, "sample", noted)
+    monkeypatch.setattr(PseudoSampler, "sample", noted)
     return calls
 
 
@@ -139,7 +140,7 @@ def test_post_only_keeps_what_it_will_use(tmp_path, clients_per_round):
 
 
 def test_post_processing_begins_at_the_mean_of_what_everybody_sent_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(feddrs._Sampler, "learn", lambda self, samples, seed: 0.0)
+    monkeypatch.setattr(PseudoSampler, "learn", lambda self, samples, seed: 0.0)
     record, sent = Recorder(), {}
     trainer = trainer_of(
         tmp_path,

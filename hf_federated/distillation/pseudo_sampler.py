@@ -1,0 +1,238 @@
+"""`PseudoSampler`: makes pseudo-samples of a client's model for [`FedDRS`], and lets the server's model learn them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..generators import derived_seed, own_draws
+from .feedback import evaluation_mode
+from .losses import kl_divergence
+from .pseudo_samples import (
+    IGNORED,
+    adversarial_loss,
+    descend,
+    draw_labels,
+    initial_embeddings,
+    labelled_positions,
+    word_embeddings,
+)
+from .server import DistillationServer
+from .teachers import Teachers
+
+
+if TYPE_CHECKING:
+    from .feddrs import FedDRS
+
+# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits` of
+# the positions that have a label.
+Samples = dict[str, torch.Tensor]
+
+
+class PseudoSampler:
+    """
+    Makes a client's pseudo-samples, and lets the server's model learn them.
+
+    Args:
+        algorithm ([`FedDRS`]): The settings.
+        server ([`DistillationServer`]): The server's model.
+        num_training_steps (`int`): Optimizer steps of the server over the run.
+    """
+
+    def __init__(self, algorithm: FedDRS, server: DistillationServer, num_training_steps: int) -> None:
+        self._algorithm = algorithm
+        self.server = server
+        self._student = server.student
+        # What the optimizer never knew it cannot decay.
+        with frozen(word_embeddings(server.student.model)):
+            server.student.prepare(num_training_steps)
+        tokenizer = server.student.processing_class
+        self._special_ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
+        # Tables are filled up with rows that stand for nothing: T5's has 32128 for 32100 tokens.
+        self._num_tokens = None if tokenizer is None else len(tokenizer)
+        sequences = algorithm.label_sequences(tokenizer)
+        # What a model takes for each class.
+        self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
+        self._cls = None
+        if algorithm.pin_cls:
+            self._cls = None if tokenizer is None else tokenizer.cls_token_id
+            if self._cls is None:
+                raise ValueError("pin_cls=True needs a `processing_class` with a [CLS] token.")
+
+    def _logits(self, model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        def logits(embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
+            inputs = {"inputs_embeds": embeddings.to(word_embeddings(model).dtype), "attention_mask": mask}
+            if self._labels.ndim == 2:
+                inputs["labels"] = labels
+            return self._student.forward(inputs, model)
+
+        return logits
+
+    def _class_counts(self, teachers: Teachers, client_id: str) -> list[float]:
+        counts = teachers.class_counts(client_id)
+        if len(counts) != len(self._labels):
+            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+        missing = [label for label, count in enumerate(counts) if math.isnan(count)]
+        if missing:
+            raise ValueError(f"its label histogram has no number for the classes {missing}.")
+        return counts
+
+    def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:
+        """
+        Ask a client's model once, before its values are mixed with others'.
+
+        Args:
+            teachers ([`Teachers`]): Of which the client's model is opened.
+            client_id (`str`): The client.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Nothing.
+
+        Raises:
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+        """
+        labels = draw_labels(self._class_counts(teachers, client_id), self._algorithm.num_samples, torch.Generator())
+        if not self._is_finite(teachers.open(client_id), self._labels[labels].to(self._student.device)):
+            raise ValueError("its model gives NaN or infinite values on its own word embeddings.")
+        return {}
+
+    @torch.no_grad()
+    def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
+        """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
+        shape = (len(labels), self._algorithm.sample_length)
+        embeddings = self._draw(word_embeddings(model), shape, torch.Generator())
+        return bool(self._logits(model)(embeddings, labels).isfinite().all())
+
+    def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
+        """Say whose pseudo-samples these are that came to NaN: both models move them."""
+        is_sound = self._is_finite(teacher, labels)
+        if is_sound and not self._is_finite(self._student.model, labels):
+            raise FloatingPointError(
+                "the server's model gives NaN or infinite values on word embeddings, where a client's does not. Lower "
+                "the learning rate (`learning_rate`, `server_learning_rate`) or clip gradients (`max_grad_norm`)."
+            )
+        advice = " On word embeddings it does not: lower `step_size`." if is_sound and kind != "random" else ""
+        raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")
+
+    def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
+        """
+        A client's samples of all kinds.
+
+        Args:
+            teachers ([`Teachers`]): Of which the client's model is opened.
+            client_id (`str`): The client.
+            weight (`float`): `λ`.
+            seed (`int`): Of what is drawn.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `embeddings` of shape `(kinds × samples, positions, hidden)`, `labels`, and the
+            client's `logits`, of the positions that have a label, in their order: `(labelled positions, classes)`; on
+            the CPU.
+
+        Raises:
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+            FloatingPointError: If the server's model does, and not the client's.
+        """
+        counts = self._class_counts(teachers, client_id)
+        generator = torch.Generator().manual_seed(seed)
+        student = self._student.model
+        teacher = teachers.open(client_id)
+        own, theirs = self._logits(teacher), self._logits(student)
+        parts: list[Samples] = []
+        with evaluation_mode(student):
+            for kind in self._algorithm.sampling:
+                labels = self._labels[draw_labels(counts, self._algorithm.num_samples, generator)]
+                labels = labels.to(self._student.device)
+                starts = embeddings = self._begin(teacher, generator)
+                if kind != "random":
+                    strength = weight if kind == "adversarial" else 0.0
+                    embeddings = self._descend(embeddings, labels, own, theirs, strength)
+                with torch.no_grad():
+                    logits = own(embeddings, labels)
+                if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
+                    self._blame(teacher, labels, kind)
+                # Of a vocabulary they are most of what is kept.
+                part = {"embeddings": embeddings, "labels": labels, "logits": labelled_positions(logits, labels)}
+                if self._algorithm.keeps_samples:
+                    part["starts"] = starts
+                parts.append({name: value.cpu() for name, value in part.items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _begin(self, teacher: nn.Module, generator: torch.Generator) -> torch.Tensor:
+        algorithm = self._algorithm
+        weight = word_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
+        shape = (algorithm.num_samples, algorithm.sample_length)
+        embeddings = self._draw(weight, shape, generator, algorithm.initialization == "gaussian")
+        if self._cls is not None:
+            embeddings[:, 0] = weight.detach()[self._cls]
+        # Steps are small against what a narrow number can tell apart.
+        return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+
+    def _draw(
+        self, weight: torch.Tensor, shape: tuple[int, int], generator: torch.Generator, gaussian: bool = False
+    ) -> torch.Tensor:
+        return initial_embeddings(weight, shape, generator, self._special_ids, gaussian, self._num_tokens)
+
+    def _descend(
+        self, embeddings: torch.Tensor, labels: torch.Tensor, teacher: Any, student: Any, weight: float
+    ) -> torch.Tensor:
+        algorithm = self._algorithm
+        return descend(
+            embeddings,
+            lambda moved: adversarial_loss(moved, labels, teacher, student, weight, algorithm.adversary),
+            algorithm.num_steps,
+            algorithm.step_size,
+            num_pinned=0 if self._cls is None else 1,
+        )
+
+    def learn(self, samples: Sequence[Samples], seed: int) -> float:
+        """
+        One pass of the server's model over samples of several clients, shuffled together.
+
+        Args:
+            samples (`Sequence[dict[str, torch.Tensor]]`): Of each client, as from `sample`.
+            seed (`int`): Of the order and of dropout.
+
+        Returns:
+            `float`: The mean loss of the steps.
+        """
+        places = [(client, row) for client, theirs in enumerate(samples) for row in range(len(theirs["labels"]))]
+        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+        targets_of = [theirs["logits"].split(_num_labelled(theirs["labels"])) for theirs in samples]
+        size, device = self.server.batch_size, self._student.device
+        logits_of = self._logits(self._student.model)
+        self._student.model.train()
+        losses: list[torch.Tensor] = []
+        with own_draws(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
+            for start in range(0, len(order), size):
+                batch = [places[place] for place in order[start : start + size]]
+                embeddings, labels = (
+                    torch.stack([samples[client][name][row] for client, row in batch]).to(device)
+                    for name in ("embeddings", "labels")
+                )
+                targets = torch.cat([targets_of[client][row] for client, row in batch]).to(device)
+                logits = labelled_positions(logits_of(embeddings, labels), labels)
+                losses.append(self._student.step(kl_divergence(logits, targets)))
+        return float(torch.stack(losses).mean())
+
+
+def _num_labelled(labels: torch.Tensor) -> list[int]:
+    """Of each sample, how many of its positions have a label."""
+    return (labels.view(len(labels), -1) != IGNORED).sum(1).tolist()
+
+
+@contextmanager
+def frozen(parameter: nn.Parameter) -> Iterator[None]:
+    """Whatever trains in the body, this parameter does not."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(trained)
