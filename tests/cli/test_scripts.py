@@ -89,7 +89,8 @@ sys.stdout.write(f"rank {{os.environ['RANK']}} engine {{type(trainer.engine).__n
 """
 
 
-@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
     script = tmp_path / "script.py"
     tests = str(Path(__file__).parents[1])

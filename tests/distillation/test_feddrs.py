@@ -395,7 +395,7 @@ def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
         assert samples["logits"].shape == (num_tokens, trainer.model.config.vocab_size)
 
 
-@pytest.mark.parametrize("clients_per_round", [3, 2])
+@pytest.mark.parametrize("clients_per_round", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
     given = {"federation": federation, "args": {"save_strategy": "steps"}, "server_learning_rate": 1e-3}

@@ -17,7 +17,7 @@ from hf_federated.checkpoint import list_checkpoints
         ("client stops", 1, [1]),
         ("client saves", 3, [1]),
         ("one process stops", 2, [1, 2]),
-        ("one process saves", 3, [2]),
+        pytest.param("one process saves", 3, [2], marks=pytest.mark.slow),
         ("one process evaluates", 3, [1, 2, 3]),
     ],
 )
