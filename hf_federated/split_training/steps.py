@@ -95,18 +95,16 @@ class SplitSteps(Dataset[StepBatches]):
         """Rows of an epoch, of all clients."""
         return sum(len(own) for own in self.rows.values())
 
-    def most_clients_of_a_mean(self, average_every: int, num_steps: int) -> int:
+    def has_means_of_several(self, average_every: int, num_steps: int) -> bool:
         """
-        How many clients train, at most, between one average and the next.
+        Whether more than one client trains between one average and the next, anywhere in the run.
 
         Args:
             average_every (`int`): Optimizer steps from one average to the next.
             num_steps (`int`): Optimizer steps of the run.
         """
         periods = (range(start, min(start + average_every, num_steps)) for start in range(0, num_steps, average_every))
-        return max(
-            (len({own for step in each for own in self._plan[step % len(self)]}) for each in periods), default=0
-        )
+        return any(len({own for step in each for own in self._plan[step % len(self)]}) > 1 for each in periods)
 
     def __getitem__(self, index: int) -> StepBatches:
         step = self._plan[index]

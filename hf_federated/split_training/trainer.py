@@ -265,7 +265,7 @@ class SplitMixin(SplitSavingMixin):
         every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
         if every is None or steps.num_clients == 1:
             return
-        if steps.most_clients_of_a_mean(every, self.state.max_steps) == 1:
+        if not steps.has_means_of_several(every, self.state.max_steps):
             logger.warning(
                 f"With average_every={every} no client but one trains between one average and the next, so that its "
                 "parts are handed over and nothing is averaged: lower steps_per_turn, or raise average_every."

@@ -32,4 +32,4 @@ def test_clients_of_several_architectures_are_weighed(model_dir, llama_dir, tmp_
     assert all(sum(weights.values()) == pytest.approx(1) for weights in found["weights"])
     # A model that never learnt to write replies no numbers: asked three times a round, then ENWC.
     assert found["fell_back"] == [True, True] and len(found["replies"]) == 6
-    assert printed.count("| yes |") == 2 or printed.count("yes") == 2
+    assert printed.count("| yes |") == 2

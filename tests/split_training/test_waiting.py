@@ -1,12 +1,13 @@
-"""A server of a networked run says for whom the run waits."""
+"""Who waits for whom in a networked run, how long, and what the server says of it."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from networked import Direct, Run
-from split_runs import LORA, clients_of
+from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
 from hf_federated.split_training.control import Join, Step, read_message
@@ -81,3 +82,56 @@ def test_a_run_that_goes_on_is_not_spoken_of(tmp_path, monkeypatch):
     run.train()
     watcher.join(30)
     assert not watcher.is_alive() and not notices
+
+
+def test_a_step_goes_on_without_a_straggler(tmp_path):
+    clients = clients_of(8, 8)
+    slow = {"at": 1}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # Its gradient comes too late, once.
+            if client_id == "client 1" and type(message).kind == "split_backward" and message.step == slow["at"]:
+                slow["at"] = -1
+                time.sleep(1.5)
+
+        return Direct(server, client_id, wait)
+
+    run = Run(tmp_path, clients, SplitConfig(strategy="client_batch"), LORA, deadline=0.5, links=links)
+    run.train()
+    assert not run.errors
+    assert run.trainers["client 1"]._remote.num_late >= 1 and run.trainers["client 0"]._remote.num_late == 0
+    assert run.server.step == 4 and run.server.bodies._rows["client 0"] == 8
+    # What it did not train is not counted.
+    assert run.server.bodies._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
+
+
+def test_who_waits_for_a_straggler_is_none(tmp_path):
+    clients = {"client 0": rows_of(0, 2), "client 1": rows_of(1, 4), "client 2": rows_of(2, 4)}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # The first waits for the others' second passage, at which the second waits for the third.
+            if client_id == "client 2" and getattr(message, "micro_step", 0) == 1:
+                given_up.wait(20)
+
+        return Direct(server, client_id, wait)
+
+    split, given_up = SplitConfig(strategy="client_batch"), threading.Event()
+    run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
+    end_step = run.server._step_together
+
+    def end_and_tell(messages):
+        given_up.set()
+        return end_step(messages)
+
+    run.server._step_together = end_and_tell
+    run.train()
+    assert not run.errors
+    assert {own: trainer._remote.num_late for own, trainer in run.trainers.items()} == {
+        "client 0": 0,
+        "client 1": 0,
+        "client 2": 1,
+    }
