@@ -1,7 +1,7 @@
 """Makes an encoder-decoder for `table1_encoder_decoder.yaml` where no pretrained one is at hand.
 
     python recipes/feddrs/warm_start.py --encoder sentence-transformers/paraphrase-MiniLM-L3-v2 \
-        --texts DIR --column text --output-dir outputs/feddrs-inputs/encoder-decoder
+        --texts DIR --column text --output-dir outputs/feddrs-encoder-decoder
 
 Two copies of an encoder are joined by new cross-attention, which learns here to write the first words of a text, so
 that it looks at what the encoder read. Texts are any but the clients': without labels, of a Hub id or a directory.
