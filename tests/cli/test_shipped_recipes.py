@@ -48,7 +48,7 @@ def tiny(values, model_dir, texts_dir, superglue_dir):
     ]
     settings += [f"model.name_or_path={model_dir}", "training.eval_steps=1", "training.use_cpu=true"]
     settings += ["local_clients=1", "data.max_train_rows=null", "data.max_test_rows=null"]
-    if values["model"].get("decoder_name_or_path"):
+    if values["task"]["name"].endswith("seq2seq"):  # a tiny encoder-decoder is two of the tiny encoder
         settings.append(f"model.decoder_name_or_path={model_dir}")
     if values["data"].get("test_clients"):
         settings += ["data.test_clients=1", "data.max_clients=5"]
