@@ -25,6 +25,10 @@ from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
 
 
+# What a method that weighs its clients logs of each.
+WEIGHT_PREFIX = "federated/weight/"
+
+
 @dataclass(frozen=True)
 class Run:
     """
@@ -244,13 +248,14 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
 
 
 def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, Any]:
-    """The metrics on the test rows after each round that was evaluated, and how many updates were not used."""
+    """Each round's metrics on the test rows and what a method says its clients weighed; how many updates not used."""
     rounds: dict[int, dict[str, float]] = {}
     for entry in logs:
-        metrics = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
-        if metrics:
-            rounds[entry["step"]] = metrics
-    history = [{"round": number, **metrics} for number, metrics in rounds.items()]
+        found = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
+        found |= {name.removeprefix("federated/"): entry[name] for name in entry if name.startswith(WEIGHT_PREFIX)}
+        if found:
+            rounds.setdefault(entry["step"], {}).update(found)
+    history = [{"round": number, **found} for number, found in sorted(rounds.items())]
     failed = [entry["federated/num_failed"] for entry in logs if "federated/num_failed" in entry]
     # Not known if not every round was logged.
     return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from transformers import pipeline
 
 from .base import Distillation, Predictions, weighted_mean
 from .client_weights import WEIGHTINGS, ClientReport, enwc
 from .cohort import Cohort, reports
-from .llm_weighting import LLMWeighting
+from .llm_weighting import LLMWeighting, text_generation
 from .losses import mean_squared_error
 from .server import DistillationServer
 
@@ -39,9 +40,10 @@ class AdaFD(Distillation):
         center (`bool`, *optional*, defaults to `False`):
             Whether the squared error is of centred logits, which is what KL divergence tends to with its temperature.
             Equation 10 is of the raw ones.
-        generate (`Callable[[str], str]`, *optional*):
-            For `"llm"`: the answer to a prompt. [`text_generation`] makes one of a local pipeline. Of several
-            processes the main one asks for all.
+        generate (`Callable[[str], str]` or `str`, *optional*):
+            For `"llm"`: the answer to a prompt, or the Hub id or directory of a model that gives it, which is loaded
+            when it is first asked. [`text_generation`] makes a function of a pipeline. Of several processes the main
+            one asks for all.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
             For `"llm"`: whether clients evaluate their models on their evaluation rows, whose F1 then stands in the
             prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`,
@@ -67,7 +69,7 @@ class AdaFD(Distillation):
     weighting: str = "enwc"
     beta: float = 5.0
     center: bool = False
-    generate: Callable[[str], str] | None = None
+    generate: Callable[[str], str] | str | None = None
     clients_evaluate: bool = False
     # What each client weighed, of the last round.
     weights: dict[str, float] = field(default_factory=dict, init=False)
@@ -78,17 +80,17 @@ class AdaFD(Distillation):
             allowed = ", ".join(map(repr, (*WEIGHTINGS, LLM)))
             raise ValueError(f"`weighting` is {self.weighting!r}; allowed are {allowed}.")
         if (self.weighting == LLM) != (self.generate is not None):
-            raise ValueError("`generate` and weighting='llm' go together: the function answers the prompt.")
-        if self.generate is not None and not callable(self.generate):
+            raise ValueError("`generate` and weighting='llm' go together: a function or a model answers the prompt.")
+        if self.generate is not None and not isinstance(self.generate, str) and not callable(self.generate):
             raise ValueError(
-                f"`generate` is {self.generate!r}; give the function itself, from a prompt to its answer."
+                f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or a model's name."
             )
         self._fell_back = False
-        self._llm = None if self.generate is None else LLMWeighting(self.generate, beta=self.beta)
+        self._llm: LLMWeighting | None = None
 
     @property
     def ensembles_rows_alone(self) -> bool:
-        return self._llm is None
+        return self.weighting != LLM
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         if unit == "token" and self.weighting == LLM:
@@ -134,26 +136,40 @@ class AdaFD(Distillation):
         Returns:
             `dict[str, float]`: By client, adding up to one.
         """
-        if self._llm is not None:
+        if self.weighting == LLM:
             told = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
-            return self._ask_model(self._llm, told, cohort)
+            return self._ask_model(told, cohort)
         told = reports(cohort)
         return enwc(told, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](told)
 
-    def _ask_model(self, model: LLMWeighting, told: list[ClientReport], cohort: Cohort) -> dict[str, float]:
+    def _ask_model(self, told: list[ClientReport], cohort: Cohort) -> dict[str, float]:
         """The weights of a language model, which may answer each process otherwise, so that one of them asks."""
 
         def find() -> dict[str, Any]:
-            return {"weights": model(told), "fell_back": model.fell_back}
+            if self._llm is None:
+                self._llm = LLMWeighting(self._load_answers(), beta=self.beta)
+            return {"weights": self._llm(told), "fell_back": self._llm.fell_back}
 
         answer = cohort.from_main(f"weights of a language model, round {cohort.round}", find)
         self._fell_back = bool(answer["fell_back"])
         return answer["weights"]
 
+    def _load_answers(self) -> Callable[[str], str]:
+        assert self.generate is not None  # checked with the weighting
+        if not isinstance(self.generate, str):
+            return self.generate
+        try:
+            return text_generation(pipeline("text-generation", self.generate))
+        except (OSError, ValueError) as error:  # and no reply that is refused
+            raise ValueError(
+                f"`generate` is {self.generate!r}, which cannot be loaded as a model; give a function itself, which a "
+                f"saved configuration only names. {error}"
+            ) from error
+
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         logs = super().distill(cohort, server)
         logs |= {f"weight/{client_id}": weight for client_id, weight in self.weights.items()}
-        if self._llm is not None:
+        if self.weighting == LLM:
             logs["llm_fell_back"] = float(self._fell_back)
         return logs
 

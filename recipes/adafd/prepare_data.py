@@ -4,6 +4,9 @@
 
 DIR holds `<domain>_<split>.jsonl` (or `.jsonl.gz`), each row with `text` and `label`: 0 neutral (three stars), 1
 positive, 2 negative. The reviews that the paper took are in its repository, github.com/jiahaoxiao1228/AdaFD.
+
+    ... --train-rows automotive=1970 baby=3640 health=2030 sport=4000   # sizes in proportion to the paper's
+    ... --test-alpha 0.8   # the test rows of each domain with label shares drawn anew: the paper's Table II
 """
 
 from __future__ import annotations
@@ -11,15 +14,22 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 
 SPLITS = ("train", "dev", "test")
 LABELS = ("neutral", "positive", "negative")
 
 
-def read(path: Path) -> Iterator[dict[str, object]]:
+Row = dict[str, Any]
+
+
+def read(path: Path) -> Iterator[Row]:
     """The rows of a file, with the domain from its name."""
     domain = path.name.partition(".")[0].rpartition("_")[0]
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -30,21 +40,79 @@ def read(path: Path) -> Iterator[dict[str, object]]:
             yield {"text": row["text"], "label": LABELS[row["label"]], "domain": domain}
 
 
+def cap(rows: list[Row], sizes: dict[str, int], generator: np.random.Generator) -> list[Row]:
+    """At most so many rows of each domain named, in the order they had."""
+    kept: list[Row] = []
+    for domain in dict.fromkeys(row["domain"] for row in rows):
+        own = [row for row in rows if row["domain"] == domain]
+        size = min(sizes.get(domain, len(own)), len(own))
+        kept += [own[number] for number in np.sort(generator.choice(len(own), size, replace=False))]
+    return kept
+
+
+def shift_labels(rows: list[Row], alpha: float, generator: np.random.Generator) -> list[Row]:
+    """
+    As many rows of each domain as there are for label shares that are drawn from a symmetric Dirichlet distribution.
+
+    Args:
+        rows (`list[dict]`): With `label` and `domain`.
+        alpha (`float`): Concentration of the distribution over the labels.
+        generator (`np.random.Generator`): What draws shares and rows.
+    """
+    kept: list[Row] = []
+    for domain in dict.fromkeys(row["domain"] for row in rows):
+        of_label = {
+            label: [row for row in rows if (row["domain"], row["label"]) == (domain, label)] for label in LABELS
+        }
+        shares = dict(zip(LABELS, generator.dirichlet([alpha] * len(LABELS)), strict=True))
+        # The label that runs out first says how many rows there can be.
+        total = min(len(own) / shares[label] for label, own in of_label.items())
+        for label, own in of_label.items():
+            size = min(int(total * shares[label] + 1e-9), len(own))
+            kept += [own[number] for number in np.sort(generator.choice(len(own), size, replace=False))]
+    return kept
+
+
+def domain_size(text: str) -> tuple[str, int]:
+    domain, _, number = text.partition("=")
+    if not domain or not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form domain=rows")
+    return domain, int(number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="folder with <domain>_<split>.jsonl files")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--train-rows", type=domain_size, nargs="+", default=[], metavar="DOMAIN=ROWS", help="at most so many of each"
+    )
+    parser.add_argument(
+        "--test-alpha", type=float, metavar="A", help="draw the test rows' label shares from a Dirichlet of this α"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     arguments = parser.parse_args()
+    if arguments.test_alpha is not None and arguments.test_alpha <= 0:
+        parser.error(f"--test-alpha {arguments.test_alpha} must be more than 0.")
+    generator = np.random.default_rng(arguments.seed)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         paths = sorted([*arguments.source.glob(f"*_{split}.jsonl"), *arguments.source.glob(f"*_{split}.jsonl.gz")])
         if not paths:
             raise SystemExit(f"{arguments.source} has no file <domain>_{split}.jsonl or .jsonl.gz.")
         rows = [row for path in paths for row in read(path)]
+        if split == "train":
+            sizes = dict(arguments.train_rows)
+            if unknown := sizes.keys() - {row["domain"] for row in rows}:
+                raise SystemExit(f"--train-rows names {', '.join(sorted(unknown))}, which {arguments.source} has not.")
+            rows = cap(rows, sizes, generator)
+        elif split == "test" and arguments.test_alpha is not None:
+            rows = shift_labels(rows, arguments.test_alpha, generator)
         # `datasets` takes "validation" for what is called dev here.
         target = arguments.output_dir / f"{'validation' if split == 'dev' else split}.jsonl"
         target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        print(f"{target}: {len(rows)} rows of {len(paths)} domains")
+        counts = Counter(row["domain"] for row in rows)
+        print(f"{target}: {len(rows)} rows, {', '.join(f'{domain} {count}' for domain, count in counts.items())}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ import math
 
 import pytest
 import torch
+import transformers
+from distilled import distilled
 from language import language_model, tokenizer
+from tiny import same_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextGenerationPipeline
 
-from hf_federated.distillation import ClientReport, LLMWeighting, enwc, summarize_logits, text_generation
+from hf_federated.distillation import ClientReport, LLMWeighting, adafd, enwc, summarize_logits, text_generation
 from hf_federated.distillation.llm_weighting import INSTRUCTION, REQUEST
 
 
@@ -280,6 +283,32 @@ def test_a_model_that_writes_numbers_is_heard():
     weigh = LLMWeighting(text_generation(pipeline))
     assert weigh(REPORTS[:2]) == {"alpine": 0.75, "desert": 0.25}
     assert not weigh.fell_back
+
+
+def test_adafd_takes_the_name_of_a_model_and_loads_it_once(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    language_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    loaded = []
+
+    def load(kind, name):
+        loaded.append(name)
+        return transformers.pipeline(kind, name)
+
+    monkeypatch.setattr(adafd, "pipeline", load)
+    trainer = distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(folder)})
+    trainer.train()
+    by_losses = distilled(tmp_path / "enwc", "adafd", {"weighting": "enwc"})
+    by_losses.train()
+    fell_back = [log["federated/llm_fell_back"] for log in trainer.state.log_history if "federated/weight/a" in log]
+    assert fell_back == [1.0, 1.0] and loaded == [str(folder)]  # it never learnt to write numbers
+    assert same_weights(trainer.model, by_losses.model)
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_and_no_refused_reply(tmp_path):
+    trainer = distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
+    with pytest.raises(ValueError, match="nothing', which cannot be loaded as a model"):
+        trainer.train()
 
 
 def _tokenizer(words):

@@ -1,0 +1,55 @@
+"""The picture of what AdaFD's clients weighed, from the records of a benchmark."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SCRIPT = str(Path(__file__).parents[2] / "recipes" / "adafd" / "plot_weights.py")
+
+
+@pytest.fixture
+def plot(tmp_path, monkeypatch):
+    def run(*records):
+        (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path)])
+        runpy.run_path(SCRIPT, run_name="__main__")
+        return tmp_path / "weights.png"
+
+    return run
+
+
+def record(run, seed, *rounds):
+    history = [
+        {"round": number, "accuracy": 0.5, **{f"weight/{name}": value for name, value in weights.items()}}
+        for number, weights in enumerate(rounds, start=1)
+    ]
+    return {"run": run, "seed": seed, "digest": "0", "metric": "accuracy", "history": history}
+
+
+def test_weights_are_means_over_seeds(plot, capsys):
+    picture = plot(
+        record("β = 1", 0, {"north": 0.0, "south": 1.0}),  # made anew below
+        record("β = 1", 0, {"north": 0.5, "south": 0.5}, {"north": 0.2, "south": 0.8}),
+        record("β = 1", 1, {"north": 0.7, "south": 0.3}, {"south": 1.0}),
+        record("β = 5", 0, {"north": 0.9, "south": 0.1}),
+        record("DS-FL", 0, {}),
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "| run | round | north | south |",
+        "|:---|---:|---:|---:|",
+        "| β = 1 | 1 | 0.600 | 0.400 |",
+        "| β = 1 | 2 | 0.100 | 0.900 |",
+        "| β = 5 | 1 | 0.900 | 0.100 |",
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_records_without_weights_have_no_picture(plot):
+    with pytest.raises(SystemExit, match="No run in .* says what its clients weighed"):
+        plot(record("DS-FL", 0, {}))
