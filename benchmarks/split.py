@@ -2,6 +2,7 @@
 
     python benchmarks/split.py                                    # SmolLM2-135M's size, LoRA
     python benchmarks/split.py --hidden-size 64 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
+    python benchmarks/split.py --device cuda --dtype bfloat16 --wire-dtype bfloat16
 
 A step is a forward and a backward pass and one of AdamW on the adapters. All sides take turns in this process, and
 ratios are of medians. `split` is a step of `"serial"`; `sealed` is the same with every message encrypted; `meeting` is
@@ -41,12 +42,19 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
         tie_word_embeddings=True,
     )
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(LlamaForCausalLM(config), lora)
+    model = LlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype))
+    return get_peft_model(model, lora)
+
+
+def split_model(options: argparse.Namespace, **kwargs: str) -> SplitModel:
+    """The same model in three parts."""
+    return SplitModel.from_model(build(options), wire_dtype=options.wire_dtype, **kwargs)
 
 
 def batch(options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(options.vocabulary, (options.batch_size, options.length), generator=generator)
+    ids = ids.to(options.device)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -64,7 +72,7 @@ def stepper(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callable
 
 def sealed_stepper(options: argparse.Namespace) -> Callable[[], None]:
     """A step whose messages are encrypted."""
-    split = SplitModel.from_model(build(options), client_id="client")
+    split = split_model(options, client_id="client")
     client, server = Identity.generate("client"), Identity.generate("server")
     there = ServerSession(server, "client", client.fingerprint, rotate_every=None)
     here = ClientSession(client, "server", server.fingerprint, rotate_every=None)
@@ -74,7 +82,7 @@ def sealed_stepper(options: argparse.Namespace) -> Callable[[], None]:
 
 def replicas_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
     """A step of clients that each have a body of their own."""
-    steps = [stepper(SplitModel.from_model(build(options)), batch(options, own)) for own in range(num_clients)]
+    steps = [stepper(split_model(options), batch(options, own)) for own in range(num_clients)]
 
     def step() -> None:
         for own in steps:
@@ -85,9 +93,7 @@ def replicas_stepper(options: argparse.Namespace, num_clients: int) -> Callable[
 
 def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
     """A step of a server whose clients meet, with heads and tails of their own."""
-    clients = {
-        str(number): SplitModel.from_model(build(options), client_id=str(number)) for number in range(num_clients)
-    }
+    clients = {str(number): split_model(options, client_id=str(number)) for number in range(num_clients)}
     server = clients["0"].boundary.link.server
     meeting = Meeting(server)
     inputs = {name: batch(options, int(name)) for name in clients}
@@ -135,11 +141,14 @@ def main() -> None:
     parser.add_argument("--num-clients", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; all sides are on the same")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--wire-dtype", default="auto", help="auto (that of the model), bfloat16, float16 or int8")
     parser.add_argument("--json", help="a file for the numbers")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    whole, split = build(options), SplitModel.from_model(build(options))
+    whole, split = build(options), split_model(options)
     steps = {"unsplit": stepper(whole, batch(options, 0)), "split": stepper(split, batch(options, 0))}
     steps["sealed"] = sealed_stepper(options)
     steps |= {f"replicas of {number}": replicas_stepper(options, number) for number in options.num_clients[:1]}
@@ -149,6 +158,8 @@ def main() -> None:
         for name, step in steps.items():
             start = time.perf_counter()
             step()
+            if options.device != "cpu":
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
     # The first step of each builds its optimizer's state and warms caches.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
