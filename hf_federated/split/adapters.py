@@ -28,6 +28,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from .layouts import Layout
 from .parts import Part
 from .prefix import Prefix
 
@@ -53,12 +54,10 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
     parts = list(parts)
     check_adapter(peft_config)
     if isinstance(peft_config, PrefixTuningConfig):
-        if parts[0].layout.runner is not None:
-            raise ValueError("Prefixes go into a cache, and this model's blocks are run without one: use LoRA.")
         for part in parts:
             part.requires_grad_(False)
             if len(part.blocks):
-                prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks)))
+                prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks), part.layout))
                 part.prefix = prefix.to(next(part.model.parameters()).device)
         return
     assert isinstance(peft_config, LoraConfig)
@@ -218,21 +217,21 @@ def save_adapter(
         os.path.join(directory, SAFETENSORS_WEIGHTS_NAME),
         metadata={"format": "pt"},
     )
-    whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(directory))
+    whole_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(directory))
 
 
-def whole_peft_config(peft_config: PeftConfig, config: PretrainedConfig, num_blocks: int) -> PeftConfig:
+def whole_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: Part) -> PeftConfig:
     """
     The config that belongs to a saved adapter of the whole model.
 
     Args:
         peft_config (`PeftConfig`): The one that the adapters were made from. It is not changed.
         config (`PretrainedConfig`): The whole model's.
-        num_blocks (`int`): Its blocks.
+        part ([`Part`]): One of its parts.
     """
     saved = copy.deepcopy(peft_config)
     if isinstance(saved, PrefixTuningConfig):
-        saved = _prefix_config(saved, config, num_blocks)
+        saved = _prefix_config(saved, config, part.cut.num_blocks, part.layout)
     saved.inference_mode = True
     return saved
 
@@ -265,8 +264,18 @@ def _is_own(part: Part, name: str) -> bool:
     return any(name == there for there, _ in part.model.named_modules())
 
 
-def _prefix_config(peft_config: PrefixTuningConfig, config: PretrainedConfig, num_blocks: int) -> PrefixTuningConfig:
+def _prefix_config(
+    peft_config: PrefixTuningConfig, config: PretrainedConfig, num_blocks: int, layout: Layout
+) -> PrefixTuningConfig:
     """PEFT's config for the prefixes of so many blocks of this model."""
+    if layout.runner is not None:  # of a class that PEFT does not know
+        own = copy.deepcopy(peft_config)
+        heads, size = layout.runner.key_value_heads(config)
+        own.num_layers, own.num_attention_heads, own.token_dim = num_blocks, heads, heads * size
+        own.encoder_hidden_size = own.encoder_hidden_size or own.token_dim
+        own.num_transformer_submodules = 1
+        own.inference_mode = False
+        return own
     with init_empty_weights():
         # PEFT derives the sizes of keys and values, also of grouped queries.
         whole: PeftModel = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))

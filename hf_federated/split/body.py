@@ -234,8 +234,6 @@ class BodyServer:
         if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
             raise ValueError("context_lengths are not for this model, or below zero.")
         if runner is not None:
-            if message.cache_id is not None:
-                raise ValueError("This model's blocks are run without a cache.")
             runner.check(Places(message.mask, positions, message.context_lengths))
 
     def forget_passages(self, client_ids: Collection[str]) -> None:

@@ -6,6 +6,7 @@ import secrets
 import weakref
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 
 from .boundary import Boundary
@@ -32,6 +33,8 @@ class SplitCache(DynamicCache):
         # Not counted: a client that was started again must not meet what it left behind.
         self.number = secrets.randbits(62)
         self.length = 0
+        # All tokens, where a layout's runner makes positions of them. They stay here.
+        self.tokens: torch.Tensor | None = None
         weakref.finalize(self, boundary.forget, self.number)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -5,7 +5,8 @@ ids, so that no class of theirs can be cut by giving it `inputs_embeds`. The run
 models do, from what may cross to a server: the first generation's context lengths and two-dimensional positions, the
 others' mask. `GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs none of this.
 
-There is no cache here: generation computes the whole sequence for every token.
+Keys and values lie in a cache of `transformers`, `(batch, heads, sequence, size)`, and go to a block and come from it
+sequence first, as these models have them. A prefix stands before the tokens and takes no positions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
 
 from .layouts import Layout, Places
 
@@ -29,7 +30,7 @@ class ChatGlmRunner:
     second one counts from the start token on (Du et al. 2022, GLM, section 2.2).
     """
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places) -> Places:
+    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """
         Context lengths and positions of token ids.
 
@@ -58,7 +59,11 @@ class ChatGlmRunner:
         else:
             at_mask = behind & ~has_gmask.unsqueeze(1)
             positions = torch.where(at_mask, mask_positions.unsqueeze(1), index)
-        return Places(None, positions, contexts)
+        return Places(None, positions[..., seen:], contexts)
+
+    def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
+        """As many as there are heads of queries."""
+        return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
     def check(self, places: Places) -> None:
         """
@@ -68,31 +73,48 @@ class ChatGlmRunner:
         if places.context_lengths is None or places.position_ids is None or places.attention_mask is not None:
             raise ValueError("ChatGLM-6B needs context lengths and positions, and has no mask of padding.")
 
-    def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
+    def run(
+        self,
+        model: nn.Module,
+        blocks: Sequence[int],
+        states: torch.Tensor,
+        places: Places,
+        cache: DynamicCache | None = None,
+        prefix_length: int = 0,
+        use_cache: bool = False,
+    ) -> torch.Tensor:
         """Run the blocks of a part."""
         assert places.context_lengths is not None
-        length = states.shape[1]
-        column = torch.arange(length, device=states.device)
-        in_context = column < places.context_lengths.view(-1, 1, 1)  # (batch, 1, sequence)
-        unseen = (column > column.unsqueeze(1)) & ~in_context  # (batch, sequence, sequence)
+        later = _later(states.shape[1], cache, prefix_length, states.device)  # (sequence, seen + sequence)
+        in_context = torch.arange(later.shape[1], device=states.device) < places.context_lengths.view(-1, 1, 1)
+        unseen = _behind_prefix(later & ~in_context, prefix_length)
         layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
-        for number, block in zip(blocks, cast(nn.ModuleList, layers), strict=True):
-            hidden = block(
+        for own, (number, block) in enumerate(zip(blocks, cast(nn.ModuleList, layers), strict=True)):
+            hidden, *present = block(
                 hidden,
                 position_ids=places.position_ids,
                 attention_mask=unseen.unsqueeze(1),
                 layer_id=torch.tensor(number),
-            )[0]
+                layer_past=_past(cache, own),
+                use_cache=use_cache,
+            )
+            if use_cache:
+                _append(cache, own, present[0])
         return hidden.transpose(0, 1)
 
 
 class ChatGlm2Runner:
     """Blocks of ChatGLM2-6B and ChatGLM3-6B: causal, with one rotary table for all blocks."""
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places) -> Places:
+    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """What the caller gave."""
         return places
+
+    def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
+        """Those of groups, where queries have such."""
+        grouped = getattr(config, "multi_query_attention", False)
+        return config.multi_query_group_num if grouped else config.num_attention_heads, config.kv_channels
 
     def check(self, places: Places) -> None:
         """
@@ -102,23 +124,66 @@ class ChatGlm2Runner:
         if places.context_lengths is not None or (places.position_ids is not None and places.position_ids.ndim != 2):
             raise ValueError("ChatGLM2 counts positions in one dimension and has no context lengths.")
 
-    def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
+    def run(
+        self,
+        model: nn.Module,
+        blocks: Sequence[int],
+        states: torch.Tensor,
+        places: Places,
+        cache: DynamicCache | None = None,
+        prefix_length: int = 0,
+        use_cache: bool = False,
+    ) -> torch.Tensor:
         """Run the blocks of a part."""
         config, length = cast(PretrainedConfig, model.config), states.shape[1]
         table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)
-        rotary = table[None, :length] if places.position_ids is None else table[places.position_ids]
+        later = _later(length, cache, prefix_length, states.device)  # (sequence, seen + sequence)
+        start = later.shape[1] - length
+        rotary = table[None, start : start + length] if places.position_ids is None else table[places.position_ids]
         unseen = None
         if places.attention_mask is not None:
             tokens = places.attention_mask.bool()
-            causal = torch.ones(length, length, dtype=torch.bool, device=states.device).tril()
             # The row of a pad position sees everything, so that its softmax is one of numbers.
-            seen = (causal & tokens.unsqueeze(1)) | ~tokens.unsqueeze(2)
-            unseen = ~seen.unsqueeze(1)
+            unseen = (later | ~tokens.unsqueeze(1)) & tokens[:, start:].unsqueeze(2)
+        elif cache is not None:  # without a mask and a cache the blocks make it themselves
+            unseen = later.expand(len(states), -1, -1)
+        if unseen is not None:
+            unseen = _behind_prefix(unseen, prefix_length).unsqueeze(1)
         hidden = states.transpose(0, 1)
         rotary = rotary.transpose(0, 1).contiguous()
-        for block in cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers")):
-            hidden = block(hidden, unseen, rotary, kv_cache=None, use_cache=False)[0]
+        for own, block in enumerate(cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers"))):
+            hidden, present = block(hidden, unseen, rotary, kv_cache=_past(cache, own), use_cache=use_cache)
+            if use_cache:
+                _append(cache, own, present)
         return hidden.transpose(0, 1)
+
+
+def _later(length: int, cache: DynamicCache | None, prefix_length: int, device: torch.device) -> torch.Tensor:
+    """Which tokens come after the one that looks: shape `(sequence, seen + sequence)`, without the prefix."""
+    seen = 0 if cache is None else cache.get_seq_length() - prefix_length
+    column = torch.arange(seen + length, device=device)
+    return column > column[seen:].unsqueeze(1)
+
+
+def _behind_prefix(unseen: torch.Tensor, prefix_length: int) -> torch.Tensor:
+    """The same of keys of which a prefix comes first, that everybody sees."""
+    return torch.cat((unseen.new_zeros(*unseen.shape[:2], prefix_length), unseen), dim=2)
+
+
+def _past(cache: DynamicCache | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values of a block, `(sequence, batch, heads, size)`."""
+    if cache is None or cache.get_seq_length(block) == 0:
+        return None
+    layer = cache.layers[block]
+    return layer.keys.permute(2, 0, 1, 3), layer.values.permute(2, 0, 1, 3)
+
+
+def _append(cache: DynamicCache | None, block: int, present: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Keep what is new of a block's keys and values, `(past + sequence, batch, heads, size)`."""
+    assert cache is not None
+    past = cache.get_seq_length(block)
+    keys, values = (states[past:].permute(1, 2, 0, 3) for states in present)
+    cache.update(keys, values, block)
 
 
 CHATGLM = Layout(

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
 
 
 # What stands where a part has no module: one that returns what it gets, one that adds nothing, or nothing at all.
@@ -40,14 +40,23 @@ class Places:
 class BlockRunner(Protocol):
     """How the blocks of a model are run whose class takes no hidden states in place of token ids."""
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places) -> Places:
+    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """
         What the blocks of every part must know, from what only the client has.
 
         Args:
             config (`PretrainedConfig`): The whole model's.
-            input_ids (`torch.Tensor`): Shape `(batch, sequence)`.
+            input_ids (`torch.Tensor`): Shape `(batch, seen + sequence)`: all tokens from the first on.
             places ([`Places`]): What the caller gave.
+            seen (`int`, *optional*, defaults to `0`): Tokens that a cache holds.
+        """
+
+    def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
+        """
+        How many heads the keys of a block have, and their size.
+
+        Args:
+            config (`PretrainedConfig`): The whole model's.
         """
 
     def check(self, places: Places) -> None:
@@ -58,7 +67,16 @@ class BlockRunner(Protocol):
             ValueError: If something is missing that they need.
         """
 
-    def run(self, model: nn.Module, blocks: Sequence[int], states: torch.Tensor, places: Places) -> torch.Tensor:
+    def run(
+        self,
+        model: nn.Module,
+        blocks: Sequence[int],
+        states: torch.Tensor,
+        places: Places,
+        cache: DynamicCache | None = None,
+        prefix_length: int = 0,
+        use_cache: bool = False,
+    ) -> torch.Tensor:
         """
         Run the blocks of a part.
 
@@ -66,7 +84,10 @@ class BlockRunner(Protocol):
             model (`torch.nn.Module`): The part's model.
             blocks (`Sequence[int]`): The numbers of its blocks in the whole model.
             states (`torch.Tensor`): Shape `(batch, sequence, hidden)`.
-            places ([`Places`]): Of the batch.
+            places ([`Places`]): Of the batch; a mask is of the tokens before, too.
+            cache (`DynamicCache`, *optional*): Keys and values before those of `states`.
+            prefix_length (`int`, *optional*, defaults to `0`): How many of those are a prefix and no tokens.
+            use_cache (`bool`, *optional*, defaults to `False`): Whether those of `states` go into the cache.
 
         Returns:
             `torch.Tensor`: Shape `(batch, sequence, hidden)`.
@@ -95,8 +116,7 @@ class Layout:
             What the config calls the number of positions that the model has. A config may be without one.
         norm (`str`, *optional*): The norm behind the last block. Only a `runner` needs it.
         runner ([`BlockRunner`], *optional*):
-            Runs the blocks where the model's class takes no `inputs_embeds`, as ChatGLM's own does not. It has no
-            cache: generation computes the whole sequence for every token.
+            Runs the blocks where the model's class takes no `inputs_embeds`, as ChatGLM's own does not.
 
     Example:
 

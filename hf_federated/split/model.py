@@ -321,12 +321,15 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             position_ids = None
         caches = (None, None) if past_key_values is None else (past_key_values.head, past_key_values.tail)
         caching = past_key_values is not None
-        contexts = None
+        contexts = tokens = None
         runner = self.client_head.layout.runner
         if runner is not None:
             if input_ids is None:
                 raise ValueError("This model's positions follow from its tokens: give input_ids.")
-            places = runner.places(self.config, input_ids, Places(attention_mask, position_ids))
+            tokens = input_ids
+            if past_key_values is not None and past_key_values.tokens is not None:
+                tokens = torch.cat((past_key_values.tokens, input_ids), dim=1)
+            places = runner.places(self.config, tokens, Places(attention_mask, position_ids), seen)
             position_ids, contexts = places.position_ids, places.context_lengths
         hidden = self.client_head(states, attention_mask, position_ids, caches[0], contexts, use_cache=caching).logits
         hidden = self.boundary.cross(
@@ -352,17 +355,11 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         )
         if past_key_values is not None:
             past_key_values.length = seen + states.shape[1]
+            past_key_values.tokens = tokens
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
 
     def new_cache(self) -> SplitCache:
-        """
-        An empty cache of the three parts.
-
-        Raises:
-            ValueError: If this model's layout has none.
-        """
-        if self.client_head.layout.runner is not None:
-            raise ValueError("This model's blocks are run without a cache: set use_cache=False.")
+        """An empty cache of the three parts."""
         return SplitCache(self.client_head, self.client_tail, self.boundary)
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:

@@ -129,7 +129,8 @@ class Part(nn.Module):
 
     def new_cache(self) -> DynamicCache:
         """An empty key/value cache. With a prefix it has no windows, as PEFT's: one would drop the prefix."""
-        return DynamicCache(config=None if self.prefix is not None else self.model.config)
+        plain = self.prefix is not None or self.layout.runner is not None
+        return DynamicCache(config=None if plain else self.model.config)
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +163,8 @@ class Part(nn.Module):
             `CausalLMOutputWithPast`: `logits` are hidden states of head and body.
         """
         if self.layout.runner is not None:
-            return self._run(states, Places(attention_mask, position_ids, context_lengths), **kwargs)
+            places = Places(attention_mask, position_ids, context_lengths)
+            return self._run(states, places, past_key_values, **kwargs)
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
@@ -176,6 +178,7 @@ class Part(nn.Module):
         self,
         states: torch.Tensor,
         places: Places,
+        cache: DynamicCache | None,
         labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         use_cache: bool = False,
@@ -183,10 +186,15 @@ class Part(nn.Module):
     ) -> CausalLMOutputWithPast:
         """What the model's class would do, block by block."""
         layout, model = self.layout, self.model
-        assert layout.runner is not None and not use_cache
+        assert layout.runner is not None
+        prefix_length = 0
+        if self.prefix is not None:
+            prefix_length = self.prefix.length
+            if cache is None or cache.get_seq_length() == 0:
+                cache = self.prefix.fill(cache, states.shape[0], self.dtype)
         if not states.is_floating_point():
             states = model.get_submodule(layout.embedding)(states)
-        states = layout.runner.run(model, self.blocks, states, places)
+        states = layout.runner.run(model, self.blocks, states, places, cache, prefix_length, use_cache)
         if self.role != "tail":
             return CausalLMOutputWithPast(logits=states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

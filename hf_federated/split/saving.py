@@ -56,7 +56,7 @@ def save_parts(
         state = whole_weights(parts, config)
     else:
         state = {name: value for part in parts for name, value in adapter_state(part).items()}
-        whole_peft_config(peft_config, config, parts[0].cut.num_blocks).save_pretrained(os.fspath(path))
+        whole_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(path))
     _write(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
     config.save_pretrained(path)
     if generation_config is not None and peft_config is None:

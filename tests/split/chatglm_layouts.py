@@ -1,7 +1,8 @@
 """Small models with the attributes and calling conventions of ChatGLM's own classes, both generations.
 
-What is theirs is the layout: names of modules, sequence-first states, tuples, masks and positions made from token ids.
-Attention and feed-forward are the plainest that depend on every argument.
+What is theirs is the layout: names of modules, sequence-first states, tuples, masks and positions made from token ids,
+keys and values of the past `(sequence, batch, heads, size)`. Attention and feed-forward are the plainest that depend
+on every argument.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class ChatGlmConfig(PretrainedConfig):
         self.vocab_size = 40
         self.hidden_size = 16
         self.num_layers = num_layers
+        self.num_attention_heads = 2
         if generation == 1:
             self.max_sequence_length = 32
             self.position_encoding_2d = True
@@ -30,44 +32,65 @@ class ChatGlmConfig(PretrainedConfig):
             self.gmask_token_id = 37
         else:
             self.seq_length = 32
+            self.multi_query_attention = True
+            self.multi_query_group_num = 1
+            self.kv_channels = 8
         super().__init__(
             **{"bos_token_id": 38, "eos_token_id": 39, "pad_token_id": 3, "tie_word_embeddings": False, **kwargs}
         )
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
-    """Attention of one head over `(sequence, batch, hidden)`; `unseen` is `(batch, 1, sequence, sequence)`."""
-    scores = torch.einsum("qbh,kbh->bqk", query, key) / query.shape[-1] ** 0.5
+    """Attention over `(sequence, batch, heads, size)`; `unseen` is `(batch, 1, sequence, past + sequence)`."""
+    key, value = (states.expand(-1, -1, query.shape[2], -1) for states in (key, value))
+    scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / query.shape[-1] ** 0.5
     if unseen is None:
-        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1).expand(len(scores), 1, -1, -1)
-    return torch.einsum("bqk,kbh->qbh", scores.masked_fill(unseen.squeeze(1), -1e4).softmax(-1), value)
+        assert len(query) == len(key)
+        unseen = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bnqk,kbnh->qbnh", scores.masked_fill(unseen, -1e4).softmax(-1), value).flatten(2)
 
 
 class Block(nn.Module):
     """What both generations' blocks have."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__()
+        size = config.hidden_size
+        self.head_size = size // config.num_attention_heads
+        groups = getattr(config, "multi_query_group_num", config.num_attention_heads)
+        self.sizes = [size, groups * self.head_size, groups * self.head_size]
         self.input_layernorm = nn.LayerNorm(size)
-        self.query_key_value = nn.Linear(size, 3 * size)
+        self.query_key_value = nn.Linear(size, sum(self.sizes))
         self.mlp = nn.Linear(size, size)
 
-    def mix(self, hidden: torch.Tensor, rotate: Any, unseen: torch.Tensor | None) -> torch.Tensor:
-        query, key, value = self.query_key_value(self.input_layernorm(hidden)).chunk(3, dim=-1)
-        hidden = hidden + attend(rotate(query), rotate(key), value, unseen)
-        return hidden + self.mlp(hidden).tanh()
+    def mix(self, hidden: torch.Tensor, factor: torch.Tensor, unseen: Any, past: Any, use_cache: bool) -> Any:
+        """The states behind the block and, if asked for, its keys and values."""
+        mixed = self.query_key_value(self.input_layernorm(hidden)).split(self.sizes, dim=-1)
+        query, key, value = (states.unflatten(-1, (-1, self.head_size)) for states in mixed)
+        query, key = query * factor, key * factor
+        if past is not None:
+            key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
+        hidden = hidden + attend(query, key, value, unseen)
+        return hidden + self.mlp(hidden).tanh(), (key, value) if use_cache else None
 
 
 class Block1(Block):
     """The first generation's: two-dimensional positions, and the block's own number."""
 
     def forward(
-        self, hidden: torch.Tensor, position_ids: Any, attention_mask: Any, layer_id: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor]:
-        # (batch, 2, sequence) -> (sequence, batch, 1)
-        first, second = (ids.float().t().unsqueeze(-1) for ids in position_ids.unbind(1))
+        self,
+        hidden: torch.Tensor,
+        position_ids: Any,
+        attention_mask: Any,
+        layer_id: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+    ) -> tuple[Any, ...]:
+        # (batch, 2, sequence) -> (sequence, batch, 1, 1)
+        first, second = (ids.float().t()[..., None, None] for ids in position_ids.unbind(1))
         factor = (first.sin() + 0.5 * second.cos()) * (1 + 0.1 * layer_id)
-        return (self.mix(hidden, lambda states: states * factor, attention_mask),)
+        hidden, present = self.mix(hidden, factor, attention_mask, layer_past, use_cache)
+        return (hidden, present) if use_cache else (hidden,)
 
 
 class Block2(Block):
@@ -75,9 +98,8 @@ class Block2(Block):
 
     def forward(
         self, hidden: torch.Tensor, attention_mask: Any, rotary: torch.Tensor, kv_cache: Any, use_cache: bool
-    ) -> tuple[torch.Tensor, None]:
-        assert kv_cache is None and not use_cache
-        return self.mix(hidden, lambda states: states * rotary, attention_mask), None
+    ) -> Any:
+        return self.mix(hidden, rotary.unsqueeze(2), attention_mask, kv_cache, use_cache)
 
 
 class ChatGlm(PreTrainedModel):
@@ -89,12 +111,13 @@ class ChatGlm(PreTrainedModel):
         super().__init__(config)
         self.transformer = nn.Module()
         self.transformer.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.transformer.layers = nn.ModuleList(Block1(config.hidden_size) for _ in range(config.num_layers))
+        self.transformer.layers = nn.ModuleList(Block1(config) for _ in range(config.num_layers))
         self.transformer.final_layernorm = nn.LayerNorm(config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, prefix: Any = None) -> Any:
+        """`prefix` has keys and values for each block."""
         masks, positions = [], []
         for ids in input_ids.tolist():
             length, context = len(ids), ids.index(self.config.bos_token_id)
@@ -102,7 +125,8 @@ class ChatGlm(PreTrainedModel):
             place = ids.index(gmask if gmask in ids else mask)
             seen = torch.ones(length, length).tril()
             seen[:, :context] = 1
-            masks.append(seen < 0.5)
+            prefix_length = 0 if prefix is None else len(prefix[0][0])
+            masks.append(torch.cat((torch.ones(length, prefix_length), seen), dim=1) < 0.5)
             first = [*range(context), *[place] * (length - context)]
             second = [*[0] * context, *range(1, length - context + 1)]
             positions.append([first, second])
@@ -113,6 +137,7 @@ class ChatGlm(PreTrainedModel):
                 position_ids=torch.tensor(positions),
                 attention_mask=torch.stack(masks).unsqueeze(1),
                 layer_id=torch.tensor(number),
+                layer_past=None if prefix is None else prefix[number],
             )[0]
         logits = self.lm_head(self.transformer.final_layernorm(hidden)).permute(1, 0, 2).contiguous()
         loss = None if labels is None else ForCausalLMLoss(logits, labels, self.config.vocab_size)
@@ -140,9 +165,9 @@ class ChatGlm2(PreTrainedModel):
         self.transformer = nn.Module()
         self.transformer.embedding = nn.Module()
         self.transformer.embedding.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.transformer.rotary_pos_emb = Rotary(config.hidden_size)
+        self.transformer.rotary_pos_emb = Rotary(config.kv_channels)
         self.transformer.encoder = nn.Module()
-        self.transformer.encoder.layers = nn.ModuleList(Block2(config.hidden_size) for _ in range(config.num_layers))
+        self.transformer.encoder.layers = nn.ModuleList(Block2(config) for _ in range(config.num_layers))
         self.transformer.encoder.final_layernorm = nn.LayerNorm(config.hidden_size)
         self.transformer.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -153,18 +178,24 @@ class ChatGlm2(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        prefix: Any = None,
     ) -> Any:
+        """`prefix` has keys and values for each block."""
         length = input_ids.shape[1]
         full = None
-        if attention_mask is not None and not attention_mask.all():
-            full = torch.ones(len(input_ids), length, length).tril() * attention_mask.unsqueeze(1)
-            full = (full - (attention_mask.unsqueeze(-1) - 1) < 0.5).unsqueeze(1)
+        if prefix is not None or (attention_mask is not None and not attention_mask.all()):
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            full = torch.ones(len(input_ids), length, length).tril() * mask.unsqueeze(1)
+            if prefix is not None:
+                full = torch.cat((torch.ones(len(input_ids), length, len(prefix[0][0])), full), dim=2)
+            full = (full - (mask.unsqueeze(-1) - 1) < 0.5).unsqueeze(1)
         table = self.transformer.rotary_pos_emb(self.config.seq_length)
         rotary = table[None, :length] if position_ids is None else table[position_ids]
         rotary = rotary.transpose(0, 1).contiguous()
         hidden = self.transformer.embedding.word_embeddings(input_ids).transpose(0, 1)
-        for layer in self.transformer.encoder.layers:
-            hidden, _ = layer(hidden, full, rotary, kv_cache=None, use_cache=False)
+        for number, layer in enumerate(self.transformer.encoder.layers):
+            past = None if prefix is None else prefix[number]
+            hidden, _ = layer(hidden, full, rotary, kv_cache=past, use_cache=False)
         hidden = self.transformer.encoder.final_layernorm(hidden)
         logits = self.transformer.output_layer(hidden).transpose(0, 1).contiguous()
         loss = None if labels is None else ForCausalLMLoss(logits, labels, self.config.vocab_size)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from chatglm_layouts import ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
 from hf_federated.packing import unpack
+from hf_federated.split.adapters import load_adapter
 from hf_federated.split.chatglm import ChatGlmRunner
 from hf_federated.split.layouts import Places
 
@@ -76,17 +78,35 @@ def test_a_checkpoint_is_read_part_by_part(generation, tmp_path):
     assert len(list(split.parameters())) == len(list(whole.parameters()))
 
 
-def test_generation_computes_the_whole_sequence_for_every_token():
-    whole = chatglm(2)
-    split = SplitModel.from_model(whole)
+@pytest.mark.parametrize("num_virtual_tokens", [0, 3])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_generation_with_a_cache_writes_what_the_whole_model_does(generation, num_virtual_tokens):
+    whole = chatglm(generation)
+    split = SplitModel.from_model(whole, 2, 1)
+    prefix = None
+    if num_virtual_tokens:
+        prefix = with_prefixes(split, num_virtual_tokens)
     ids = first_generation()
     expected = ids
-    for _ in range(4):
-        expected = torch.cat([expected, whole(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    for _ in range(6):
+        expected = torch.cat([expected, whole(expected, prefix=prefix).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    lengths: list[int] = []
+    split.boundary.link.watch = lambda asked, _: lengths.append(sent_length(asked))
+    assert torch.equal(split.generate(ids, **settings), expected)
+    assert lengths[:6] == [8, 1, 1, 1, 1, 1]
     assert torch.equal(split.generate(ids, use_cache=False, **settings), expected)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        split.generate(ids, **settings)
+
+
+def test_a_cache_goes_on_behind_left_padding():
+    split = SplitModel.from_model(chatglm(2))
+    ids, mask = first_generation(), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    found = split.generate(ids, **settings)
+    assert torch.equal(found, split.generate(ids, use_cache=False, **settings))
+    alone = split.generate(ids[:1, 3:], max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert torch.equal(found[0, 3:], alone[0])
 
 
 def test_rows_that_this_model_cannot_read_are_refused():
@@ -142,7 +162,67 @@ def test_lora_computes_and_learns_as_pefts_on_the_whole_model(generation, cut):
         assert (found[name] - gradient).abs().max() <= 1e-5 and "lora_" in name, name
 
 
-def test_prefixes_are_refused():
-    split = SplitModel.from_model(chatglm(1))
-    with pytest.raises(ValueError, match="use LoRA"):
-        split.add_adapter(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+@pytest.mark.parametrize("padding", ["first generation", None, "left", "right"])
+@pytest.mark.parametrize("cut", [(1, 1), (2, 2), (0, 1)], ids=str)
+def test_prefixes_are_keys_and_values_before_those_of_the_tokens(padding, cut, tmp_path):
+    whole = chatglm(1 if padding == "first generation" else 2)
+    split = SplitModel.from_model(whole, *cut)
+    prefix = with_prefixes(split, 3)
+    ids, mask = first_generation(), torch.ones(2, 8, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if padding in ("left", "right"):
+        mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"][mask == 0] = -100
+        if padding == "left":
+            inputs["labels"][0, 3] = -100
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = whole(**inputs, prefix=prefix)
+    leaves = [states for pair in prefix for states in pair]
+    expected_gradients = torch.autograd.grad(expected.loss, leaves)
+    output = split(**inputs)
+    output.loss.backward()
+    assert (output.logits - expected.logits)[mask.bool()].abs().max() <= 1e-5
+    assert (output.logits - whole(**inputs).logits).abs().max() > 1e-2
+    found = torch.cat([part.prefix.encoder.embedding.weight.grad for part in split.parts if part.prefix], dim=1)
+    for own, gradient in zip(found.chunk(2 * 5, dim=1), expected_gradients, strict=True):
+        assert (own - gradient.sum(1).flatten(1)).abs().max() <= 1e-5
+    assert all(parameter.grad is None for part in split.parts for parameter in part.model.parameters())
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_parts_prefixes_are_saved_as_one_adapter(generation, tmp_path):
+    split = SplitModel.from_model(chatglm(generation), 2, 1)
+    with_prefixes(split, 3)
+    split.save_pretrained(tmp_path)
+    saved = PrefixTuningConfig.from_pretrained(str(tmp_path))
+    heads, size = (2, 16) if generation == 1 else (1, 8)
+    assert (saved.num_layers, saved.num_attention_heads, saved.token_dim) == (5, heads, size)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    own = [part.prefix.encoder.embedding.weight for part in split.parts]
+    assert torch.equal(state["prompt_embeddings"], torch.cat(own, dim=1)) and len(state) == 1
+    again = SplitModel.from_model(chatglm(generation), 1, 2)
+    again.add_adapter(saved)
+    load_adapter(again.parts, state)
+    assert (again(first_generation()).logits - split(first_generation()).logits).abs().max() <= 1e-5
+
+
+def with_prefixes(split: SplitModel, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gives a split model prefixes; of each block keys and values, `(length, batch, heads, size)`, as leaves."""
+    torch.manual_seed(3)
+    split.add_adapter(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=length))
+    heads, size = split.client_tail.layout.runner.key_value_heads(split.config)
+    prefixes = []
+    for part in split.parts:
+        if part.prefix is not None:
+            torch.nn.init.normal_(part.prefix.encoder.embedding.weight)
+            columns = part.prefix.embeddings().detach().chunk(2 * len(part.blocks), dim=1)
+            states = [own.view(length, 1, heads, size).repeat(1, 2, 1, 1).requires_grad_() for own in columns]
+            prefixes += zip(states[::2], states[1::2], strict=True)
+    return prefixes
+
+
+def sent_length(blob: bytes) -> int:
+    """Tokens whose states a message carries; 0 of one that carries none."""
+    fields = unpack(blob)["fields"]
+    return len(fields["hidden"]["values"]) // fields["batch_size"] if "hidden" in fields else 0
