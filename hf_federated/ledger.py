@@ -54,6 +54,12 @@ class Ledger:
         down, up = self._bytes.get(round, {}).get(client_id, (0, 0))
         return down, up
 
+    def add(self, other: Ledger) -> None:
+        """Add all of another ledger's bytes, such as those that a run cost before it went on from a checkpoint."""
+        for round, clients in other._bytes.items():
+            for client_id, (down, up) in clients.items():
+                self.record(round, client_id, down, up)
+
     def set_account(self, round: int, client_id: str, bytes_down: int, bytes_up: int) -> None:
         """Replace a client's account of a round by that of the process that kept it."""
         self._bytes.setdefault(round, {})[client_id] = [bytes_down, bytes_up]

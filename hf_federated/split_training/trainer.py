@@ -249,7 +249,9 @@ class SplitMixin(SplitSavingMixin):
         if self._remote is not None:
             self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None:
-            self.ledger = self._federation.ledger = load_parties(self._federation, self._resume_from)
+            joined, self.ledger = self.ledger, load_parties(self._federation, self._resume_from)
+            self.ledger.add(joined)  # of a networked run: to join it once more
+            self._federation.ledger = self.ledger
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
             # Adapters came to the parties alone, and there may be no step left that the model would catch up with.
