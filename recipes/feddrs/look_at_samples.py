@@ -5,7 +5,8 @@
 
 Prints, for each client, which share of its samples' positions has a word of the client's rows as the nearest one,
 beside the same of other clients' samples. `samples.png` shows one client's in the plane of the first two principal
-components, and the model card says what was found.
+components; `samples.md` has the table and the words that its first samples lie near to, and the model card says what
+was found.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hf_federated.audits import PseudoSampleAudit, nearest_tokens, plot_pseudo_samples
-from hf_federated.cards.tables import table
+from hf_federated.cards.tables import plural, table
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
 from hf_federated.distillation import FedDRS
@@ -42,7 +43,8 @@ def main() -> None:
     trainer.train()
     columns = ["client", "its own", "other clients'", "where they began", "moved to another word"]
     rows = [[name, found.own, found.others, found.start, found.moved] for name, found in audit.results.items()]
-    print(table(columns, rows, numeric=True))
+    found = table(columns, rows, numeric=True)
+    print(found)
     trainer.save_model(options.output_dir)
     trainer.create_model_card(model_name="FedDRS")
     client_id = options.client or next(iter(audit.results))
@@ -56,8 +58,17 @@ def main() -> None:
     title = f"client {client_id}: words of its rows, and pseudo-samples"
     plot_pseudo_samples(weight[torch.tensor(known)], groups, Path(options.output_dir) / "samples.png", title)
     tokenizer = trainer.processing_class
-    for kind, embeddings in groups.items():
-        print(f"{kind}: {tokenizer.decode(nearest_tokens(embeddings[0], weight))}")
+    near = [f"{kind}: {tokenizer.decode(nearest_tokens(own[0], weight))}" for kind, own in groups.items()]
+    print("\n".join(near))
+    report = [
+        f"After {plural(trainer.state.global_step, 'round')}, {algorithm.num_steps} steps on {algorithm.num_samples} samples of"
+        f" {algorithm.sample_length} positions of each client and kind: the share of positions whose nearest word is"
+        " one of the client's rows.",
+        found,
+        f"Nearest words of client {client_id}'s first samples:",
+        *near,
+    ]
+    (Path(options.output_dir) / "samples.md").write_text("\n\n".join(report) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,12 @@ def test_a_table_a_picture_and_a_card_with_the_same_numbers_are_written(look, ca
     rows = re.findall(r"^\| \S+ \|(?: [01]\.\d{4} \|){4}$", printed, flags=re.MULTILINE)
     assert len(rows) == 2  # clients of the last round
     card = (output / "README.md").read_text(encoding="utf-8")
-    assert all(row in card for row in rows)
+    report = (output / "samples.md").read_text(encoding="utf-8")
+    assert all(row in card and row in report for row in rows)
     for kind in KINDS:
         assert re.search(rf"^{kind}: \S", printed, flags=re.MULTILINE)
+        assert re.search(rf"^{kind}: \S", report, flags=re.MULTILINE)
+    assert "After 1 round, 3 steps on 4 samples of 4 positions" in report
     assert (output / "samples.png").read_bytes().startswith(b"\x89PNG")
     model = AutoModelForSequenceClassification.from_pretrained(output)
     assert list(model.config.id2label.values()) == list(LABEL_NAMES)
