@@ -61,9 +61,9 @@ def main() -> None:
     near = [f"{kind}: {tokenizer.decode(nearest_tokens(own[0], weight))}" for kind, own in groups.items()]
     print("\n".join(near))
     report = [
-        f"After {plural(trainer.state.global_step, 'round')}, {algorithm.num_steps} steps on {algorithm.num_samples} samples of"
-        f" {algorithm.sample_length} positions of each client and kind: the share of positions whose nearest word is"
-        " one of the client's rows.",
+        f"After {plural(trainer.state.global_step, 'round')}, {algorithm.num_steps} steps on {algorithm.num_samples}"
+        f" samples of {algorithm.sample_length} positions of each client and kind: the share of positions whose nearest"
+        " word is one of the client's rows.",
         found,
         f"Nearest words of client {client_id}'s first samples:",
         *near,
