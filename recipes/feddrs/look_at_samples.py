@@ -62,8 +62,8 @@ def main() -> None:
     print("\n".join(near))
     report = [
         f"After {plural(trainer.state.global_step, 'round')}, {algorithm.num_steps} steps on {algorithm.num_samples}"
-        f" samples of {algorithm.sample_length} positions of each client and kind: the share of positions whose nearest"
-        " word is one of the client's rows.",
+        f" samples of {algorithm.sample_length} positions of each client and kind: the share of positions whose"
+        " nearest word is one of the client's rows.",
         found,
         f"Nearest words of client {client_id}'s first samples:",
         *near,
