@@ -200,6 +200,16 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
             model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
     elif name == "feddrs":
         federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_learning_rate=1e-3)
+    elif name == "mutual_kd":
+        federation |= {"aggregation": "mutual_kd"}
+        others["client_model_init"] = client_model
+    elif name in ("feddf", "feded"):
+        federation["distillation"] = name
+        others |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
+    elif name in ("cronus", "dsfl", "fedkd", "fedmd", "mhat"):
+        federation |= {"distillation": name} | ({"num_rounds": 1} if name == "fedkd" else {})
+        others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
+        others["server_dataset"] = rows(6, seed=21)
     elif name in ("data many", "data balanced", "drop last"):
         federation = {"parallelism": "data"}
         if name == "data balanced":
@@ -297,7 +307,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
             return FederatedTrainer(
                 model=model,
                 args=training_arguments,
-                federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),
+                federation=FederatedConfig(**{"num_rounds": NUM_ROUNDS, **federation}),
                 callbacks=callbacks,
                 client_callbacks=client_callbacks,
                 **others,

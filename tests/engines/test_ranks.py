@@ -35,6 +35,8 @@ SCENARIOS = [
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
 RUNS = [(name, 2) for name in SCENARIOS]
+OTHER_METHODS = ["cronus", "dsfl", "feddf", "feded", "fedkd", "fedmd", "mhat", "mutual_kd"]
+RUNS += [pytest.param(name, 2, marks=[] if name in ("dsfl", "mutual_kd") else SLOW) for name in OTHER_METHODS]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
 RESUMED |= {("fedaux", (2, 1))}
@@ -60,7 +62,11 @@ def test_clients_over_processes_train_the_same_model(finished, scenario: str, wo
 
 @pytest.mark.parametrize(
     ("scenario", "world_size"),
-    [("fedid", 3), ("adafd", 2), pytest.param("fedid", 2, marks=SLOW), pytest.param("adafd", 3, marks=SLOW)],
+    [
+        ("fedid", 3),
+        ("adafd", 2),
+        *(pytest.param(*run, marks=SLOW) for run in [("fedid", 2), ("adafd", 3), ("fedmd", 3), ("mhat", 2)]),
+    ],
 )
 def test_clients_own_models_over_processes_are_the_same(finished, scenario: str, world_size: int) -> None:
     alone, together = finished(scenario, 1), finished(scenario, world_size)
