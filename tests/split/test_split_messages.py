@@ -190,6 +190,16 @@ def test_a_gradient_that_overflows_leaves_the_body_as_it_was():
     assert all(parameter.grad is None for parameter in whole.parameters())
 
 
+def test_gradients_whose_norm_alone_overflows_are_taken():
+    whole = decoder("llama")
+    exchange = SplitModel.from_model(whole).boundary.link.exchange
+    exchange(forward_message(hidden={"values": torch.randn(6, 32)}, grad=True).to_bytes())
+    exchange(Backward("client", 0, 0, {"values": torch.full((6, 32), 1e25)}).to_bytes())
+    found = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert max(gradient.norm() for gradient in found) == torch.inf
+
+
 def test_graphs_whose_gradient_never_comes_do_not_pile_up():
     split = SplitModel.from_model(decoder("llama"))
     server = split.boundary.link.server
