@@ -134,7 +134,8 @@ class BodyServer:
         came = _joined([functional.pad(own, (0, 0, 0, length - own.shape[1])) for own in states])
         mask, positions, contexts = _join_places(messages, sizes, came.device)
         cache = None if first.cache_id is None else self._cache(first)
-        self.body.train(first.training)
+        if self.body.model.training != first.training:  # of many small modules this takes as long as a block
+            self.body.train(first.training)
         came.requires_grad_(first.grad)
         draws: Any = contextlib.nullcontext()
         if self.seed is not None and first.training:
