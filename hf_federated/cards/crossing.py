@@ -1,37 +1,87 @@
-"""What a card says of the boundary in a split model: what crossed it, who saw it, and what can be read in it.
+"""What a card says of the boundary in a split model, wherever its parties are: what crosses it, and what it tells.
 
-The fields are those of `hf_federated.split.messages` and `hf_federated.split_training.transfer`.
+The fields are those of `hf_federated.split.messages`. What hangs on where the parties were is a [`SplitView`].
 """
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from .split_record import SplitRecord
-from .tables import count, plural, size, table
+from .tables import count
 
 
 NOT_MEASURED = "No measurement was made for this model: `hf-federated audit` makes one."
 
 
-def what_left(record: SplitRecord) -> str:
+class SplitView(ABC):
     """
-    The messages between clients and server, field by field.
+    What one who was there can tell of a run: all parties in one process, or a client of a networked one.
 
     Args:
         record ([`SplitRecord`]): The run.
+
+    Attributes:
+        who (`str`): Whose bytes are counted.
+        log_of (`tuple[str, str]`): What was evaluated for the log, and over which steps its losses are means.
     """
-    exchanged = record.exchanged
-    if not record.split["num_steps_run"]:
-        return "Nothing: no step was trained."
-    paragraphs = [
-        passages(record),
-        _handed_on(record),
-        f"In all, clients sent {size(exchanged['bytes_up'])} and received {size(exchanged['bytes_down'])} in training,"
-        f" with all headers, handshakes and parameters. {_not_sent(record)}",
-        "No message has a field for text, token ids, labels or a loss; one with another field is refused.",
-    ]
-    return "\n\n".join(paragraphs)
+
+    who: ClassVar[str]
+    log_of: ClassVar[tuple[str, str]]
+
+    def __init__(self, record: SplitRecord) -> None:
+        self.record = record
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a client's parts go to the next one, and are never averaged."""
+        return self.record.split["strategy"] == "serial" and self.record.split["average_every"] is None
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Further fields of the template."""
+        return {}
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """What was saved, and how it was trained."""
+
+    @abstractmethod
+    def results(self, step: int, best_by: str | None) -> str:
+        """
+        Of which model the results are.
+
+        Args:
+            step (`int`): The optimizer step after which it was evaluated.
+            best_by (`str`, *optional*): The metric by which it was chosen.
+        """
+
+    @property
+    @abstractmethod
+    def joined(self) -> str | None:
+        """How what clients trained became one model; `None` if there was nothing to join."""
+
+    @property
+    @abstractmethod
+    def encryption(self) -> str | None:
+        """How messages were sealed."""
+
+    @property
+    def num_late(self) -> int | None:
+        """Steps that went on without the client that tells."""
+        return None
+
+    @property
+    @abstractmethod
+    def left(self) -> str:
+        """The messages between clients and server, field by field."""
+
+    @property
+    @abstractmethod
+    def saw(self) -> str:
+        """A table of who received what, and what this is taken from."""
 
 
 def passages(record: SplitRecord) -> str:
@@ -56,82 +106,6 @@ def client_values(record: SplitRecord) -> str:
     """How much a client trains."""
     number = record.parts["head"]["num_trained"] + record.parts["tail"]["num_trained"]
     return f"the {count(number)} values that it trains of its head and tail"
-
-
-def _is_handed_over(record: SplitRecord) -> bool:
-    hands_over = record.split["strategy"] == "serial" and record.split["average_every"] is None
-    return hands_over and record.exchanged["num_clients"] > 1
-
-
-def _num_averages(split: dict[str, Any]) -> int:
-    every = split["average_every"]
-    return 0 if every is None else split["num_steps_run"] // every
-
-
-def _handed_on(record: SplitRecord) -> str:
-    """What went from client to client, or to whoever averages."""
-    split = record.split
-    beside = "with its name, the step and how many rows it had trained on"
-    if _is_handed_over(record):
-        return f"At the end of its turn a client handed {client_values(record)} to the next one, {beside}."
-    times = _num_averages(split)
-    if times:
-        return (
-            f"{plural(times, 'time')} each client sent {client_values(record)} to whoever averages, {beside} since"
-            " the last time, and received the mean."
-        )
-    return "No client sent parameters to another, or to anybody who averages."
-
-
-def _not_sent(record: SplitRecord) -> str:
-    """What the parties of one process share without a message."""
-    split = record.split
-    hands_over = split["strategy"] == "serial" and split["average_every"] is None
-    shared = ["what the last client trained" if hands_over else "the mean of what the clients trained"]
-    shared[0] += ", which became the model that was evaluated and saved"
-    if record.arguments["max_grad_norm"]:
-        shared.append("the norm of the gradients of all who share a step, by which each clips its own")
-    return (
-        f"Not in these numbers, since all parties were in one process: evaluation and generation; {'; '.join(shared)}."
-    )
-
-
-def who_saw_what(record: SplitRecord) -> str:
-    """
-    A table of who received what, and what this is taken from.
-
-    Args:
-        record ([`SplitRecord`]): The run.
-    """
-    split = record.split
-    if not split["num_steps_run"]:
-        return ""
-    rows = [
-        ["The server", ", ".join(server_saw(record))],
-        ["A client", "of its own rows, hidden states behind the server's blocks and gradients by those that it sent"],
-    ]
-    trained = "trained parameters of head and tail, and how many rows they were trained on"
-    if _is_handed_over(record):
-        rows.append(["The next client", f"{trained}, of the one before it"])
-    elif _num_averages(split):
-        rows.append(["Whoever averages", f"{trained}, of every client"])
-    if len(rows) > 2:
-        rows[-1][1] += ". Not for the server that holds the body, which could read that client's hidden states better"
-        if record.exchanged["embedding_trained"]:
-            rows[-1][1] += ". The embedding is among them: how its rows changed can tell which tokens a text has"
-    sealed = ""
-    if split["encryption"]:
-        sealed = (
-            " Messages between a client and the server were sealed, which hides what they hold from others on the way,"
-            " and nothing from the server."
-        )
-        if len(rows) > 2:
-            sealed += " Parameters that went elsewhere were not."
-    return (
-        table(["Who", "Received"], rows)
-        + f"\n\nThis run had all parties in one process, which simulates them: the table says for whom the messages"
-        f" were.{sealed}"
-    )
 
 
 def server_saw(record: SplitRecord) -> list[str]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from .crossing import what_is_revealed, what_left, who_saw_what
-from .networked import part_summary, part_usage, parts_joined, what_a_client_sent, who_saw_what_of_a_client
-from .sections import fill, origin, over_steps, settings
+from .crossing import SplitView, what_is_revealed
+from .networked import NetworkedClient
+from .one_process import OneProcess
+from .sections import fill, over_steps, settings
 from .split_record import SplitRecord, SplitRun
 from .tables import count, plural, size, table, thin
 
@@ -59,51 +60,23 @@ def render_split(record: SplitRecord) -> str:
     Args:
         record ([`SplitRecord`]): The run.
     """
+    view = OneProcess(record) if record.network is None else NetworkedClient(record)
+    results = record.results
     return fill(
         TEMPLATE,
         record,
         ["split-learning", record.split["strategy"].replace("_", "-")],
-        **_of_a_part(record),
-        summary=part_summary(record) if record.network is not None else _summary(record),
-        results_heading=_results_heading(record),
-        steps_heading=_steps_heading(record),
+        **view.texts,
+        summary=view.summary,
+        results_heading=view.results(results["step"], results["best_by"]) if results else "",
+        steps_heading=_steps_heading(view),
         steps=_steps(record),
         cut=_cut(record),
-        training=_training(record),
-        left=what_left(record) if record.network is None else what_a_client_sent(record),
-        saw=who_saw_what(record) if record.network is None else who_saw_what_of_a_client(record),
+        training=_training(view),
+        left=view.left,
+        saw=view.saw,
         revealed=what_is_revealed(record),
     )
-
-
-def _of_a_part(record: SplitRecord) -> dict[str, str]:
-    """What only the card of a networked client has."""
-    if record.network is None:
-        return {}
-    heading = "Training rows are this client's; what other clients train on is not known here."
-    return {"usage": part_usage(record), "data_heading": heading}
-
-
-def _summary(record: SplitRecord) -> str:
-    split = record.split
-    clients, steps = plural(split["num_clients"], "client"), plural(split["num_steps_run"], "optimizer step")
-    return (
-        f"{origin(record.model)}, trained in parts with `hf_federated`: {clients} kept the first and last blocks,"
-        f" their text and their labels, and a server held the blocks between (split learning, strategy"
-        f" `{split['strategy']}`, {steps}). It has {count(record.model.num_parameters)} parameters. The parts are"
-        f" joined: it is an ordinary {'adapter' if record.model.adapter else 'model'} again."
-    )
-
-
-def _results_heading(record: SplitRecord) -> str:
-    if not record.results:
-        return ""
-    step, best_by = record.results["step"], record.results["best_by"]
-    if record.network is not None:
-        return f"With this client's head and tail and the server's blocks, after optimizer step {step}."
-    if best_by:
-        return f"The whole model of optimizer step {step}, the best by `{best_by}`; its weights are the ones saved."
-    return f"The whole model after optimizer step {step}."
 
 
 def _shown(record: SplitRecord) -> list[dict[str, Any]]:
@@ -121,19 +94,14 @@ def _with_last_loss(record: SplitRecord) -> list[dict[str, Any]]:
     return rows
 
 
-def _steps_heading(record: SplitRecord) -> str:
-    shown = len(_shown(record))
-    whose, steps = "the whole model", "the steps since the one before it"
-    if record.network is not None:
-        whose = "this client's head and tail, as they were then, with the server's blocks"
-        steps = "this client's steps since the one before it"
+def _steps_heading(view: SplitView) -> str:
+    shown, logged = len(_shown(view.record)), len(view.record.steps)
+    whose, steps = view.log_of
     heading = (
         f"Results of {whose} after an optimizer step. The training loss is the last that was logged by then, a"
         f" mean over {steps}. Bytes are those since the start of the run."
     )
-    if shown < len(record.steps):
-        heading += f" {shown} of {len(record.steps)} logged steps are shown."
-    return heading
+    return heading if shown == logged else f"{heading} {shown} of {logged} logged steps are shown."
 
 
 def _steps(record: SplitRecord) -> str:
@@ -164,54 +132,28 @@ def _blocks(first: int, number: int) -> str:
     return f"{first}" if number == 1 else f"{first} to {first + number - 1}"
 
 
-def _training(record: SplitRecord) -> str:
-    split, exchanged = record.split, record.exchanged
-    turn, steps, network = split["steps_per_turn"], split["num_steps_run"], record.network
-    who = "clients" if network is None else "this client"
+def _training(view: SplitView) -> str:
+    split, exchanged = view.record.split, view.record.exchanged
+    turn, steps = split["steps_per_turn"], split["num_steps_run"]
     rows: list[list[Any]] = [
         ["Strategy", STRATEGIES[split["strategy"]]],
         [
             "A client's turn",
             (plural(turn, "step") if turn else "its epoch") if split["strategy"] == "serial" else None,
         ],
-        ["Clients' parts", _joining(split) if network is None else parts_joined(record)],
+        ["Clients' parts", view.joined],
         ["Clients", None if split["num_clients"] is None else count(split["num_clients"])],
-        ["Steps that went on without this client", None if not network else network["num_late"] or None],
+        ["Steps that went on without this client", view.num_late],
         ["Optimizer steps run", f"{count(steps)} of {count(split['max_steps'])}"],
         ["Epochs run", None if split["num_epochs_run"] is None else f"{split['num_epochs_run']:.4g}"],
         ["Hidden states travelled as", split["wire_dtype"]],
-        ["Encryption", _encryption(record)],
+        ["Encryption", view.encryption],
         ["Seed of dropout and of the order of rows", split["split_seed"]],
-        [f"Bytes that {who} sent", _bytes(exchanged["bytes_up"], steps)],
-        [f"Bytes that {who} received", _bytes(exchanged["bytes_down"], steps)],
+        [f"Bytes that {view.who} sent", _bytes(exchanged["bytes_up"], steps)],
+        [f"Bytes that {view.who} received", _bytes(exchanged["bytes_down"], steps)],
         ["Seconds of training", None if split["seconds"] is None else f"{split['seconds']:.1f}"],
     ]
     return settings(rows)
-
-
-def _joining(split: dict[str, Any]) -> str | None:
-    """How what clients trained became one model."""
-    every = split["average_every"]
-    if every is not None:
-        times = split["num_steps_run"] // every
-        bodies = ", as are the server's bodies" if split["strategy"] == "server_hierarchical" else ""
-        return f"averaged every {plural(every, 'optimizer step')}{bodies}: {plural(times, 'time')} in this run"
-    if split["num_clients"] == 1:
-        return None
-    if split["strategy"] == "serial":
-        return "handed over to the next client; saved is what the last one trained"
-    return "never averaged while they trained; saved is their mean"
-
-
-def _encryption(record: SplitRecord) -> str | None:
-    split, network = record.split, record.network
-    if network is not None:
-        sealed = {True: "AES-256-GCM between this client and the server", None: None}
-        return sealed.get(network.get("is_sealed"), "messages were not sealed on top of what their transport does")
-    if not split["encryption"]:
-        return "none: messages were not sealed"
-    keys = plural(split["rotate_keys_every"], "optimizer step")
-    return f"AES-256-GCM between each client and the server, under keys that last {keys} of a client"
 
 
 def _bytes(number: int, steps: int) -> str:
