@@ -183,6 +183,9 @@ def arm(moment: str | None) -> list[TrainerCallback]:
     elif moment == "samples":
         # Two clients' samples of two kinds move three steps in a round: in the second one.
         kill_around(pseudo_sampler, "adversarial_loss", nth_call(20), before=False)
+    elif moment == "last samples":
+        # After the rounds all clients' once more.
+        kill_around(pseudo_sampler, "adversarial_loss", nth_call(NUM_ROUNDS * 12 + 8), before=False)
     elif moment == "evaluation":
         kill_around(FederatedTrainer, "evaluate", nth_call(2), before=True)
     elif moment == "after model file":

@@ -47,7 +47,7 @@ QUICK = [
     ("adafd", "after rename"),
     ("feddrs", "samples"),
 ]
-THOROUGH = [("adafd", "exchange")]
+THOROUGH = [("adafd", "exchange"), ("feddrs", "last samples")]
 THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
 # About as many file events as a run has; those beyond its end are not reached, and the run is simply resumed.
 FILE_EVENTS = range(1, 130)

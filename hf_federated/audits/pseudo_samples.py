@@ -19,7 +19,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from ..callbacks import FederatedCallback, ServerState
 from ..data.figures import COLORS, new_figure
 from ..distillation import FedDRS
-from ..distillation.pseudo_samples import word_embeddings
+from ..distillation.pseudo_samples import token_embeddings
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PseudoSampleAudit(FederatedCallback):
         **kwargs: Any,
     ) -> None:
         if server.round == server.num_rounds - 1:
-            self.results = self.measure(self.algorithm.samples, word_embeddings(model))
+            self.results = self.measure(self.algorithm.samples, token_embeddings(model))
 
     def measure(self, samples: Mapping[str, Any], weight: torch.Tensor) -> dict[str, SampleOverlap]:
         """
@@ -117,7 +117,7 @@ class PseudoSampleAudit(FederatedCallback):
         Args:
             samples (`Mapping[str, dict[str, torch.Tensor]]`): By client, with `embeddings` as they ended and `starts`
                 as they began, of shape `(samples, positions, hidden)`.
-            weight (`torch.Tensor`): Word embeddings, of shape `(vocabulary, hidden)`.
+            weight (`torch.Tensor`): What the model takes for each token, of shape `(vocabulary, hidden)`.
 
         Returns:
             `dict[str, SampleOverlap]`: By client.

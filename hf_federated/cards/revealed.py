@@ -55,11 +55,17 @@ def _pseudo_samples(record: RunRecord) -> str:
         for client_id, found in record.pseudo_samples.items()
     ]
     columns = ["Client", "Its own", "Other clients'", "Where they began", "Moved to another word"]
+    above = [
+        client_id
+        for client_id, found in record.pseudo_samples.items()
+        if found["own"] > max(found["others"], found["start"])
+    ]
+    whose = f"{len(above) or 'none'} of {plural(len(record.pseudo_samples), 'client')}"
     return (
         "\n\nThe server made inputs of its own by the gradients of the clients' models. Read as the words whose"
         " embeddings lie nearest, this share of them is in the client's rows. What other clients' inputs have, and"
-        " what they had where they began, is chance; more than both would tell of the client's text.\n\n"
-        + table(columns, rows, numeric=True)
+        f" what they had where they began, is chance; more than both would tell of the client's text. It is more for"
+        f" {whose}.\n\n" + table(columns, rows, numeric=True)
     )
 
 

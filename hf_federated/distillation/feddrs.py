@@ -148,7 +148,7 @@ class FedDRS(Distillation):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = [self.sampling] if isinstance(self.sampling, str) else list(self.sampling)
-        self.sampling = KINDS if kinds == ["mixed"] else tuple(kind for kind in KINDS if kind in kinds)
+        self.sampling = KINDS if "mixed" in kinds else tuple(kind for kind in KINDS if kind in kinds)
         if not self.sampling or not {*kinds} <= {*KINDS, "mixed"}:
             raise ValueError(f"`sampling` is {kinds}; allowed are {', '.join(map(repr, KINDS))}, and 'mixed' for all.")
         for name in ("num_iterations", "post_num_iterations", "num_steps", "num_samples", "sample_length"):
@@ -159,8 +159,8 @@ class FedDRS(Distillation):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"`{name}` is {value}; it must be finite, and zero or more.")
-        if not self.step_size > 0:
-            raise ValueError(f"`step_size` is {self.step_size}; it must be positive.")
+        if not 0 < self.step_size < float("inf"):
+            raise ValueError(f"`step_size` is {self.step_size}; it must be positive and finite.")
         for name, allowed in (("adversary", ADVERSARIES), ("initialization", INITIALIZATIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}.")
@@ -174,7 +174,7 @@ class FedDRS(Distillation):
         return True
 
     def check_model(self, model: Any) -> None:
-        check_takes_embeddings(model)
+        check_takes_embeddings(model, self.sample_length)
         if model.config.is_encoder_decoder == (self.label_texts is None):
             raise ValueError(
                 "`label_texts` are what an encoder–decoder writes for each class, and "

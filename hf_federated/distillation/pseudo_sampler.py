@@ -20,6 +20,7 @@ from .pseudo_samples import (
     draw_labels,
     initial_embeddings,
     labelled_positions,
+    token_embeddings,
     word_embeddings,
 )
 from .server import DistillationServer
@@ -106,7 +107,7 @@ class PseudoSampler:
     def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
         """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
         shape = (len(labels), self._algorithm.sample_length)
-        embeddings = self._draw(word_embeddings(model), shape, torch.Generator())
+        embeddings = self._draw(token_embeddings(model), shape, torch.Generator())
         return bool(self._logits(model)(embeddings, labels).isfinite().all())
 
     def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
@@ -166,11 +167,11 @@ class PseudoSampler:
 
     def _begin(self, teacher: nn.Module, generator: torch.Generator) -> torch.Tensor:
         algorithm = self._algorithm
-        weight = word_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
+        table = token_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
         shape = (algorithm.num_samples, algorithm.sample_length)
-        embeddings = self._draw(weight, shape, generator, algorithm.initialization == "gaussian")
+        embeddings = self._draw(table, shape, generator, algorithm.initialization == "gaussian")
         if self._cls is not None:
-            embeddings[:, 0] = weight.detach()[self._cls]
+            embeddings[:, 0] = table[self._cls]
         # Steps are small against what a narrow number can tell apart.
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from .feedback import evaluation_mode
 from .losses import kl_divergence
 
 
@@ -41,21 +42,62 @@ def word_embeddings(model: Any) -> nn.Parameter:
     return model.get_input_embeddings().weight
 
 
-def check_takes_embeddings(model: nn.Module) -> None:
+def token_embeddings(model: Any) -> torch.Tensor:
     """
-    Refuse a model that takes tokens and nothing else.
+    What a model takes for each token, of shape `(vocabulary, hidden)`: its word embeddings, and where its embedding
+    module scales them (Gemma, mBART) these times the scale, in a copy.
+    """
+    module = model.get_input_embeddings()
+    if type(module) is nn.Embedding:
+        return module.weight.detach()
+    with torch.no_grad():
+        return module(torch.arange(len(module.weight), device=module.weight.device))
+
+
+def check_takes_embeddings(model: nn.Module, length: int) -> None:
+    """
+    Refuse a model that takes tokens and nothing else, or does more with them than its embedding module.
 
     Args:
-        model (`torch.nn.Module`): The model, also with an adapter.
+        model (`torch.nn.Module`): The model, also with an adapter. It is called once with tokens and once with their
+            embeddings.
+        length (`int`): Positions of a sample.
 
     Raises:
-        ValueError: If it is no transformers model, or its `forward` has no `inputs_embeds`.
+        ValueError: If it is no transformers model, its `forward` has no `inputs_embeds`, the embeddings of tokens give
+            other results than the tokens, or it has no so many positions.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or "inputs_embeds" not in inspect.signature(base.forward).parameters:
         raise ValueError(
             f"Pseudo-samples are word embeddings, and {type(base).__name__} does not take such: its `forward` has no "
             "`inputs_embeds`. Take a transformers model that has, such as BERT, RoBERTa, T5 or Llama."
+        )
+    config: Any = base.config
+    config = getattr(config, "encoder", config)  # of an encoder–decoder of two models
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(f"`sample_length` is {length}, and {type(base).__name__} has {limit} positions.")
+    embeddings = token_embeddings(model)
+    number = len(embeddings)
+    special = {
+        getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep", "decoder_start")
+    }
+    # From the middle on, as the first tokens are often special ones that a config does not name.
+    ordinary = [token for token in [*range(number // 2, number), *range(number // 2)] if token not in special]
+    tokens = torch.tensor([(ordinary * length)[:length]], device=embeddings.device)
+    reader: Any = base.get_encoder() if base.config.is_encoder_decoder else model
+    try:
+        with torch.no_grad(), evaluation_mode(model):
+            expected, got = reader(input_ids=tokens)[0], reader(inputs_embeds=embeddings[tokens])[0]
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"{type(base).__name__} cannot read pseudo-samples of `sample_length` {length}: {error}"
+        ) from error
+    if expected.isfinite().all() and not torch.allclose(got, expected, rtol=1e-3, atol=1e-3 * float(expected.std())):
+        raise ValueError(
+            f"{type(base).__name__} gives other results for the embeddings of tokens than for the tokens: it does "
+            "more with tokens than its embedding module, and pseudo-samples would not be such as it reads."
         )
 
 

@@ -21,7 +21,7 @@ from hf_federated.cards.tables import plural, table
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.runs import build_run
 from hf_federated.distillation import FedDRS
-from hf_federated.distillation.pseudo_samples import word_embeddings
+from hf_federated.distillation.pseudo_samples import token_embeddings
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"
@@ -51,7 +51,7 @@ def main() -> None:
     if client_id not in audit.results:
         names = ", ".join(audit.results)
         raise SystemExit(f"Client {client_id!r} has no samples of the last round; these have: {names}.")
-    weight = word_embeddings(trainer.model).detach().cpu()
+    weight = token_embeddings(trainer.model).cpu()
     samples, kinds = algorithm.samples[client_id], list(algorithm.sampling)
     known = sorted({token for row in run.inputs.train[client_id]["input_ids"] for token in row})
     groups = dict(zip(kinds, samples["embeddings"].chunk(len(kinds)), strict=True))

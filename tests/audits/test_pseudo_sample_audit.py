@@ -80,6 +80,8 @@ def test_a_run_is_measured_after_its_last_round_and_the_card_tells(audited, tmp_
     assert "trained federatedly with `hf_federated` (FedDRS)" in text
     assert "how many rows of each label it has" in text and "sent back the trainable parameters" in text
     assert "more than both would tell of the client's text" in text and f"{audit.results['a'].own:.4g}"[:5] in text
+    above = sum(found.own > max(found.others, found.start) for found in audit.results.values())
+    assert f"It is more for {above or 'none'} of 2 clients." in text
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == text
 

@@ -12,8 +12,12 @@ from transformers import (
     BertConfig,
     EncoderDecoderConfig,
     EncoderDecoderModel,
+    GemmaConfig,
+    GemmaForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -31,6 +35,7 @@ from hf_federated.distillation.pseudo_samples import (
     initial_embeddings,
     label_loss,
     labelled_positions,
+    token_embeddings,
     word_embeddings,
 )
 
@@ -173,17 +178,24 @@ def tiny_t5(seed: int = 0) -> T5ForConditionalGeneration:
         return T5ForConditionalGeneration(config)
 
 
+DECODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+
+
 def tiny_llama() -> LlamaForSequenceClassification:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=3,
-        pad_token_id=0,
-    )
-    return LlamaForSequenceClassification(config)
+    return LlamaForSequenceClassification(LlamaConfig(**DECODER))
+
+
+def tiny_gemma() -> GemmaForSequenceClassification:
+    """Its embedding module multiplies by the square root of the hidden size."""
+    return GemmaForSequenceClassification(GemmaConfig(**DECODER, num_key_value_heads=1, head_dim=8))
 
 
 def tiny_roberta() -> RobertaForSequenceClassification:
@@ -231,11 +243,11 @@ def tiny_pair() -> EncoderDecoderModel:
 
 @pytest.mark.parametrize(
     "model",
-    [tiny_model(), tiny_roberta(), tiny_t5(), tiny_llama(), tiny_pair()],
+    [tiny_model(), tiny_roberta(), tiny_t5(), tiny_llama(), tiny_gemma(), tiny_pair()],
     ids=lambda model: type(model).__name__,
 )
 def test_embeddings_of_tokens_give_the_tokens_logits(model):
-    check_takes_embeddings(model)
+    check_takes_embeddings(model, length=7)
     model.eval()
     # Padding is none of them, of RoBERTa neither.
     tokens = torch.randint(2, VOCAB_SIZE, (3, 5), generator=generator())
@@ -244,8 +256,26 @@ def test_embeddings_of_tokens_give_the_tokens_logits(model):
         further["labels"] = torch.tensor([[4, 5], [6, IGNORED], [7, 8]])
     with torch.no_grad():
         expected = model(input_ids=tokens, **further).logits
-        got = model(inputs_embeds=model.get_input_embeddings()(tokens), **further).logits
+        got = model(inputs_embeds=token_embeddings(model)[tokens], **further).logits
     torch.testing.assert_close(got, expected)
+
+
+def test_a_model_that_does_more_with_tokens_than_embed_them_is_refused():
+    small = {"vocab_size": VOCAB_SIZE, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    config = MarianConfig(**small, scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="MarianMTModel gives other results for the embeddings of tokens"):
+        check_takes_embeddings(MarianMTModel(config), length=7)
+
+
+@pytest.mark.parametrize("model", [tiny_model(), tiny_roberta(), tiny_pair()], ids=lambda model: type(model).__name__)
+def test_samples_longer_than_the_model_has_positions_are_refused(model):
+    limit = getattr(model.config, "encoder", model.config).max_position_embeddings
+    with pytest.raises(ValueError, match=f"`sample_length` is {limit + 1}, and .* has {limit} positions"):
+        check_takes_embeddings(model, limit + 1)
+    if isinstance(model, RobertaForSequenceClassification):  # two of its positions are before the first
+        with pytest.raises(ValueError, match=f"cannot read pseudo-samples of `sample_length` {limit}"):
+            check_takes_embeddings(model, limit)
 
 
 def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
@@ -274,4 +304,4 @@ def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
 def test_a_model_that_takes_tokens_alone_is_refused(model):
     name = "Linear" if isinstance(model, nn.Linear) else "TokensAlone"
     with pytest.raises(ValueError, match=rf"{name} does not take such.*inputs_embeds"):
-        check_takes_embeddings(model)
+        check_takes_embeddings(model, length=7)
