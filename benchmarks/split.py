@@ -1,7 +1,7 @@
 """What it costs to split a language model, in one process: against the unsplit model, and for clients that meet.
 
     python benchmarks/split.py                                    # SmolLM2-135M's size, LoRA
-    python benchmarks/split.py --hidden-size 64 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
+    python benchmarks/split.py --hidden-size 64 --num-heads 4 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
     python benchmarks/split.py --device cuda --dtype bfloat16 --wire-dtype bfloat16
 
 A step is a forward and a backward pass and one of AdamW on the adapters. All sides take turns in this process, and

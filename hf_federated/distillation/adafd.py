@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import pipeline
+from transformers import AutoConfig, pipeline
 
 from .base import Distillation, Predictions, weighted_mean
 from .client_weights import WEIGHTINGS, ClientReport, enwc
@@ -52,7 +52,7 @@ class AdaFD(Distillation):
 
     Raises:
         ValueError: If the weighting is unknown, or `generate` does not go with it; when a trainer is built, if a
-            language model shall read the logits of a vocabulary.
+            language model shall read the logits of a vocabulary, or there is none of the name.
 
     Example:
 
@@ -98,6 +98,17 @@ class AdaFD(Distillation):
                 f"weighting='llm' of AdaFD describes the clients' logits class by class, and this task has the "
                 f"{num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
             )
+
+    def check_model(self, model: Any) -> None:
+        if not isinstance(self.generate, str):
+            return
+        try:
+            AutoConfig.from_pretrained(self.generate)
+        except (OSError, ValueError) as error:  # before clients train for nothing
+            raise ValueError(
+                f"`generate` is {self.generate!r}, and no model is found there: {error} If it is the name of a "
+                "function, as a saved configuration has it, give the function itself."
+            ) from error
 
     @property
     def sent_beside(self) -> str:
@@ -158,13 +169,7 @@ class AdaFD(Distillation):
         assert self.generate is not None  # checked with the weighting
         if not isinstance(self.generate, str):
             return self.generate
-        try:
-            return text_generation(pipeline("text-generation", self.generate))
-        except (OSError, ValueError) as error:  # and no reply that is refused
-            raise ValueError(
-                f"`generate` is {self.generate!r}, which cannot be loaded as a model; give a function itself, which a "
-                f"saved configuration only names. {error}"
-            ) from error
+        return text_generation(pipeline("text-generation", self.generate))
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         logs = super().distill(cohort, server)

@@ -223,10 +223,10 @@ class BodyServer:
         """Refuse what would end inside the model, where an error says little and on a GPU ends the process."""
         length = len(message.hidden["values"]) // message.batch_size
         limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
-        prefix = 0 if self.body.prefix is None else self.body.prefix.length
+        runner = self.body.layout.runner
+        prefix = 0 if self.body.prefix is None or runner is not None else self.body.prefix.length
         if limit is not None and prefix + message.seen + length > limit:
             raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")
-        runner = self.body.layout.runner
         positions = message.position_ids
         if positions is not None:
             if positions.ndim == 3 and runner is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import weakref
 from typing import Any
@@ -33,9 +34,41 @@ class SplitCache(DynamicCache):
         # Not counted: a client that was started again must not meet what it left behind.
         self.number = secrets.randbits(62)
         self.length = 0
+        self.num_rows: int | None = None
+        # Whether some parts hold what others do not: a call with it did not come to its end.
+        self.is_broken = False
         # All tokens, where a layout's runner makes positions of them. They stay here.
         self.tokens: torch.Tensor | None = None
-        weakref.finalize(self, boundary.forget, self.number)
+        weakref.finalize(self, _forget, boundary, self.number)
+
+    def begin(self, num_rows: int) -> None:
+        """
+        Before a call that adds to it; `end` comes after.
+
+        Args:
+            num_rows (`int`): Rows of the call.
+
+        Raises:
+            ValueError: If the call before did not come to its end, was of other rows, or gradients are on.
+        """
+        if self.is_broken:
+            raise ValueError("A call with this cache failed, so its parts differ: generate from the beginning.")
+        if self.num_rows not in (None, num_rows):
+            raise ValueError(f"{num_rows} rows came to a cache of {self.num_rows}: generate from the beginning.")
+        if torch.is_grad_enabled():
+            raise ValueError("A cache is for generation, without gradients: call the model under torch.no_grad().")
+        self.is_broken = True
+
+    def end(self, num_rows: int, length: int, tokens: torch.Tensor | None) -> None:
+        """
+        After a call: what all parts hold now.
+
+        Args:
+            num_rows (`int`): Rows.
+            length (`int`): Tokens of each, with those before.
+            tokens (`torch.Tensor`, *optional*): Shape `(num_rows, length)`, where a layout's runner asks for them.
+        """
+        self.num_rows, self.length, self.tokens, self.is_broken = num_rows, length, tokens, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen."""
@@ -52,3 +85,9 @@ class SplitCache(DynamicCache):
         )
 
     reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _refuse
+
+
+def _forget(boundary: Boundary, number: int) -> None:
+    """Tell the server; a link that is gone takes its caches with it, or the server drops the oldest."""
+    with contextlib.suppress(Exception):  # nobody could catch it, as this is called when the cache is collected
+        boundary.forget(number)

@@ -3,7 +3,8 @@
 Their blocks take hidden states sequence first and return tuples, and their models make masks and positions from token
 ids, so that no class of theirs can be cut by giving it `inputs_embeds`. The runners below do block by block what those
 models do, from what may cross to a server: the first generation's context lengths and two-dimensional positions, the
-others' mask. `GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs none of this.
+others' mask. `GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs none of this; the
+older ones' own classes, whose states are batch first, are not read right by these runners.
 
 Keys and values lie in a cache of `transformers`, `(batch, heads, sequence, size)`, and go to a block and come from it
 sequence first, as these models have them. A prefix stands before the tokens and takes no positions.
@@ -32,7 +33,7 @@ class ChatGlmRunner:
 
     def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """
-        Context lengths and positions of token ids.
+        Context lengths and positions of token ids, whatever positions were given.
 
         Raises:
             ValueError: If a row has no start token or no mask token, or a mask is given, which this model has not.
@@ -85,6 +86,8 @@ class ChatGlmRunner:
     ) -> torch.Tensor:
         """Run the blocks of a part."""
         assert places.context_lengths is not None
+        if not blocks:
+            return states
         later = _later(states.shape[1], cache, prefix_length, states.device)  # (sequence, seen + sequence)
         in_context = torch.arange(later.shape[1], device=states.device) < places.context_lengths.view(-1, 1, 1)
         unseen = _behind_prefix(later & ~in_context, prefix_length)
@@ -135,6 +138,8 @@ class ChatGlm2Runner:
         use_cache: bool = False,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
+        if not blocks:
+            return states
         config, length = cast(PretrainedConfig, model.config), states.shape[1]
         table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)
         later = _later(length, cache, prefix_length, states.device)  # (sequence, seen + sequence)
@@ -178,9 +183,11 @@ def _past(cache: DynamicCache | None, block: int) -> tuple[torch.Tensor, torch.T
     return layer.keys.permute(2, 0, 1, 3), layer.values.permute(2, 0, 1, 3)
 
 
-def _append(cache: DynamicCache | None, block: int, present: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _append(cache: DynamicCache | None, block: int, present: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
     """Keep what is new of a block's keys and values, `(past + sequence, batch, heads, size)`."""
     assert cache is not None
+    if isinstance(present, torch.Tensor):  # as some checkpoints' classes have them where there was no past
+        present = cast(tuple[torch.Tensor, torch.Tensor], present.squeeze(0).unbind(0))
     past = cache.get_seq_length(block)
     keys, values = (states[past:].permute(1, 2, 0, 3) for states in present)
     cache.update(keys, values, block)

@@ -292,7 +292,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`; sent as bits where it has
                 zeros.
             position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`; sent where they are not those
-                that the model would give.
+                that the model would give. ChatGLM-6B makes its own of the tokens.
             past_key_values ([`SplitCache`], *optional*): Of the tokens before.
             inputs_embeds (`torch.Tensor`, *optional*): Shape `(batch, sequence, hidden)`, in place of `input_ids`.
             labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
@@ -331,6 +331,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
                 tokens = torch.cat((past_key_values.tokens, input_ids), dim=1)
             places = runner.places(self.config, tokens, Places(attention_mask, position_ids), seen)
             position_ids, contexts = places.position_ids, places.context_lengths
+        if past_key_values is not None:
+            past_key_values.begin(len(states))
         hidden = self.client_head(states, attention_mask, position_ids, caches[0], contexts, use_cache=caching).logits
         hidden = self.boundary.cross(
             hidden,
@@ -354,8 +356,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             **loss_arguments,
         )
         if past_key_values is not None:
-            past_key_values.length = seen + states.shape[1]
-            past_key_values.tokens = tokens
+            past_key_values.end(len(states), seen + states.shape[1], tokens)
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
 
     def new_cache(self) -> SplitCache:
@@ -391,13 +392,13 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         return int((shifted != -100).sum())
 
     def _check_length(self, length: int) -> None:
-        positions = getattr(self.config, self.client_head.layout.max_positions, None)
-        prefix = self.client_head.prefix
-        if prefix is not None:
-            length += prefix.length
-        if positions is not None and length > positions:
+        layout, prefix = self.client_head.layout, self.client_head.prefix
+        positions = getattr(self.config, layout.max_positions, None)
+        # Runners count no positions for a prefix.
+        taken = 0 if prefix is None or layout.runner is not None else prefix.length
+        if positions is not None and length + taken > positions:
             raise ValueError(
-                f"A sequence of {length} positions{' with its prefix' if prefix else ''} came to a model of "
+                f"A sequence of {length + taken} positions{' with its prefix' if taken else ''} came to a model of "
                 f"{positions}: shorten it."
             )
 

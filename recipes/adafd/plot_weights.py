@@ -20,43 +20,49 @@ from hf_federated.data.figures import new_figure, shown_name
 
 
 PREFIX = "weight/"
-Weights = dict[str, tuple[list[str], np.ndarray]]
+# By run and round, what each client weighed.
+Weights = dict[str, dict[int, dict[str, float]]]
 
 
-def mean_weights(records: list[dict[str, Any]]) -> Weights:
-    """By run: its clients, and the mean of their weights over seeds, of shape `(rounds, clients)`."""
-    seeds: dict[str, dict[int, dict[tuple[int, str], float]]] = {}
+def mean_weights(records: list[dict[str, Any]]) -> tuple[list[str], Weights]:
+    """All clients, and what they weighed on average over seeds. Of one run and seed the last record counts."""
+    seeds: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for record in records:
         own = {
-            (entry["round"], name.removeprefix(PREFIX)): value
+            entry["round"]: {
+                name.removeprefix(PREFIX): value for name, value in entry.items() if name.startswith(PREFIX)
+            }
             for entry in record["history"]
-            for name, value in entry.items()
-            if name.startswith(PREFIX)
         }
+        own = {number: weights for number, weights in own.items() if weights}
         if own:  # a later record of the same run and seed takes the place of an earlier one
             seeds.setdefault(record["run"], {})[record["seed"]] = own
+    clients = sorted(
+        {client for by_seed in seeds.values() for own in by_seed.values() for w in own.values() for client in w}
+    )
     found: Weights = {}
     for run, by_seed in seeds.items():
-        rounds = sorted({number for own in by_seed.values() for number, _ in own})
-        clients = list(dict.fromkeys(client for own in by_seed.values() for _, client in own))
-        # A client that took no part in a round weighed nothing.
-        grid = [[[own.get((number, name), 0.0) for name in clients] for number in rounds] for own in by_seed.values()]
-        found[run] = (clients, np.mean(grid, axis=0))
-    return found
+        for number in sorted({number for own in by_seed.values() for number in own}):
+            # A seed without such a round says nothing of it; a client that took no part in one weighed nothing.
+            of_seeds = [own[number] for own in by_seed.values() if number in own]
+            means = {client: np.mean([weights.get(client, 0.0) for weights in of_seeds]) for client in clients}
+            found.setdefault(run, {})[number] = {client: float(mean) for client, mean in means.items()}
+    return clients, found
 
 
-def draw(weights: Weights, path: Path) -> None:
+def draw(clients: list[str], weights: Weights, path: Path) -> None:
     """A panel for each run: clients from top to bottom, rounds from left to right, darker for more weight."""
-    height = 1.4 + 0.4 * max(len(clients) for clients, _ in weights.values())
+    height = 1.4 + 0.4 * len(clients)
     figure, axes = new_figure(0.8 + 2.2 * len(weights), height, ncols=len(weights), sharey=True, squeeze=False)
-    for axis, (run, (clients, values)) in zip(axes[0], weights.items(), strict=True):
-        image = axis.imshow(values.T, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    for axis, (run, rounds) in zip(axes[0], weights.items(), strict=True):
+        values = np.array([[own[client] for own in rounds.values()] for client in clients])
+        image = axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         axis.set(title=shown_name(run), xlabel="round")
-        axis.set_xticks(range(len(values)), range(1, len(values) + 1))
+        axis.set_xticks(range(len(rounds)), list(rounds))
         axis.set_yticks(range(len(clients)), [shown_name(client) for client in clients])
-        for (number, client), value in np.ndenumerate(values):
+        for (client, place), value in np.ndenumerate(values):
             color = "white" if value > 0.5 else "black"
-            axis.text(number, client, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+            axis.text(place, client, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
     figure.colorbar(image, ax=list(axes[0]), label="weight")
     figure.savefig(path, dpi=150)
 
@@ -65,21 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with runs.jsonl, as `hf-federated benchmark` writes it")
     options = parser.parse_args()
-    weights = mean_weights(read_records(options.folder))
+    clients, weights = mean_weights(read_records(options.folder))
     if not weights:
         raise SystemExit(f"No run in {options.folder} says what its clients weighed.")
-    columns = list(dict.fromkeys(client for clients, _ in weights.values() for client in clients))
     rows = [
-        [
-            run,
-            number,
-            *(f"{values[number - 1][clients.index(name)]:.3f}" if name in clients else "" for name in columns),
-        ]
-        for run, (clients, values) in weights.items()
-        for number in range(1, len(values) + 1)
+        [run, number, *(f"{own[client]:.3f}" for client in clients)]
+        for run, rounds in weights.items()
+        for number, own in rounds.items()
     ]
-    print(table(["run", "round", *columns], rows, numeric=True))
-    draw(weights, options.folder / "weights.png")
+    print(table(["run", "round", *clients], rows, numeric=True))
+    draw(clients, weights, options.folder / "weights.png")
 
 
 if __name__ == "__main__":

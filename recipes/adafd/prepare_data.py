@@ -52,7 +52,8 @@ def cap(rows: list[Row], sizes: dict[str, int], generator: np.random.Generator) 
 
 def shift_labels(rows: list[Row], alpha: float, generator: np.random.Generator) -> list[Row]:
     """
-    As many rows of each domain as there are for label shares that are drawn from a symmetric Dirichlet distribution.
+    As many rows of each domain as there are for label shares that are drawn from a symmetric Dirichlet distribution
+    over the labels that it has.
 
     Args:
         rows (`list[dict]`): With `label` and `domain`.
@@ -61,12 +62,12 @@ def shift_labels(rows: list[Row], alpha: float, generator: np.random.Generator) 
     """
     kept: list[Row] = []
     for domain in dict.fromkeys(row["domain"] for row in rows):
-        of_label = {
-            label: [row for row in rows if (row["domain"], row["label"]) == (domain, label)] for label in LABELS
-        }
-        shares = dict(zip(LABELS, generator.dirichlet([alpha] * len(LABELS)), strict=True))
+        own_rows = [row for row in rows if row["domain"] == domain]
+        of_label = {label: [row for row in own_rows if row["label"] == label] for label in LABELS}
+        of_label = {label: own for label, own in of_label.items() if own}
+        shares = dict(zip(of_label, generator.dirichlet([alpha] * len(of_label)), strict=True))
         # The label that runs out first says how many rows there can be.
-        total = min(len(own) / shares[label] for label, own in of_label.items())
+        total = min(len(own) / shares[label] for label, own in of_label.items() if shares[label] > 0)
         for label, own in of_label.items():
             size = min(int(total * shares[label] + 1e-9), len(own))
             kept += [own[number] for number in np.sort(generator.choice(len(own), size, replace=False))]
@@ -92,9 +93,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     arguments = parser.parse_args()
-    if arguments.test_alpha is not None and arguments.test_alpha <= 0:
-        parser.error(f"--test-alpha {arguments.test_alpha} must be more than 0.")
-    generator = np.random.default_rng(arguments.seed)
+    if arguments.test_alpha is not None and not 0 < arguments.test_alpha < float("inf"):
+        parser.error(f"--test-alpha {arguments.test_alpha} must be more than 0, and finite.")
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         paths = sorted([*arguments.source.glob(f"*_{split}.jsonl"), *arguments.source.glob(f"*_{split}.jsonl.gz")])
@@ -105,9 +105,9 @@ def main() -> None:
             sizes = dict(arguments.train_rows)
             if unknown := sizes.keys() - {row["domain"] for row in rows}:
                 raise SystemExit(f"--train-rows names {', '.join(sorted(unknown))}, which {arguments.source} has not.")
-            rows = cap(rows, sizes, generator)
+            rows = cap(rows, sizes, np.random.default_rng(arguments.seed))
         elif split == "test" and arguments.test_alpha is not None:
-            rows = shift_labels(rows, arguments.test_alpha, generator)
+            rows = shift_labels(rows, arguments.test_alpha, np.random.default_rng(arguments.seed))
         # `datasets` takes "validation" for what is called dev here.
         target = arguments.output_dir / f"{'validation' if split == 'dev' else split}.jsonl"
         target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

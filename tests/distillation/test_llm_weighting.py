@@ -305,10 +305,9 @@ def test_adafd_takes_the_name_of_a_model_and_loads_it_once(tmp_path, monkeypatch
     assert same_weights(trainer.model, by_losses.model)
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_and_no_refused_reply(tmp_path):
-    trainer = distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
-    with pytest.raises(ValueError, match="nothing', which cannot be loaded as a model"):
-        trainer.train()
+def test_a_model_that_is_not_there_is_an_error_before_anybody_trains(tmp_path):
+    with pytest.raises(ValueError, match="nothing', and no model is found there"):
+        distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
 
 
 def _tokenizer(words):

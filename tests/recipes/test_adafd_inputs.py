@@ -72,6 +72,24 @@ def test_the_shares_follow_the_concentration(prepare):
     assert len(found) == 6 and all(fewest[domain] - count in (0, 1) for (domain, _), count in found.items())
 
 
+def test_a_domain_that_lacks_a_label_keeps_its_others(prepare, tmp_path):
+    path = tmp_path / "west_test.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"w {n}", "label": n % 2}) for n in range(20)))
+    found = counted(prepare("--test-alpha", "1e9")["test"], "domain", "label")
+    of_west = {label: count for (domain, label), count in found.items() if domain == "west"}
+    assert of_west.keys() == {"neutral", "positive"} and min(of_west.values()) >= 9
+
+
+def test_test_rows_do_not_depend_on_the_sizes_of_training(prepare):
+    options = ["--test-alpha", "0.8", "--seed", "2"]
+    assert prepare(*options)["test"] == prepare(*options, "--train-rows", "south=40")["test"]
+
+
+def test_one_label_may_have_all_the_share(prepare):
+    found = counted(prepare("--test-alpha", "1e-9")["test"], "domain", "label")
+    assert {domain for domain, _ in found} == {"north", "south"} and len(found) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -79,6 +97,7 @@ def test_the_shares_follow_the_concentration(prepare):
         (["--train-rows", "north"], "not of the form domain=rows"),
         (["--train-rows", "north=0"], "not of the form domain=rows"),
         (["--test-alpha", "0"], "must be more than 0"),
+        (["--test-alpha", "nan"], "must be more than 0, and finite"),
     ],
 )
 def test_bad_options_are_refused(prepare, capsys, options, message):

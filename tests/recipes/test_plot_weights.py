@@ -50,6 +50,19 @@ def test_weights_are_means_over_seeds(plot, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_all_panels_have_the_clients_in_one_order_and_only_seeds_with_a_round_count(plot, capsys):
+    plot(
+        record("A", 0, {"north": 0.25, "south": 0.75}),
+        record("A", 1, {"south": 0.5, "north": 0.5}, {"north": 0.5, "south": 0.5}),
+        record("B", 0, {"west": 0.5, "south": 0.25, "north": 0.25}),
+    )
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| A | 1 | 0.375 | 0.625 | 0.000 |",
+        "| A | 2 | 0.500 | 0.500 | 0.000 |",
+        "| B | 1 | 0.250 | 0.250 | 0.500 |",
+    ]
+
+
 def test_records_without_weights_have_no_picture(plot):
     with pytest.raises(SystemExit, match="No run in .* says what its clients weighed"):
         plot(record("DS-FL", 0, {}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatglm_layouts import ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
+from chatglm_layouts import Block2, ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
 from hf_federated.packing import unpack
+from hf_federated.split import merge_parts, save_parts
 from hf_federated.split.adapters import load_adapter
 from hf_federated.split.chatglm import ChatGlmRunner
 from hf_federated.split.layouts import Places
@@ -205,6 +206,58 @@ def test_parts_prefixes_are_saved_as_one_adapter(generation, tmp_path):
     again.add_adapter(saved)
     load_adapter(again.parts, state)
     assert (again(first_generation()).logits - split(first_generation()).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("num_virtual_tokens", [0, 3])
+@pytest.mark.parametrize("cut", [(0, 1), (2, 2)], ids=str)
+def test_several_tokens_may_come_to_a_cache_behind_padding(cut, num_virtual_tokens):
+    split = SplitModel.from_model(chatglm(2), *cut)
+    if num_virtual_tokens:
+        with_prefixes(split, num_virtual_tokens)
+    ids, mask = first_generation(), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        expected = split(ids, attention_mask=mask).logits
+        cache = split.new_cache()
+        first = split(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache).logits
+        then = split(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+    assert (torch.cat((first, then), dim=1) - expected)[mask.bool()].abs().max() <= 1e-5
+
+
+def test_keys_and_values_may_come_as_one_tensor(monkeypatch):
+    whole = chatglm(2)
+    split = SplitModel.from_model(whole)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = split.generate(first_generation(), **settings)
+    mix = Block2.mix
+
+    def stacked(self, hidden, factor, unseen, past, use_cache):
+        hidden, present = mix(self, hidden, factor, unseen, past, use_cache)
+        return hidden, torch.stack(present).unsqueeze(0) if use_cache and past is None else present
+
+    monkeypatch.setattr(Block2, "mix", stacked)
+    assert torch.equal(split.generate(first_generation(), **settings), expected)
+
+
+def test_a_prefix_takes_no_positions():
+    split = SplitModel.from_model(chatglm(2))
+    with_prefixes(split, 3)
+    assert split(torch.randint(4, 30, (1, 32))).logits.shape == (1, 32, 40)
+    with pytest.raises(ValueError, match="A sequence of 33 positions came"):
+        split(torch.randint(4, 30, (1, 33)))
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_saved_parts_become_the_whole_model_with_what_all_of_them_have(generation, tmp_path):
+    AutoConfig.register("chatglm", ChatGlmConfig, exist_ok=True)
+    whole = chatglm(generation)
+    split = SplitModel.from_model(whole, 2, 1)
+    save_parts([split.client_head, split.client_tail], whole.config, tmp_path / "client")
+    save_parts([split.server_body], whole.config, tmp_path / "server")
+    merge_parts([tmp_path / "client", tmp_path / "server"], tmp_path / "whole")
+    merged = load_file(tmp_path / "whole" / "model.safetensors")
+    assert merged.keys() == whole.state_dict().keys()
+    assert all(torch.equal(merged[name], value) for name, value in whole.state_dict().items())
 
 
 def with_prefixes(split: SplitModel, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -320,3 +320,50 @@ def test_methods_that_a_split_model_has_not_say_what_to_do():
         SplitModel.from_pretrained("somewhere")
     with pytest.raises(ValueError, match="attention_mask is \\(batch, sequence\\)"):
         split(torch.ones(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("fails_at", ["server", "tail"])
+def test_a_cache_of_which_some_parts_saw_a_call_that_failed_is_not_gone_on_with(fails_at, monkeypatch):
+    split = SplitModel.from_model(decoder("llama")).eval()
+    ids = batch(None)["input_ids"]
+    link = split.boundary.link
+
+    def lost(*args, **kwargs):
+        raise ConnectionError("lost")
+
+    with torch.no_grad():
+        cache = split(ids[:, :3], use_cache=True).past_key_values
+        with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+            owner, name = (link, "exchange") if fails_at == "server" else (split.client_tail.model, "forward")
+            patch.setattr(owner, name, lost)
+            split(ids[:, 3:4], past_key_values=cache)
+        with pytest.raises(ValueError, match="generate from the beginning"):
+            split(ids[:, 3:4], past_key_values=cache)
+
+
+def test_a_cache_is_refused_with_gradients_and_for_other_rows_before_it_changes():
+    split = SplitModel.from_model(decoder("llama")).eval()
+    ids = batch(None)["input_ids"]
+    cache = split.new_cache()
+    with pytest.raises(ValueError, match="call the model under torch.no_grad"):
+        split(ids[:, :3], past_key_values=cache)
+    with torch.no_grad():
+        split(ids[:, :3], past_key_values=cache)
+        with pytest.raises(ValueError, match=f"1 rows came to a cache of {len(ids)}"):
+            split(ids[:1, 3:], past_key_values=cache)
+        found = split(ids[:, 3:], past_key_values=cache).logits
+        assert (found - split(ids).logits[:, 3:]).abs().max() <= 1e-5
+
+
+def test_a_cache_may_be_collected_when_the_link_is_gone(recwarn):
+    split = SplitModel.from_model(decoder("llama"))
+
+    class Gone:
+        def exchange(self, blob: bytes) -> bytes:
+            raise ConnectionError("gone")
+
+    cache = split.new_cache()
+    split.boundary.link = Gone()
+    del cache
+    gc.collect()
+    assert not [warning for warning in recwarn if "Exception ignored" in str(warning.message)]
