@@ -3,8 +3,8 @@
     python recipes/adafd/llm_weights.py --data outputs/adafd-inputs --llm HuggingFaceTB/SmolLM2-135M-Instruct
 
 Each domain is a client, with the next of `--client-models`: encoders, or a decoder as a sequence classifier, each with
-its tokenizer. Prints what the language model replied, and each round's weights and weighted F1 of the server's model;
-writes them to `llm_weights.json`.
+its tokenizer. Prints what the language model replied, and each round's weights and weighted F1 of the server's model on
+the validation rows, of which each client's own F1 stands in the prompt; writes them to `llm_weights.json`.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def main() -> None:
     parser.add_argument("--local-epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--max-train-rows", type=int, default=800)
-    parser.add_argument("--max-test-rows", type=int, default=400)
+    parser.add_argument("--max-validation-rows", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    files = {split: str(Path(options.data) / f"{split}.jsonl") for split in ("train", "test")}
+    files = {split: str(Path(options.data) / f"{split}.jsonl") for split in ("train", "validation")}
     rows = load_dataset("json", data_files=files)
-    sizes = {"train": options.max_train_rows, "test": options.max_test_rows}
-    train, test = (
+    sizes = {"train": options.max_train_rows, "validation": options.max_validation_rows}
+    train, validation = (
         rows[split].filter(lambda row: bool(row["text"])).shuffle(options.seed).select(range(size))
         for split, size in sizes.items()
     )
@@ -103,7 +103,7 @@ def main() -> None:
         task=task,
         processing_class=AutoTokenizer.from_pretrained(options.server_model),
         train_dataset=clients,
-        eval_dataset=FederatedDataset.from_column(test, "domain"),
+        eval_dataset=FederatedDataset.from_column(validation, "domain"),
         public_dataset=split.public,
         clients=dict(zip(clients, map(client_spec, itertools.cycle(options.client_models)), strict=False)),
         federation=FederatedConfig(

@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[2] / "recipes" / "adafd" / "llm_weights.py")
 
 
 def test_clients_of_several_architectures_are_weighed(model_dir, llama_dir, tmp_path, monkeypatch, capsys):
-    for split, number in (("train", 40), ("test", 12)):
+    for split, number in (("train", 40), ("validation", 12)):
         rows = [
             {"text": ["bright film", "dull plot", "a cold film"][row % 3], "label": label, "domain": domain}
             for row in range(number)
@@ -22,7 +22,7 @@ def test_clients_of_several_architectures_are_weighed(model_dir, llama_dir, tmp_
         ]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"--data": tmp_path, "--llm": llama_dir, "--server-model": model_dir, "--output-dir": tmp_path / "out"}
-    sizes = ["--num-rounds", "2", "--local-epochs", "1", "--max-train-rows", "40", "--max-test-rows", "12"]
+    sizes = ["--num-rounds", "2", "--local-epochs", "1", "--max-train-rows", "40", "--max-validation-rows", "12"]
     given = [part for pair in options.items() for part in map(str, pair)]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *given, *sizes, "--client-models", str(model_dir), str(llama_dir)])
     runpy.run_path(SCRIPT, run_name="__main__")
