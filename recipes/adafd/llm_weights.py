@@ -3,8 +3,8 @@
     python recipes/adafd/llm_weights.py --data outputs/adafd-inputs --llm HuggingFaceTB/SmolLM2-135M-Instruct
 
 Each domain is a client, with the next of `--client-models`: encoders, or a decoder as a sequence classifier, each with
-its tokenizer. Prints what the language model replied, and each round's weights and weighted F1 of the server's model on
-the validation rows, of which each client's own F1 stands in the prompt; writes them to `llm_weights.json`.
+its tokenizer. Prints what the language model replied, and each round's weights and weighted F1 of the server's model
+on the validation rows, of which each client's own F1 stands in the prompt; writes them to `llm_weights.json`.
 """
 
 from __future__ import annotations
