@@ -4,7 +4,8 @@
     python benchmarks/feddrs.py --num-clients 2 --num-steps 10            # shorter; the cost is linear in both
 
 The time outside forward and backward passes is what is left of the distillation's when those are taken away: reading
-the clients' models, drawing, moving samples, optimizer steps. Everything runs in this process, on its CPU.
+the clients' models, drawing, moving samples, optimizer steps. Everything runs in this process, on its CPU, and times
+are those that the CPU spent on it, so that what else runs on the machine hardly counts.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ VOCABULARY = 30522
 
 
 class Clock:
-    """Adds up the seconds inside some functions."""
+    """Adds up the CPU's seconds inside some functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds += time.process_time() - start
 
         return timed
 
