@@ -80,9 +80,11 @@ def check_takes_embeddings(model: nn.Module, length: int) -> None:
         raise ValueError(f"`sample_length` is {length}, and {type(base).__name__} has {limit} positions.")
     embeddings = token_embeddings(model)
     number = len(embeddings)
-    special = {
+    named = [
         getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep", "decoder_start")
-    }
+    ]
+    # Some configs have several ends.
+    special = {token for own in named for token in (own if isinstance(own, list) else [own])}
     # From the middle on, as the first tokens are often special ones that a config does not name.
     ordinary = [token for token in [*range(number // 2, number), *range(number // 2)] if token not in special]
     tokens = torch.tensor([(ordinary * length)[:length]], device=embeddings.device)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
-from .layouts import Layout, Places
+from .layouts import Layout, Past, Places
 
 
 class ChatGlmRunner:
@@ -80,17 +80,15 @@ class ChatGlmRunner:
         blocks: Sequence[int],
         states: torch.Tensor,
         places: Places,
-        cache: DynamicCache | None = None,
-        prefix_length: int = 0,
-        use_cache: bool = False,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
         assert places.context_lengths is not None
         if not blocks:
             return states
-        later = _later(states.shape[1], cache, prefix_length, states.device)  # (sequence, seen + sequence)
+        later = _later(states.shape[1], past, states.device)  # (sequence, seen + sequence)
         in_context = torch.arange(later.shape[1], device=states.device) < places.context_lengths.view(-1, 1, 1)
-        unseen = _behind_prefix(later & ~in_context, prefix_length)
+        unseen = _behind_prefix(later & ~in_context, past)
         layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
         for own, (number, block) in enumerate(zip(blocks, cast(nn.ModuleList, layers), strict=True)):
@@ -99,11 +97,11 @@ class ChatGlmRunner:
                 position_ids=places.position_ids,
                 attention_mask=unseen.unsqueeze(1),
                 layer_id=torch.tensor(number),
-                layer_past=_past(cache, own),
-                use_cache=use_cache,
+                layer_past=_past(past, own),
+                use_cache=past is not None and past.grows,
             )
-            if use_cache:
-                _append(cache, own, present[0])
+            if past is not None and past.grows:
+                _append(past.cache, own, present[0])
         return hidden.transpose(0, 1)
 
 
@@ -133,16 +131,14 @@ class ChatGlm2Runner:
         blocks: Sequence[int],
         states: torch.Tensor,
         places: Places,
-        cache: DynamicCache | None = None,
-        prefix_length: int = 0,
-        use_cache: bool = False,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
         if not blocks:
             return states
         config, length = cast(PretrainedConfig, model.config), states.shape[1]
         table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)
-        later = _later(length, cache, prefix_length, states.device)  # (sequence, seen + sequence)
+        later = _later(length, past, states.device)  # (sequence, seen + sequence)
         start = later.shape[1] - length
         rotary = table[None, start : start + length] if places.position_ids is None else table[places.position_ids]
         unseen = None
@@ -150,42 +146,43 @@ class ChatGlm2Runner:
             tokens = places.attention_mask.bool()
             # The row of a pad position sees everything, so that its softmax is one of numbers.
             unseen = (later | ~tokens.unsqueeze(1)) & tokens[:, start:].unsqueeze(2)
-        elif cache is not None:  # without a mask and a cache the blocks make it themselves
+        elif past is not None:  # without a mask and a cache the blocks make it themselves
             unseen = later.expand(len(states), -1, -1)
         if unseen is not None:
-            unseen = _behind_prefix(unseen, prefix_length).unsqueeze(1)
+            unseen = _behind_prefix(unseen, past).unsqueeze(1)
         hidden = states.transpose(0, 1)
         rotary = rotary.transpose(0, 1).contiguous()
         for own, block in enumerate(cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers"))):
-            hidden, present = block(hidden, unseen, rotary, kv_cache=_past(cache, own), use_cache=use_cache)
-            if use_cache:
-                _append(cache, own, present)
+            grows = past is not None and past.grows
+            hidden, present = block(hidden, unseen, rotary, kv_cache=_past(past, own), use_cache=grows)
+            if past is not None and past.grows:
+                _append(past.cache, own, present)
         return hidden.transpose(0, 1)
 
 
-def _later(length: int, cache: DynamicCache | None, prefix_length: int, device: torch.device) -> torch.Tensor:
+def _later(length: int, past: Past | None, device: torch.device) -> torch.Tensor:
     """Which tokens come after the one that looks: shape `(sequence, seen + sequence)`, without the prefix."""
-    seen = 0 if cache is None else cache.get_seq_length() - prefix_length
+    seen = 0 if past is None else past.cache.get_seq_length() - past.prefix_length
     column = torch.arange(seen + length, device=device)
     return column > column[seen:].unsqueeze(1)
 
 
-def _behind_prefix(unseen: torch.Tensor, prefix_length: int) -> torch.Tensor:
+def _behind_prefix(unseen: torch.Tensor, past: Past | None) -> torch.Tensor:
     """The same of keys of which a prefix comes first, that everybody sees."""
+    prefix_length = 0 if past is None else past.prefix_length
     return torch.cat((unseen.new_zeros(*unseen.shape[:2], prefix_length), unseen), dim=2)
 
 
-def _past(cache: DynamicCache | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _past(past: Past | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values of a block, `(sequence, batch, heads, size)`."""
-    if cache is None or cache.get_seq_length(block) == 0:
+    if past is None or past.cache.get_seq_length(block) == 0:
         return None
-    layer = cache.layers[block]
+    layer = past.cache.layers[block]
     return layer.keys.permute(2, 0, 1, 3), layer.values.permute(2, 0, 1, 3)
 
 
-def _append(cache: DynamicCache | None, block: int, present: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+def _append(cache: DynamicCache, block: int, present: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
     """Keep what is new of a block's keys and values, `(past + sequence, batch, heads, size)`."""
-    assert cache is not None
     if isinstance(present, torch.Tensor):  # as some checkpoints' classes have them where there was no past
         present = cast(tuple[torch.Tensor, torch.Tensor], present.squeeze(0).unbind(0))
     past = cache.get_seq_length(block)

@@ -37,6 +37,22 @@ class Places:
     context_lengths: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Past:
+    """
+    Keys and values that lie before those of the states.
+
+    Args:
+        cache (`DynamicCache`): Of a part's blocks.
+        prefix_length (`int`, *optional*, defaults to `0`): How many of its positions are a prefix and no tokens.
+        grows (`bool`, *optional*, defaults to `False`): Whether keys and values of the states go into it.
+    """
+
+    cache: DynamicCache
+    prefix_length: int = 0
+    grows: bool = False
+
+
 class BlockRunner(Protocol):
     """How the blocks of a model are run whose class takes no hidden states in place of token ids."""
 
@@ -73,9 +89,7 @@ class BlockRunner(Protocol):
         blocks: Sequence[int],
         states: torch.Tensor,
         places: Places,
-        cache: DynamicCache | None = None,
-        prefix_length: int = 0,
-        use_cache: bool = False,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """
         Run the blocks of a part.
@@ -85,9 +99,7 @@ class BlockRunner(Protocol):
             blocks (`Sequence[int]`): The numbers of its blocks in the whole model.
             states (`torch.Tensor`): Shape `(batch, sequence, hidden)`.
             places ([`Places`]): Of the batch; a mask is of the tokens before, too.
-            cache (`DynamicCache`, *optional*): Keys and values before those of `states`.
-            prefix_length (`int`, *optional*, defaults to `0`): How many of those are a prefix and no tokens.
-            use_cache (`bool`, *optional*, defaults to `False`): Whether those of `states` go into the cache.
+            past ([`Past`], *optional*): Of tokens before, or a prefix.
 
         Returns:
             `torch.Tensor`: Shape `(batch, sequence, hidden)`.

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cut import Cut, Role
 from .families import layout_of
-from .layouts import Layout, Places, stand_in
+from .layouts import Layout, Past, Places, stand_in
 from .prefix import Prefix
 
 
@@ -187,14 +187,13 @@ class Part(nn.Module):
         """What the model's class would do, block by block."""
         layout, model = self.layout, self.model
         assert layout.runner is not None
-        prefix_length = 0
-        if self.prefix is not None:
-            prefix_length = self.prefix.length
-            if cache is None or cache.get_seq_length() == 0:
-                cache = self.prefix.fill(cache, states.shape[0], self.dtype)
+        if self.prefix is not None and (cache is None or cache.get_seq_length() == 0):
+            cache = self.prefix.fill(cache, states.shape[0], self.dtype)
+        prefix_length = 0 if self.prefix is None else self.prefix.length
+        past = None if cache is None else Past(cache, prefix_length, grows=use_cache)
         if not states.is_floating_point():
             states = model.get_submodule(layout.embedding)(states)
-        states = layout.runner.run(model, self.blocks, states, places, cache, prefix_length, use_cache)
+        states = layout.runner.run(model, self.blocks, states, places, past)
         if self.role != "tail":
             return CausalLMOutputWithPast(logits=states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

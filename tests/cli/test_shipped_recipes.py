@@ -103,6 +103,15 @@ def test_every_benchmark_runs_one_round_on_a_tiny_model(
     assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
 
 
+def test_what_adafds_clients_weighed_is_in_the_history(model_dir, texts_dir, superglue_dir, tmp_path):
+    path = FOLDER / "adafd" / "table1_homogeneous.yaml"
+    values = read_values(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
+    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == "AdaFD ENWC")
+    result = measure(run.values, run.method, tmp_path)
+    weights = {name: value for name, value in result["history"][0].items() if name.startswith("weight/")}
+    assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # of the two clients of the round
+
+
 @pytest.mark.parametrize(
     ("name", "run_name"),
     [

@@ -268,6 +268,12 @@ def test_a_model_that_does_more_with_tokens_than_embed_them_is_refused():
         check_takes_embeddings(MarianMTModel(config), length=7)
 
 
+def test_a_config_may_have_several_end_tokens():
+    model = tiny_llama()
+    model.config.eos_token_id = [1, 2]
+    check_takes_embeddings(model, length=7)
+
+
 @pytest.mark.parametrize("model", [tiny_model(), tiny_roberta(), tiny_pair()], ids=lambda model: type(model).__name__)
 def test_samples_longer_than_the_model_has_positions_are_refused(model):
     limit = getattr(model.config, "encoder", model.config).max_position_embeddings

@@ -22,6 +22,20 @@ def first_generation() -> torch.Tensor:
     return torch.tensor([[5, 6, 7, 37, 38, 8, 9, 4], [5, 36, 4, 4, 6, 7, 38, 8]])
 
 
+def padded(padding: str | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Those rows with labels, the first one padded on a side; and which positions are tokens."""
+    ids, mask = first_generation(), torch.ones(2, 8, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if padding in ("left", "right"):
+        mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
+        inputs["attention_mask"] = mask
+        inputs["labels"][mask == 0] = -100
+        if padding == "left":
+            inputs["labels"][0, 3] = -100
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return inputs, mask.bool()
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -30,16 +44,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("padding", ["first generation", None, "left", "right"])
 def test_logits_and_gradients_are_those_of_the_whole_model(padding, cut):
     whole = chatglm(1 if padding == "first generation" else 2)
-    inputs = {"input_ids": first_generation()}
-    inputs["labels"] = inputs["input_ids"].clone()
-    if padding in ("left", "right"):
-        mask = torch.ones(2, 8, dtype=torch.long)
-        mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
-        inputs["attention_mask"] = mask
-        inputs["labels"][mask == 0] = -100
-        if padding == "left":
-            inputs["labels"][0, 3] = -100
-            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs, tokens = padded(padding)
     split = SplitModel.from_model(whole, *cut)
     expected = whole(**inputs)
     expected.loss.backward()
@@ -47,7 +52,6 @@ def test_logits_and_gradients_are_those_of_the_whole_model(padding, cut):
     whole.zero_grad()
     output = split(**inputs)
     output.loss.backward()
-    tokens = inputs.get("attention_mask", torch.ones(2, 8)).bool()
     assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
     found = gradients(whole)
     assert found.keys() == expected_gradients.keys()
@@ -169,21 +173,13 @@ def test_prefixes_are_keys_and_values_before_those_of_the_tokens(padding, cut, t
     whole = chatglm(1 if padding == "first generation" else 2)
     split = SplitModel.from_model(whole, *cut)
     prefix = with_prefixes(split, 3)
-    ids, mask = first_generation(), torch.ones(2, 8, dtype=torch.long)
-    inputs = {"input_ids": ids, "labels": ids.clone()}
-    if padding in ("left", "right"):
-        mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
-        inputs["attention_mask"] = mask
-        inputs["labels"][mask == 0] = -100
-        if padding == "left":
-            inputs["labels"][0, 3] = -100
-            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs, tokens = padded(padding)
     expected = whole(**inputs, prefix=prefix)
     leaves = [states for pair in prefix for states in pair]
     expected_gradients = torch.autograd.grad(expected.loss, leaves)
     output = split(**inputs)
     output.loss.backward()
-    assert (output.logits - expected.logits)[mask.bool()].abs().max() <= 1e-5
+    assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
     assert (output.logits - whole(**inputs).logits).abs().max() > 1e-2
     found = torch.cat([part.prefix.encoder.embedding.weight.grad for part in split.parts if part.prefix], dim=1)
     for own, gradient in zip(found.chunk(2 * 5, dim=1), expected_gradients, strict=True):
