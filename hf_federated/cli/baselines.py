@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class BaselineResult:
         num_clients (`int`): Models trained.
         num_epochs (`float`): Passes over the rows of each.
         seconds (`float`): Wall-clock time of training and evaluating.
+        clients (`dict[str, dict[str, float]]`):
+            Of one model, its metrics on each client's evaluation rows, if there are such.
+        further_tests (`dict[str, dict[str, float]]`):
+            Metrics on further rows, by their name; means over clients for `"local"`.
     """
 
     name: str
@@ -53,6 +57,8 @@ class BaselineResult:
     num_clients: int
     num_epochs: float
     seconds: float
+    clients: dict[str, dict[str, float]] = field(default_factory=dict)
+    further_tests: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def share_of_rows_drawn(federation: FederatedConfig, args: TrainingArguments, num_rows: Mapping[str, int]) -> float:
@@ -106,6 +112,8 @@ class Baselines:
         clients ([`FederatedDataset`]): The training clients.
         eval_dataset (`datasets.Dataset`): The rows to evaluate on.
         trainer_class (`type`, *optional*, defaults to `transformers.Trainer`): The plain trainer.
+        eval_clients (`Mapping[str, Dataset]`, *optional*): By client, rows to evaluate the centralized model on too.
+        further_tests (`Mapping[str, Dataset]`, *optional*): By name, further rows to evaluate every model on.
         trainer_kwargs (*optional*): Passed on to it (`data_collator`, `compute_metrics`, …).
     """
 
@@ -117,6 +125,8 @@ class Baselines:
         clients: FederatedDataset,
         eval_dataset: Dataset,
         trainer_class: type[Trainer] = Trainer,
+        eval_clients: Mapping[str, Dataset] | None = None,
+        further_tests: Mapping[str, Dataset] | None = None,
         **trainer_kwargs: Any,
     ) -> None:
         self.model = copy.deepcopy(model)
@@ -125,6 +135,8 @@ class Baselines:
         self.args = args
         self.clients = clients
         self.eval_dataset = eval_dataset
+        self.eval_clients = eval_clients or {}
+        self.further_tests = further_tests or {}
         self.trainer_class = trainer_class
         self.trainer_kwargs = trainer_kwargs
         # A recipe reads no streams, so each client has a number of rows.
@@ -138,8 +150,12 @@ class Baselines:
     def centralized(self) -> BaselineResult:
         """Trains one model on the rows of all clients."""
         start = time.perf_counter()
-        metrics = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
-        return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, time.perf_counter() - start)
+        trainer = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
+        metrics = _evaluate(trainer, self.eval_dataset)
+        clients = {client_id: _evaluate(trainer, rows) for client_id, rows in self.eval_clients.items()}
+        further = self._further(trainer)
+        seconds = time.perf_counter() - start
+        return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, seconds, clients, further)
 
     def local(
         self, num_clients: int | None = None, on_client: Callable[[str, dict[str, float]], None] | None = None
@@ -156,18 +172,26 @@ class Baselines:
         if num_clients is not None and num_clients < len(ids):
             drawn = np.random.default_rng(self.args.seed).choice(len(ids), num_clients, replace=False)
             ids = [ids[position] for position in sorted(drawn)]
-        results = []
+        results, further = [], []
         for client_id in ids:
-            results.append(self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False))
+            trainer = self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False)
+            results.append(_evaluate(trainer, self.eval_dataset))
+            further.append(self._further(trainer))
             if on_client is not None:
                 on_client(client_id, results[-1])
-        names = results[0].keys()
-        means = {name: float(np.mean([result[name] for result in results])) for name in names}
-        spread = {name: float(np.std([result[name] for result in results])) for name in names}
-        return BaselineResult("local", means, spread, len(ids), self.local_epochs, time.perf_counter() - start)
+        spread = {name: float(np.std([result[name] for result in results])) for name in results[0]}
+        means_of_further = {name: _means([result[name] for result in further]) for name in self.further_tests}
+        seconds = time.perf_counter() - start
+        means = _means(results)
+        return BaselineResult(
+            "local", means, spread, len(ids), self.local_epochs, seconds, further_tests=means_of_further
+        )
 
-    def _fit(self, name: str, rows: Dataset, num_epochs: float, show_progress: bool) -> dict[str, float]:
-        """Trains a copy of the model on `rows`; the metrics on the evaluation rows, without the `eval_` prefix."""
+    def _further(self, trainer: Trainer) -> dict[str, dict[str, float]]:
+        return {name: _evaluate(trainer, rows) for name, rows in self.further_tests.items()}
+
+    def _fit(self, name: str, rows: Dataset, num_epochs: float, show_progress: bool) -> Trainer:
+        """The trainer of a copy of the model, trained on `rows`."""
         quiet = self.args.disable_tqdm or not show_progress
         args = dataclasses.replace(
             self.args,
@@ -187,9 +211,17 @@ class Baselines:
         if quiet:
             trainer.remove_callback(PrinterCallback)
         trainer.train()
-        metrics = trainer.evaluate(self.eval_dataset)
-        return {
-            key.removeprefix("eval_"): value
-            for key, value in metrics.items()
-            if not key.endswith(("_runtime", "_per_second")) and key != "epoch"
-        }
+        return trainer
+
+
+def _evaluate(trainer: Trainer, rows: Dataset) -> dict[str, float]:
+    """A trainer's metrics on rows, without the `eval_` prefix."""
+    return {
+        key.removeprefix("eval_"): value
+        for key, value in trainer.evaluate(rows).items()
+        if not key.endswith(("_runtime", "_per_second")) and key != "epoch"
+    }
+
+
+def _means(results: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([result[name] for result in results])) for name in results[0]}

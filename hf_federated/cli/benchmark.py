@@ -44,6 +44,8 @@ RESULT_FIELDS = (
     "bytes_down",
     "train_rows",
     "test_rows",
+    "clients",
+    "further_tests",
 )
 
 

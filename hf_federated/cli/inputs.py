@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Inputs:
         test (`datasets.Dataset`): The rows to test on, short ones first: batches of one length hardly need padding.
         test_clients ([`FederatedDataset`], *optional*): The same by client, if they were asked for.
         metrics (`dict`): Arguments of a `Trainer` that make metrics of predictions.
+        further_tests (`dict[str, datasets.Dataset]`): By split, further rows to test the trained model on.
     """
 
     raw: RawRows
@@ -64,6 +65,7 @@ class Inputs:
     test: Dataset
     test_clients: FederatedDataset | None
     metrics: dict[str, Any]
+    further_tests: dict[str, Dataset] = field(default_factory=dict)
 
     @property
     def task(self) -> Task:
@@ -85,6 +87,8 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
     """
     if by_client and recipe.task.cls.needs_rows:
         raise RecipeError(f"federation.evaluate_clients is not there for {recipe.task.name}, whose metrics read rows.")
+    if recipe.data.further_test_splits and recipe.task.cls.needs_rows:
+        raise RecipeError(f"data.further_test_splits is not there for {recipe.task.name}, whose metrics read rows.")
     raw = load_rows(recipe, by_client)
     task = raw.task
     with recipe_errors("data"):
@@ -95,6 +99,10 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
             clients = task.prepare(raw.test_clients, tokenizer)
             fixed = {client_id: task.for_evaluation(rows, tokenizer) for client_id, rows in clients.items()}
             test_clients = FederatedDataset.from_dict(fixed)
+        further = {
+            split: task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
+            for split, rows in raw.further_tests.items()
+        }
     order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
     one_to_one = len(test) == len(raw.test)
     test = test.select(order)
@@ -106,7 +114,7 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
     }
-    return Inputs(raw, train, test, test_clients, metrics)
+    return Inputs(raw, train, test, test_clients, metrics, further)
 
 
 def load_tokenizer(model: ModelSection) -> Any:

@@ -70,13 +70,18 @@ class DataSection:
     test_split: str | None = field(
         default=None, metadata={"help": "Split to test on, instead of clients that are held out."}
     )
+    further_test_splits: list[str] = field(
+        default_factory=list, metadata={"help": "Splits that the model is tested on too once it is trained."}
+    )
     test_clients: int | float | None = field(
         default=None,
         metadata={"help": "Clients held out as the test set (seeded): a count (10) or a share (0.2, if left out)."},
     )
     max_clients: int | None = field(default=None, metadata={"help": "Train on so many clients at most (seeded)."})
     max_train_rows: int | None = field(default=None, metadata={"help": "Draw so many rows of train_split (seeded)."})
-    max_test_rows: int | None = field(default=None, metadata={"help": "Draw so many rows of test_split (seeded)."})
+    max_test_rows: int | None = field(
+        default=None, metadata={"help": "Draw so many rows of each split to test on (seeded)."}
+    )
     drop_empty: bool = field(default=False, metadata={"help": "Leave out rows with an empty text or answer."})
     seed: int = field(default=0, metadata={"help": "Seed of taking rows and of holding out clients."})
 
@@ -85,6 +90,11 @@ class DataSection:
             raise RecipeError("data: give either test_split (rows to test on) or test_clients (clients to hold out).")
         if self.test_split == self.train_split:
             raise RecipeError(f"data.test_split is {self.test_split!r}, which trains; test on other rows.")
+        for split in self.further_test_splits:
+            if split in (self.train_split, self.test_split) or self.further_test_splits.count(split) > 1:
+                raise RecipeError(
+                    f"data.further_test_splits: {split!r} is the training split, test_split, or there twice."
+                )
         if self.seed < 0:
             raise RecipeError(f"data.seed is {self.seed}; it must be at least 0.")
         if self.max_test_rows is not None and self.test_split is None:

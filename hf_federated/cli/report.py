@@ -21,6 +21,8 @@ from hf_federated.data.tables import markdown_table
 
 # A record of a run as `run_log` reads it.
 Record = Mapping[str, Any]
+# Of more clients a report has no columns.
+MAX_CLIENT_COLUMNS = 12
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     )
     parts.append(_results_table(records, section, metric, values))
     parts += _notes(records, metric, values)
+    parts += _further_tables(records, section, metric)
     if section.claims:
         parts.append(_claims_table(section, values, lower_is_better))
         parts.append(
@@ -241,6 +244,29 @@ def _results_table(
     steps = " or ".join(f"{name}s" for name in step_names(records))
     header = ["run", metric.replace("|", r"\|"), "paper", "passes over a row", "MB up", steps, "seconds"]
     return markdown_table(header, rows, of_words={0})
+
+
+def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:
+    """Tables of further rows that models were tested on: those of named splits, and each client's own."""
+    titles = {
+        "further_tests": "The same models on further rows, by split:",
+        "clients": "On each client's own test rows, by its own model, or by the one that all have:",
+    }
+    parts = []
+    for field, title in titles.items():
+        columns = list(dict.fromkeys(name for record in records for name in record.get(field) or {}))
+        if not columns or len(columns) > MAX_CLIENT_COLUMNS:
+            continue
+        rows = []
+        for run in section.runs:
+            made = [record.get(field) or {} for record in records if record["run"] == run]
+            found = [[own[name].get(metric) for own in made if name in own] for name in columns]
+            finite = [[value for value in values if value is not None] for values in found]
+            if any(finite):
+                rows.append([run, *(_mean_and_spread(values) if values else "-" for values in finite)])
+        header = ["run", *(name.replace("|", r"\|") for name in columns)]
+        parts += [title, markdown_table(header, rows, of_words={0})]
+    return parts
 
 
 def _claims_table(

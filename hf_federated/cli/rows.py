@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class RawRows:
         num_without_client (`int`): Rows of the test split that were left out because none of the clients has them.
         public (`datasets.Dataset`, *optional*): Rows without labels that server and clients have.
         server (`datasets.Dataset`, *optional*): The server's own rows, with labels.
+        further_tests (`dict[str, datasets.Dataset]`): By split, further rows to test the trained model on.
     """
 
     train: FederatedDataset
@@ -49,6 +50,7 @@ class RawRows:
     num_without_client: int = 0
     public: Dataset | None = None
     server: Dataset | None = None
+    further_tests: dict[str, Dataset] = field(default_factory=dict)
 
 
 def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
@@ -69,11 +71,15 @@ def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
     splits, num_empty = _load_splits(recipe)
     task, splits = build_task(recipe, splits)
     splits = _sample(splits, data)
+    # Nobody's rows: they are cut into no clients.
+    further = {split: splits.pop(split) for split in data.further_test_splits}
     if recipe.public is not None:
         splits, public, server = _set_aside(splits, recipe, recipe.public)
         private = dataclasses.replace(recipe, public=None)
-        return dataclasses.replace(_cut(private, splits, task, num_empty, by_client), public=public, server=server)
-    return _cut(recipe, splits, task, num_empty, by_client)
+        raw = dataclasses.replace(_cut(private, splits, task, num_empty, by_client), public=public, server=server)
+    else:
+        raw = _cut(recipe, splits, task, num_empty, by_client)
+    return dataclasses.replace(raw, further_tests=further)
 
 
 def _set_aside(
@@ -120,15 +126,15 @@ def _cut(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_cli
 def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
     """The splits that the recipe names, without rows whose texts are empty if it says so, and how many those were."""
     data, path = recipe.data, Path(recipe.data.path)
-    wanted = [data.train_split] + ([] if data.test_split is None else [data.test_split])
+    wanted = [data.train_split, *_test_splits(data)]
     with recipe_errors("data.path"):
         if is_absent(data.path):
             raise RecipeError(f"data.path: there is no file or folder {data.path}.")
         if (path / PARTITION_FILE).is_file():
             raise RecipeError(f"partition: {data.path} is cut into clients already; leave the section out.")
         if path.is_file():
-            if data.test_split is not None:
-                raise RecipeError(f"data.test_split: {data.path} is one file, which has one split.")
+            if len(wanted) > 1:
+                raise RecipeError(f"data: {data.path} is one file, which has one split, and not {wanted[1]!r} too.")
             loaded = load_file(path, data.train_split)
         else:
             if path.is_dir():
@@ -225,10 +231,14 @@ def _name_labels(splits: DatasetDict, column: str) -> DatasetDict:
 def _sample(splits: DatasetDict, data: DataSection) -> DatasetDict:
     """At most so many rows of each split as the recipe says, drawn with its seed, in the order they had."""
     sampled = DatasetDict(splits)
-    for split, most in ((data.train_split, data.max_train_rows), (data.test_split, data.max_test_rows)):
-        if split is not None:
-            sampled[split] = _draw(splits[split], most, data.seed)
+    sampled[data.train_split] = _draw(splits[data.train_split], data.max_train_rows, data.seed)
+    for split in _test_splits(data):
+        sampled[split] = _draw(splits[split], data.max_test_rows, data.seed)
     return sampled
+
+
+def _test_splits(data: DataSection) -> list[str]:
+    return [*filter(None, (data.test_split,)), *data.further_test_splits]
 
 
 def _draw(rows: Dataset, most: int | None, seed: int) -> Dataset:
@@ -258,7 +268,7 @@ def _load_federated(recipe: Recipe) -> RawRows:
             splits = FederatedDatasetDict.load_from_disk(data.path)
         else:
             splits = FederatedDatasetDict.from_hub(data.path, revision=data.revision)
-    for split in filter(None, (data.train_split, data.test_split)):
+    for split in (data.train_split, *_test_splits(data)):
         if split not in splits:
             raise RecipeError(f"data: {data.path} has no split {split!r}; it has {', '.join(splits)}.")
     clients = splits[data.train_split]
@@ -272,7 +282,8 @@ def _load_federated(recipe: Recipe) -> RawRows:
         train, test = _hold_out(clients, data)
     else:
         train, test = _at_most(clients, data), splits[data.test_split]
-    return RawRows(train, test.to_dataset(), test, task)
+    further = {split: splits[split].to_dataset() for split in data.further_test_splits}
+    return RawRows(train, test.to_dataset(), test, task, further_tests=further)
 
 
 def _at_most(clients: FederatedDataset, data: DataSection) -> FederatedDataset:

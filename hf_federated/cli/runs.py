@@ -115,7 +115,15 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     assert trainer.federation is not None  # it was given one
     # Copies the model, which the trainer above has not trained yet.
     baselines = Baselines(
-        model, args, trainer.federation, inputs.train, inputs.test, inputs.task.trainer_class, **shared
+        model,
+        args,
+        trainer.federation,
+        inputs.train,
+        inputs.test,
+        inputs.task.trainer_class,
+        inputs.test_clients,
+        inputs.further_tests,
+        **shared,
     )
     return Run(recipe, trainer.federation, inputs, trainer, baselines)
 
@@ -126,7 +134,9 @@ def _build_split(recipe: Recipe, args: TrainingArguments, inputs: Inputs, model:
         raise RecipeError("split: give whole training.num_train_epochs, so that baselines see each row as often.")
     trainer_class: Any = inputs.task.trainer_class
     epochs = FederatedConfig(num_rounds=int(args.num_train_epochs), clients_per_round=1.0)
-    baselines = Baselines(model, args, epochs, inputs.train, inputs.test, trainer_class, **shared)
+    baselines = Baselines(
+        model, args, epochs, inputs.train, inputs.test, trainer_class, further_tests=inputs.further_tests, **shared
+    )
     split: SplitConfig = build("split", SplitConfig, recipe.split or {})
     with recipe_errors("split"):
         trainer = split_federate(trainer_class)(
@@ -174,20 +184,30 @@ def run_federated(run: Run) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: `metrics` on the test rows, without the prefix `eval_`; `num_epochs`, the passes that are
         expected over a row; `bytes_up` and `bytes_down` of the ledger; `train_seconds` and `seconds`;
-        `over_clients`, how metrics spread over the clients, if they were evaluated.
+        `over_clients`, how metrics spread over the clients, and `clients`, those of each, if they were evaluated;
+        `further_tests`, by split of `data.further_test_splits`, metrics on its rows.
     """
     start = time.perf_counter()
     run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
     train_seconds = time.perf_counter() - start
     metrics = run.trainer.evaluate()
+    further = {}
+    for split, rows in run.inputs.further_tests.items():
+        prefix = f"further_{split}"  # a name of its own, so that no log takes it for the round's evaluation
+        found = run.trainer.evaluate(rows, metric_key_prefix=prefix)
+        further[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in found.items()})
+    # A split model's clients have no models of their own.
+    clients = {} if run.recipe.split is not None else run.trainer.client_metrics
     return {
-        "metrics": {name.removeprefix("eval_"): value for name, value in metrics.items() if _is_metric(name)},
+        "metrics": _metrics(metrics),
         "num_epochs": run.baselines.centralized_epochs,
         "bytes_up": run.trainer.ledger.bytes_up,
         "bytes_down": run.trainer.ledger.bytes_down,
         "train_seconds": train_seconds,
         "seconds": time.perf_counter() - start,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
+        "clients": {client_id: _metrics(own) for client_id, own in clients.items()},
+        "further_tests": further,
     }
 
 
@@ -207,6 +227,8 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
         `dict[str, Any]`: What [`~hf_federated.cli.benchmark.benchmark`] asks of a run.
     """
     recipe = parse_recipe(values)
+    if method == "centralized":
+        recipe = dataclasses.replace(recipe, client_models=[])  # it has one model, and no clients
     training = {"disable_tqdm": True, "report_to": "none", **recipe.training}
     quiet = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the same news of new heads for every run
@@ -259,6 +281,11 @@ def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, 
     failed = [entry["federated/num_failed"] for entry in logs if "federated/num_failed" in entry]
     # Not known if not every round was logged.
     return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}
+
+
+def _metrics(evaluated: dict[str, float]) -> dict[str, float]:
+    """What `evaluate` returns, without times and without the prefix `eval_`."""
+    return {name.removeprefix("eval_"): value for name, value in evaluated.items() if _is_metric(name)}
 
 
 def _is_metric(name: str) -> bool:

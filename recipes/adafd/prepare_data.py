@@ -6,7 +6,7 @@ DIR holds `<domain>_<split>.jsonl` (or `.jsonl.gz`), each row with `text` and `l
 positive, 2 negative. The reviews that the paper took are in its repository, github.com/jiahaoxiao1228/AdaFD.
 
     ... --train-rows automotive=1970 baby=3640 health=2030 sport=4000   # sizes in proportion to the paper's
-    ... --test-alpha 0.8   # the test rows of each domain with label shares drawn anew: the paper's Table II
+    ... --test-alpha 0.8   # and a split `shifted`: test rows with label shares drawn anew, for the paper's Table II
 """
 
 from __future__ import annotations
@@ -89,13 +89,31 @@ def main() -> None:
         "--train-rows", type=domain_size, nargs="+", default=[], metavar="DOMAIN=ROWS", help="at most so many of each"
     )
     parser.add_argument(
-        "--test-alpha", type=float, metavar="A", help="draw the test rows' label shares from a Dirichlet of this α"
+        "--test-alpha",
+        type=float,
+        metavar="A",
+        help="lay out test rows whose label shares are drawn from a Dirichlet of this α too, as the split shifted",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     arguments = parser.parse_args()
     if arguments.test_alpha is not None and not 0 < arguments.test_alpha < float("inf"):
         parser.error(f"--test-alpha {arguments.test_alpha} must be more than 0, and finite.")
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    files = []
+    for split, rows in laid_out(arguments).items():
+        target = arguments.output_dir / f"{split}.jsonl"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        counts = Counter(row["domain"] for row in rows)
+        print(f"{target}: {len(rows)} rows, {', '.join(f'{domain} {count}' for domain, count in counts.items())}")
+        files.append(f"  - {{split: {split}, path: {split}.jsonl}}")
+    # `datasets` would find train, validation and test by their names, and no others.
+    card = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
+    (arguments.output_dir / "README.md").write_text("\n".join(card), encoding="utf-8")
+
+
+def laid_out(arguments: argparse.Namespace) -> dict[str, list[Row]]:
+    """The rows of each split that is written."""
+    splits: dict[str, list[Row]] = {}
     for split in SPLITS:
         paths = sorted([*arguments.source.glob(f"*_{split}.jsonl"), *arguments.source.glob(f"*_{split}.jsonl.gz")])
         if not paths:
@@ -106,13 +124,11 @@ def main() -> None:
             if unknown := sizes.keys() - {row["domain"] for row in rows}:
                 raise SystemExit(f"--train-rows names {', '.join(sorted(unknown))}, which {arguments.source} has not.")
             rows = cap(rows, sizes, np.random.default_rng(arguments.seed))
-        elif split == "test" and arguments.test_alpha is not None:
-            rows = shift_labels(rows, arguments.test_alpha, np.random.default_rng(arguments.seed))
         # `datasets` takes "validation" for what is called dev here.
-        target = arguments.output_dir / f"{'validation' if split == 'dev' else split}.jsonl"
-        target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        counts = Counter(row["domain"] for row in rows)
-        print(f"{target}: {len(rows)} rows, {', '.join(f'{domain} {count}' for domain, count in counts.items())}")
+        splits["validation" if split == "dev" else split] = rows
+    if arguments.test_alpha is not None:
+        splits["shifted"] = shift_labels(splits["test"], arguments.test_alpha, np.random.default_rng(arguments.seed))
+    return splits
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def reviews_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows that every task can read, with the columns of the benchmarks: 60 to train and 12 to test, of 6 sites."""
+    """Rows that every task can read, with the columns of the benchmarks: 60 to train, twice 12 to test, 6 sites."""
     folder = tmp_path_factory.mktemp("texts")
-    for split, num_rows in (("train", 60), ("test", 12)):
+    for split, num_rows in (("train", 60), ("test", 12), ("shifted", 12)):
         rows = []
         for number in range(num_rows):
             words = [WORDS[(number + step) % len(WORDS)].removeprefix("##") for step in range(4 + number % 3)]
@@ -56,6 +56,10 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 }
             )
         Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
+    # `datasets` finds train and test by their names, and no others.
+    files = [f"  - {{split: {split}, path: {split}.parquet}}" for split in ("train", "test", "shifted")]
+    card = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
+    (folder / "README.md").write_text("\n".join(card), encoding="utf-8")
     return folder
 
 

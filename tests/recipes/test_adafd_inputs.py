@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import load_dataset
 
 
 SCRIPT = str(Path(__file__).parents[2] / "recipes" / "adafd" / "prepare_data.py")
@@ -29,8 +30,12 @@ def prepare(tmp_path, monkeypatch):
         given = ["--source", str(tmp_path), "--output-dir", str(tmp_path / "out"), *options]
         monkeypatch.setattr(sys, "argv", [SCRIPT, *given])
         runpy.run_path(SCRIPT, run_name="__main__")
-        paths = {split: tmp_path / "out" / f"{split}.jsonl" for split in ("train", "validation", "test")}
-        return {split: [json.loads(line) for line in path.read_text().splitlines()] for split, path in paths.items()}
+        paths = {split: tmp_path / "out" / f"{split}.jsonl" for split in ("train", "validation", "test", "shifted")}
+        return {
+            split: [json.loads(line) for line in path.read_text().splitlines()]
+            for split, path in paths.items()
+            if path.exists()
+        }
 
     return run
 
@@ -53,11 +58,11 @@ def test_domains_get_other_sizes_and_only_in_training(prepare):
     assert texts == [row["text"] for row in whole["train"] if row["text"] in set(texts)]
 
 
-def test_the_test_rows_have_shares_of_a_dirichlet_distribution(prepare):
+def test_further_test_rows_have_shares_of_a_dirichlet_distribution(prepare):
     whole, splits = prepare(), prepare("--test-alpha", "0.8", "--seed", "3")
-    assert splits["train"] == whole["train"]
-    assert {row["text"] for row in splits["test"]} <= {row["text"] for row in whole["test"]}
-    found, available = counted(splits["test"], "domain", "label"), counted(whole["test"], "domain", "label")
+    assert whole.items() <= splits.items() and "shifted" not in whole
+    assert {row["text"] for row in splits["shifted"]} <= {row["text"] for row in whole["test"]}
+    found, available = counted(splits["shifted"], "domain", "label"), counted(whole["test"], "domain", "label")
     for domain in ("north", "south"):
         own = {key: count for key, count in found.items() if key[0] == domain}
         assert any(own[key] == available[key] for key in own)  # no more rows of such shares are there
@@ -67,7 +72,7 @@ def test_the_test_rows_have_shares_of_a_dirichlet_distribution(prepare):
 
 
 def test_the_shares_follow_the_concentration(prepare):
-    found = counted(prepare("--test-alpha", "1e9")["test"], "domain", "label")  # a third each
+    found = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")  # a third each
     fewest = {"north": 10, "south": 5}
     assert len(found) == 6 and all(fewest[domain] - count in (0, 1) for (domain, _), count in found.items())
 
@@ -75,19 +80,27 @@ def test_the_shares_follow_the_concentration(prepare):
 def test_a_domain_that_lacks_a_label_keeps_its_others(prepare, tmp_path):
     path = tmp_path / "west_test.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"w {n}", "label": n % 2}) for n in range(20)))
-    found = counted(prepare("--test-alpha", "1e9")["test"], "domain", "label")
+    found = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")
     of_west = {label: count for (domain, label), count in found.items() if domain == "west"}
     assert of_west.keys() == {"neutral", "positive"} and min(of_west.values()) >= 9
 
 
 def test_test_rows_do_not_depend_on_the_sizes_of_training(prepare):
     options = ["--test-alpha", "0.8", "--seed", "2"]
-    assert prepare(*options)["test"] == prepare(*options, "--train-rows", "south=40")["test"]
+    assert prepare(*options)["shifted"] == prepare(*options, "--train-rows", "south=40")["shifted"]
 
 
 def test_one_label_may_have_all_the_share(prepare):
-    found = counted(prepare("--test-alpha", "1e-9")["test"], "domain", "label")
+    found = counted(prepare("--test-alpha", "1e-9")["shifted"], "domain", "label")
     assert {domain for domain, _ in found} == {"north", "south"} and len(found) == 2
+
+
+def test_splits_are_found_under_their_names(prepare, tmp_path):
+    splits = prepare("--test-alpha", "0.8")
+    loaded = load_dataset(str(tmp_path / "out"))
+    assert {split: rows["text"][:] for split, rows in loaded.items()} == {
+        split: [row["text"] for row in rows] for split, rows in splits.items()
+    }
 
 
 @pytest.mark.parametrize(
