@@ -212,9 +212,9 @@ def federation_identity(
     identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
     del identity["aggregation_kwargs"], identity["distillation_kwargs"]
     identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
-    for name in ("public_dataset", "server_dataset"):
-        if (rows := getattr(participants, name)) is not None:
-            identity[f"rows of `{name}`"] = len(rows)
+    for name, content in participants.row_hashes.items():
+        identity[f"rows of `{name}`"] = len(getattr(participants, name))
+        identity[f"content of `{name}`"] = content
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 

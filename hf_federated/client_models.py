@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .adapters import Exchange, copy_model, freeze_layers
 from .clients import ClientSpec, Student, client_arguments
 from .clients.positions import Positions
 from .data import FederatedDataset
+from .data.source import content_hash
 from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
 
@@ -61,6 +63,12 @@ class Participants:
     server_dataset: Dataset | None = None
     clients: Mapping[str, ClientSpec] = field(default_factory=dict)
     client_model_init: Callable[[str], PreTrainedModel] | None = None
+
+    @cached_property
+    def row_hashes(self) -> dict[str, str]:
+        """Hashes of the public rows and of the server's own, by the argument that they are, where there are any."""
+        given = {"public_dataset": self.public_dataset, "server_dataset": self.server_dataset}
+        return {name: content_hash(rows) for name, rows in given.items() if rows is not None}
 
     @property
     def differ(self) -> bool:

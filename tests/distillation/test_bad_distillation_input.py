@@ -143,6 +143,22 @@ def test_another_public_data_set_does_not_resume(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
+def test_as_many_other_rows_do_not_resume(tmp_path, argument):
+    own = {"public_dataset": rows(10), "server_dataset": rows(6)}
+    first = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}, **own)
+    first.train()
+    turned = {argument: own[argument].select(range(len(own[argument]))[::-1])}
+    other = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **(own | turned))
+    with pytest.raises(ValueError, match=f"another federation.*content of `{argument}`: here 'sha256:"):
+        other.train(resume_from_checkpoint=True)
+    # The same rows go on, however they are stored.
+    stored = {
+        name: given.select(range(len(given))[::-1]).select(range(len(given))[::-1]) for name, given in own.items()
+    }
+    distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **stored).train(resume_from_checkpoint=True)
+
+
 # ---- Clients that fail
 
 
