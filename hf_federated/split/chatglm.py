@@ -4,7 +4,7 @@ Their blocks take hidden states sequence first and return tuples, and their mode
 ids, so that no class of theirs can be cut by giving it `inputs_embeds`. The runners below do block by block what those
 models do, from what may cross to a server: the first generation's context lengths and two-dimensional positions, the
 others' mask. `GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs none of this; the
-older ones' own classes, whose states are batch first, are not read right by these runners.
+older ones' own classes, whose states are batch first, are refused.
 
 Keys and values lie in a cache of `transformers`, `(batch, heads, sequence, size)`, and go to a block and come from it
 sequence first, as these models have them. A prefix stands before the tokens and takes no positions.
@@ -30,6 +30,9 @@ class ChatGlmRunner:
     see what is before them. A position counts the context, and from the start token on stays at the mask token; the
     second one counts from the start token on (Du et al. 2022, GLM, section 2.2).
     """
+
+    def check_model(self, model: nn.Module) -> None:
+        """Its config tells it apart."""
 
     def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """
@@ -107,6 +110,23 @@ class ChatGlmRunner:
 
 class ChatGlm2Runner:
     """Blocks of ChatGLM2-6B and ChatGLM3-6B: causal, with one rotary table for all blocks."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """
+        Raises:
+            ValueError: If its embedding gives states batch first, as that of the first GLM-4 checkpoints does, whose
+                config has the same type.
+        """
+        weight = next(model.get_submodule("transformer.embedding").parameters())
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=weight.device)
+        with torch.no_grad():
+            states = model.get_submodule("transformer.embedding")(tokens)
+        if states.shape[:2] != (2, 1):
+            raise ValueError(
+                f"The embedding of {type(model).__name__} makes states of shape {tuple(states.shape)} of a row of 2 "
+                "tokens, and ChatGLM2's blocks take them sequence first. For GLM-4 take a checkpoint in the layout of "
+                "`transformers` (GlmForCausalLM; THUDM/glm-4-9b-chat-hf), or give SplitModel a layout of your own."
+            )
 
     def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """What the caller gave."""

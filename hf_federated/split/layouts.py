@@ -56,6 +56,17 @@ class Past:
 class BlockRunner(Protocol):
     """How the blocks of a model are run whose class takes no hidden states in place of token ids."""
 
+    def check_model(self, model: nn.Module) -> None:
+        """
+        Refuse a model whose blocks these are not, for what its config does not say.
+
+        Args:
+            model (`torch.nn.Module`): The head, possibly on the meta device.
+
+        Raises:
+            ValueError: If it is of another class than the runner is for.
+        """
+
     def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
         """
         What the blocks of every part must know, from what only the client has.

@@ -63,6 +63,8 @@ class Part(nn.Module):
         for owner, modules in (("head", self.layout.of_head), ("tail", self.layout.of_tail)):
             if role != owner:
                 self._replace(modules)
+        if role == "head" and self.layout.runner is not None:
+            self.layout.runner.check_model(model)
 
     def _config(self, config: PretrainedConfig) -> PretrainedConfig:
         own = copy.deepcopy(config)

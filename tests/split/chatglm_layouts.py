@@ -155,6 +155,17 @@ class Rotary(nn.Module):
         return torch.outer(torch.arange(length).float(), self.inv_freq).cos()
 
 
+class Embedding2(nn.Module):
+    """Sequence first, but for the first GLM-4 checkpoints."""
+
+    def __init__(self, config: ChatGlmConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.word_embeddings(input_ids).transpose(0, 1).contiguous()
+
+
 class ChatGlm2(PreTrainedModel):
     """The second and third generation."""
 
@@ -163,8 +174,7 @@ class ChatGlm2(PreTrainedModel):
     def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__(config)
         self.transformer = nn.Module()
-        self.transformer.embedding = nn.Module()
-        self.transformer.embedding.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer.embedding = Embedding2(config)
         self.transformer.rotary_pos_emb = Rotary(config.kv_channels)
         self.transformer.encoder = nn.Module()
         self.transformer.encoder.layers = nn.ModuleList(Block2(config) for _ in range(config.num_layers))
@@ -192,7 +202,7 @@ class ChatGlm2(PreTrainedModel):
         table = self.transformer.rotary_pos_emb(self.config.seq_length)
         rotary = table[None, :length] if position_ids is None else table[position_ids]
         rotary = rotary.transpose(0, 1).contiguous()
-        hidden = self.transformer.embedding.word_embeddings(input_ids).transpose(0, 1)
+        hidden = self.transformer.embedding(input_ids)
         for number, layer in enumerate(self.transformer.encoder.layers):
             past = None if prefix is None else prefix[number]
             hidden, _ = layer(hidden, full, rotary, kv_cache=past, use_cache=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chatglm_layouts import Block2, ChatGlm, ChatGlm2, ChatGlmConfig, chatglm
+from chatglm_layouts import Block2, ChatGlm, ChatGlm2, ChatGlmConfig, Embedding2, chatglm
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -122,6 +122,18 @@ def test_rows_that_this_model_cannot_read_are_refused():
         split(first_generation(), attention_mask=torch.tensor([[0] + [1] * 7, [1] * 8]))
     with pytest.raises(ValueError, match="give input_ids"):
         split(inputs_embeds=torch.zeros(1, 4, 16))
+
+
+def test_a_class_with_states_batch_first_is_refused(monkeypatch, tmp_path):
+    AutoConfig.register("chatglm", ChatGlmConfig, exist_ok=True)
+    whole = chatglm(2)
+    whole.save_pretrained(tmp_path)
+    monkeypatch.setattr(Embedding2, "forward", lambda self, input_ids: self.word_embeddings(input_ids))
+    message = r"ChatGlm2 makes states of shape \(1, 2, .* sequence first"
+    with pytest.raises(ValueError, match=message):
+        SplitModel.from_model(whole, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        SplitModel.from_model(str(tmp_path), 1, 1, model_class=ChatGlm2)
 
 
 @pytest.mark.parametrize("generation", [1, 2])
