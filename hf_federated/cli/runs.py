@@ -191,11 +191,7 @@ def run_federated(run: Run) -> dict[str, Any]:
     run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
     train_seconds = time.perf_counter() - start
     metrics = run.trainer.evaluate()
-    further = {}
-    for split, rows in run.inputs.further_tests.items():
-        prefix = f"further_{split}"  # a name of its own, so that no log takes it for the round's evaluation
-        found = run.trainer.evaluate(rows, metric_key_prefix=prefix)
-        further[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in found.items()})
+    further = evaluate_further(run.trainer, run.inputs)
     # A split model's clients have no models of their own.
     clients = {} if run.recipe.split is not None else run.trainer.client_metrics
     return {
@@ -209,6 +205,22 @@ def run_federated(run: Run) -> dict[str, Any]:
         "clients": {client_id: _metrics(own) for client_id, own in clients.items()},
         "further_tests": further,
     }
+
+
+def evaluate_further(trainer: Any, inputs: Inputs) -> dict[str, dict[str, float]]:
+    """
+    The metrics of a trained model on the rows of `data.further_test_splits`, by split.
+
+    Args:
+        trainer (`transformers.Trainer`): With the model.
+        inputs ([`~hf_federated.cli.inputs.Inputs`]): With the rows.
+    """
+    further = {}
+    for split, rows in inputs.further_tests.items():
+        prefix = f"further_{split}"  # a name of its own, so that no log takes it for the round's evaluation
+        found = trainer.evaluate(rows, metric_key_prefix=prefix)
+        further[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in found.items()})
+    return further
 
 
 def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, TrainingArguments
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.inputs import load_inputs, load_tokenizer
 from hf_federated.cli.recipe import Choice, ModelSection, Recipe, build, load_recipe
+from hf_federated.cli.runs import evaluate_further
 from hf_federated.data.names import escape_client_id
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.split import SealedLink, SplitModel, Wire
@@ -156,10 +157,15 @@ def split_client(arguments: argparse.Namespace) -> None:
             )
             trainer.train(resume_from_checkpoint=arguments.resume or None)
             metrics = trainer.evaluate()
+            further = evaluate_further(trainer, inputs)
             trainer.leave()
         trainer.save_model()
     trainer.create_model_card(**recipe.card)
-    results = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
+    results: dict[str, Any] = {
+        name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")
+    }
+    if further:
+        results["further_tests"] = further
     path = Path(str(args.output_dir)) / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     metric = inputs.task.main_metric

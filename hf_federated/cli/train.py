@@ -134,6 +134,8 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} rows{of_clients}:",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
     ]
+    for split, found in federated.get("further_tests", {}).items():
+        lines.append(f"{own} on the split {split}: {found[metric]:.3f}")
     for name, result in results["baselines"].items():
         difference = federated["metrics"][metric] - result["metrics"][metric]
         # Metrics where less is better are no shares of 1.

@@ -12,6 +12,7 @@ from hf_federated.cli.main import main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.rows import load_rows
 from hf_federated.cli.runs import build_run, run_federated
+from hf_federated.cli.train import closing_table
 from hf_federated.cli.schema import RecipeError
 
 
@@ -65,6 +66,28 @@ def test_clients_are_evaluated_with_models_of_their_own(grid_path):
         rows = run.inputs.test_clients[client_id]
         expected = model.trainer.evaluate(rows)["eval_loss"]
         assert result["clients"][client_id]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_closing_table_of_a_run_names_further_splits():
+    one = {"metrics": {"accuracy": 0.5}, "further_tests": {"shifted": {"accuracy": 0.25}}, "num_epochs": 1.0}
+    federated = {**one, "bytes_up": 1, "bytes_down": 1, "seconds": 1.0}
+    results = {"metric": "accuracy", "lower_is_better": False, "num_test_clients": None, "num_test_rows": 4}
+    lines = closing_table({**results, "baselines": {}, "federated": federated})
+    assert "federated on the split shifted: 0.250" in lines
+
+
+def test_a_split_model_is_tested_on_further_rows_too(recipe_path, texts_dir, llama_dir, tmp_path):
+    recipe = {
+        "model": {"name_or_path": str(llama_dir), "lora": {"r": 2}},
+        "data": {"path": str(texts_dir), "test_split": "test", "further_test_splits": ["shifted"]},
+        "task": {"name": "language-modeling", "max_length": 8},
+        "partition": {"name": "iid", "num_clients": 2},
+        "training": {"output_dir": str(tmp_path / "run"), "num_train_epochs": 1, "use_cpu": True, "report_to": "none"},
+        "split": {},
+    }
+    recipe_path.write_text(yaml.safe_dump(recipe))
+    result = run_federated(build_run(load_recipe(recipe_path, [])))
+    assert result["further_tests"] == {"shifted": pytest.approx(result["metrics"])} and result["clients"] == {}
 
 
 def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
