@@ -12,8 +12,8 @@ from hf_federated.cli.main import main
 from hf_federated.cli.recipe import load_recipe
 from hf_federated.cli.rows import load_rows
 from hf_federated.cli.runs import build_run, run_federated
-from hf_federated.cli.train import closing_table
 from hf_federated.cli.schema import RecipeError
+from hf_federated.cli.train import closing_table
 
 
 @pytest.fixture
