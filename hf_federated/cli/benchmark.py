@@ -67,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-dir", metavar="DIR", help=f"gets a folder for each recipe (default: {DEFAULT_DIR.as_posix()})"
     )
+    parser.add_argument(
+        "--reuse",
+        metavar="DIR",
+        nargs="+",
+        default=[],
+        help="folders of other recipes, with runs.jsonl: a run of theirs that has the same settings and the same seed "
+        "under any name is taken and not made again",
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--report", action="store_true", help="report the runs that are done, and run nothing")
     instead.add_argument("--dry-run", action="store_true", help="list the runs and which are done, and run nothing")
@@ -126,12 +134,16 @@ def benchmark(
         for grid in grids:
             _list_runs(grid, finished(read_records(grid.folder), grid.runs), arguments.only, echo)
         return 0
+    reusable = [Path(folder) for folder in arguments.reuse]
+    for folder in reusable:
+        if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
+            raise CommandError(f"--reuse {folder}: there is no {LOG_NAME}.")
     failures: list[str] = []
     with ExitStack() as stack:
         # All folders are taken before the first run, which may be hours before the last.
         logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
         for grid, log in zip(grids, logs, strict=True):
-            failures += _run_grid(grid, log, arguments.only, execute, echo)
+            failures += _run_grid(grid, log, arguments.only, execute, echo, reusable)
         _finish(grids, [log.finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
     if failures:
         echo(f"\n{_count(len(failures), 'run')} failed; the same command makes only these again:")
@@ -197,8 +209,9 @@ def _run_grid(
     only: Sequence[str] | None,
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     echo: Callable[[str], None],
+    reusable: Sequence[Path],
 ) -> list[str]:
-    """Makes the runs that are not done; what failed, a line each."""
+    """Makes the runs that are not done, or takes them from other folders; what failed, a line each."""
     done = log.finished(grid.runs)
     selected = [run for run in grid.runs if only is None or run.name in only]
     to_do = [run for run in selected if run.key not in done.records]
@@ -208,6 +221,12 @@ def _run_grid(
     failures = []
     for position, run in enumerate(to_do, start=len(selected) - len(to_do) + 1):
         place = f"[{position}/{len(selected)}] {run}"
+        taken = _same_run(run, reusable)
+        if taken is not None:
+            with command_errors(str(grid.folder)):
+                log.append({**taken, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
+            echo(f"{place}: taken from {taken['taken_from']}")
+            continue
         start = time.perf_counter()
         try:
             result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
@@ -229,6 +248,15 @@ def _run_grid(
         seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
         echo(f"{place}: {metric} {shown}{seconds}")
     return failures
+
+
+def _same_run(run: PlannedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
+    """The first record of the run's settings in these folders, and of which recipe and run it was first."""
+    for folder in folders:
+        for record in reversed(read_records(folder)):  # the last one counts
+            if record["digest"] == run.digest:
+                return {"taken_from": f"{record['recipe']}: {record['run']}", **record}
+    return None
 
 
 def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float) -> dict[str, Any]:

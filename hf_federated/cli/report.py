@@ -302,6 +302,9 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
     ]
     if lost:
         notes.append(f"Without a finite {metric}, and so in no mean: {'; '.join(lost)}.")
+    taken = dict.fromkeys(f"{r['run']} ({r['taken_from']})" for r in records if r.get("taken_from"))
+    if taken:
+        notes.append(f"Runs of other recipes, which have the same settings: {'; '.join(taken)}.")
     failed = [f"{r['run']}, seed {r['seed']} ({r['num_failed']})" for r in records if r.get("num_failed")]
     if failed:
         notes.append(f"With updates that failed or were refused: {'; '.join(failed)}.")
