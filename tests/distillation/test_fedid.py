@@ -54,6 +54,7 @@ class Run:
     record: Recorder
     server: dict[str, torch.Tensor]
     clients: dict[str, dict[str, torch.Tensor]]
+    log: dict[str, float]
 
     @property
     def answer(self) -> dict[str, Feedback]:
@@ -66,7 +67,7 @@ class Run:
         return torch.tensor(PUBLIC["input_ids"])[public_order(NUM_ROWS, message.order)[message.start : message.stop]]
 
 
-def one_round(tmp_path, **kwargs) -> Run:
+def one_round(tmp_path, server=None, **kwargs) -> Run:
     record = Recorder()
     others = {} if kwargs.get("feedback") == "none" else {"server_dataset": LABELLED}
     trainer = distilled(
@@ -82,7 +83,7 @@ def one_round(tmp_path, **kwargs) -> Run:
         args={"learning_rate": 0.0, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
         record=record,
         **{
-            "model": sharp_model(),
+            "model": server or sharp_model(),
             "client_model_init": client_model,
             "train_dataset": {
                 client_id: three_classes(round(24 * weight), seed=ord(client_id))
@@ -99,7 +100,12 @@ def one_round(tmp_path, **kwargs) -> Run:
     clients = {
         client_id: changes(client_model(client_id), after) for client_id, after in client_weights(trainer).items()
     }
-    return Run(record, server, clients)
+    return Run(record, server, clients, next(entry for entry in trainer.state.log_history if "loss" in entry))
+
+
+def whole_feedback(message: Feedback) -> torch.Tensor:
+    """`∂L_val/∂q`, which travels divided by a power of 2."""
+    return message.feedback["values"].double() * 2.0 ** message.settings["exponent"]
 
 
 def changes(before, after):
@@ -175,6 +181,51 @@ def test_clients_step_down_the_gradient_through_the_servers_step(tmp_path, clien
     )
 
 
+@pytest.mark.parametrize("feedback", ["chain_rule", "mpl_sampled"])
+def test_the_loss_on_labelled_rows_is_without_dropout(tmp_path, feedback):
+    dropping = tiny_model(
+        0, NUM_CLASSES, initializer_range=0.3, hidden_dropout_prob=0.5, attn_implementation="eager"
+    ).double()
+    run = one_round(tmp_path, dropping, feedback=feedback)
+    reference = Reference(run.public)
+    # The server's own step is with it.
+    without = gradients_of(reference.cross_entropy(reference.server_logits), reference.server)
+    assert not torch.allclose(-run.server["classifier.weight"] / SERVER_RATE, without["classifier.weight"], rtol=0.01)
+    if feedback == "mpl_sampled":
+        after = reference.validation_loss(reference.moved_server(run.server))
+        improvement = float(reference.validation_loss() - after)
+        assert run.answer["a"].settings["improvement"] == pytest.approx(improvement, abs=1e-9)
+        return
+    for client_id, model in reference.models.items():
+        loss = reference.validation_loss_after_step() + reference.distillation(client_id)
+        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+
+
+def test_the_log_says_how_long_the_feedback_is_beside_the_distillation(tmp_path):
+    run = one_round(tmp_path)
+    reference = Reference(run.public)
+    validation_loss, lengths = reference.validation_loss_after_step(), []
+    for client_id, logits in reference.logits.items():
+        for loss in (validation_loss, reference.distillation(client_id)):
+            lengths.append(torch.autograd.grad(loss, logits, retain_graph=True)[0].norm())
+    expected = sum(lengths[::2]) / sum(lengths[1::2])
+    assert run.log["federated/feedback_ratio"] == pytest.approx(float(expected), rel=1e-5)
+    assert "federated/feedback_ratio" not in one_round(tmp_path / "none", feedback="none").log
+
+
+@pytest.mark.parametrize("step_size", [1e-6, 1e-9])
+def test_small_feedback_arrives_in_float16_too(tmp_path, step_size):
+    whole = one_round(tmp_path / "a", feedback_step_size=step_size)
+    narrow = one_round(tmp_path / "b", feedback_step_size=step_size, prediction_dtype="float16")
+    for client_id in WEIGHTS:
+        message = narrow.answer[client_id]
+        assert message.feedback["values"].dtype == torch.float16
+        expected = whole_feedback(whole.answer[client_id])
+        assert 0 < expected.abs().max() < 6e-5  # what float16 begins to round
+        error = (whole_feedback(message) - expected).abs().max()
+        assert error < 0.01 * expected.abs().max()  # the ensemble is rounded too
+
+
 def test_without_feedback_clients_learn_the_ensemble_and_nothing_else_travels(tmp_path):
     run = one_round(tmp_path, feedback="none")
     reference = Reference(run.public)
@@ -208,7 +259,7 @@ def test_one_number_a_row_is_that_of_the_label_that_clients_draw(tmp_path):
         labels, rewards = drawn_labels(message), message.feedback["rewards"]
         assert rewards.shape == (NUM_ROWS,)
         # The whole gradient, of which these are a column each.
-        assert torch.equal(rewards, whole.answer[client_id].feedback["values"].gather(1, labels[:, None])[:, 0])
+        assert torch.equal(rewards, whole_feedback(whole.answer[client_id]).float().gather(1, labels[:, None])[:, 0])
         surrogate = (rewards * log_likelihoods(reference, client_id, labels)).sum()
         assert_steps(
             run.clients[client_id],

@@ -238,6 +238,20 @@ def test_cronus_broadcasts_a_robust_mean_of_probabilities(tmp_path):
     torch.testing.assert_close(broadcast(record), median / median.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("method", ["filter", "trimmed"])
+def test_cronus_takes_the_robust_mean_that_it_is_given(tmp_path, method):
+    record = Recorder()
+    distilled(tmp_path, "cronus", {"robust_method": method, "outlier_share": 0.34}, record=record).train()
+    probabilities = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()])
+    means = {
+        name: mean / mean.sum(-1, keepdim=True)
+        for name, mean in ((name, robust_mean(probabilities, name, 0.34)) for name in ("filter", "trimmed"))
+    }
+    torch.testing.assert_close(broadcast(record), means[method].float())
+    none = robust_mean(probabilities, method, 0.0)
+    assert not torch.allclose(broadcast(record), none.float(), atol=1e-5)
+
+
 class Losses(Trainer):
     """Keeps the losses of its training steps, of whichever client trains."""
 
@@ -348,12 +362,21 @@ def test_predictions_that_travel_smaller_are_learnt_from_as_well(tmp_path, metho
 def test_feddf_learns_the_mean_of_the_clients_logits_after_averaging(tmp_path):
     record = Recorder()
     trainer = distilled(tmp_path, "feddf", record=record, federation={"num_rounds": 1})
-    learnt = []
-    trainer._runtime._distillation_callback.algorithm.server_loss = lambda logits, targets: (
-        learnt.append(targets) or logits.sum() * 0
-    )
+    learnt, models = [], []
+
+    def server_loss(logits, targets):
+        learnt.append(targets)
+        models.append({name: value.clone() for name, value in trainer.exchange.read().items()})
+        return logits.sum() * 0
+
+    trainer._runtime._distillation_callback.algorithm.server_loss = server_loss
     trainer.train()
-    logits = [update.extra["public_logits"] for update in of(record.received, ClientUpdate)]
+    updates = of(record.received, ClientUpdate)
+    assert len({float(update.state["classifier.weight"][0, 0]) for update in updates}) == len(SIZES)
+    for name, value in models[0].items():  # where the server's distillation begins
+        mean = sum(SIZES[update.client_id] / sum(SIZES.values()) * update.state[name] for update in updates)
+        torch.testing.assert_close(value, mean)
+    logits = [update.extra["public_logits"] for update in updates]
     mean = torch.stack(logits).mean(0)
     assert all(any(torch.allclose(row, other) for other in mean) for row in torch.cat(learnt))
     assert not of(record.sent, (Predict, Distill, Feedback))

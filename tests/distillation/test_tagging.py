@@ -50,9 +50,10 @@ def cross_entropy(logits, q):
     return -(q * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def kl(logits, teacher):
-    q = teacher.softmax(-1)
-    return cross_entropy(logits, q) + (q * q.log()).sum(-1).mean()
+def kl(logits, teacher, temperature=1.0):
+    """`T² KL(softmax(teacher / T) ‖ softmax(logits / T))`."""
+    q = (teacher / temperature).softmax(-1)
+    return temperature**2 * (cross_entropy(logits / temperature, q) + (q * q.log()).sum(-1).mean())
 
 
 SERVER = bert(**STILL)
@@ -111,6 +112,34 @@ def test_words_are_learned_as_the_formula_says(tmp_path, method):
         loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
         assert loss == pytest.approx(float(client_loss(logits, target)), rel=1e-4, abs=1e-7)
     assert log["federated/public_positions"] == NUM_WORDS
+
+
+@pytest.mark.parametrize("method", ["mhat", "adafd"])
+def test_clients_learn_at_the_temperature(tmp_path, method):
+    _, record, log = still(tmp_path, method, {"temperature": 2.0})
+    target, server_loss, _ = expected(method, log)
+    # The servers of these methods have no temperature.
+    assert log["federated/server_distillation_loss"] == pytest.approx(float(server_loss), rel=1e-4)
+    for client_id, logits in LOGITS.items():
+        loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
+        assert abs(loss / float(kl(logits, target)) - 1) > 0.005
+        assert loss == pytest.approx(float(kl(logits, target, 2.0)), rel=1e-4, abs=1e-7)
+
+
+def test_a_server_learns_at_the_temperature(tmp_path):
+    _, _, log = still(tmp_path, "fedkd", {"temperature": 2.0, "weighting": "size"})
+    mean = sum(SHARES[client_id] * logits for client_id, logits in LOGITS.items())
+    assert abs(float(kl(SERVERS, mean)) / float(kl(SERVERS, mean, 2.0)) - 1) > 0.005
+    assert log["federated/server_distillation_loss"] == pytest.approx(float(kl(SERVERS, mean, 2.0)), rel=1e-4)
+
+
+def test_adafds_server_may_learn_logits_but_for_their_mean(tmp_path):
+    _, _, log = still(tmp_path, "adafd", {"center": True})
+    weighted = sum(log[f"federated/weight/{client_id}"] * LOGITS[client_id] for client_id in LOGITS)
+    away = SERVERS - weighted
+    centred = (away - away.mean(-1, keepdim=True)).square().mean()
+    assert abs(float(centred / away.square().mean()) - 1) > 0.005
+    assert log["federated/server_distillation_loss"] == pytest.approx(float(centred), rel=1e-4)
 
 
 def test_feddf_learns_the_mean_of_the_words(tmp_path):
@@ -172,7 +201,8 @@ def test_fedid_feeds_back_on_words(tmp_path, feedback):
         (message,) = of(record.sent, Feedback, client_id)
         torch.testing.assert_close(message.targets["values"], q[order].float(), atol=1e-5, rtol=1e-4)
         if feedback == "chain_rule":
-            torch.testing.assert_close(message.feedback["values"], gradient[order].float(), atol=1e-6, rtol=1e-3)
+            given = message.feedback["values"] * 2.0 ** message.settings["exponent"]
+            torch.testing.assert_close(given, gradient[order].float(), atol=1e-6, rtol=1e-3)
         share = SHARES[client_id] * (gradient * logits.softmax(-1)).sum()
         loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
         assert loss == pytest.approx(float(client_loss(logits, q) + share), rel=1e-4)
