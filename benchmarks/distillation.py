@@ -42,9 +42,11 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def bare_round(server: Any, clients: list[Any], options: argparse.Namespace, public: Any, labelled: Any) -> None:
-    """One pass over the public rows, without the library's rounds."""
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in (server, *clients)]
+def bare_round(
+    models: list[Any], optimizers: list[Any], options: argparse.Namespace, public: Any, labelled: Any
+) -> None:
+    """One pass over the public rows, without the library's rounds. The server's model is the first."""
+    server, *clients = models
     tokens = torch.tensor(public["input_ids"])
     labelled_tokens, labels = torch.tensor(labelled["input_ids"]), torch.tensor(labelled["labels"])
     weight, size = 1 / len(clients), 0.01
@@ -65,7 +67,7 @@ def bare_round(server: Any, clients: list[Any], options: argparse.Namespace, pub
         for logits in predictions:
             surrogate = chain_rule_surrogate(logits.softmax(-1), feedback, weight)
             (soft_cross_entropy(logits, ensemble) + surrogate).backward()
-        for model, optimizer in zip((server, *clients), optimizers, strict=True):
+        for model, optimizer in zip(models, optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             model.zero_grad()
@@ -91,6 +93,8 @@ def main() -> None:
         server_dataset=labelled,
     )
     bare = [copy.deepcopy(trainer.model) for _ in range(1 + options.num_clients)]
+    # As the Trainer's, and as the library's they last for the run.
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) for model in bare]
     seconds: dict[str, list[float]] = {"library": [], "bare loop": []}
     algorithm = trainer.distillation
     distill = algorithm.distill
@@ -98,13 +102,12 @@ def main() -> None:
     def measured(*args: Any) -> Any:
         result: list[Any] = []
         seconds["library"].append(timed(lambda: result.append(distill(*args))))
-        server, *clients = bare
-        seconds["bare loop"].append(timed(lambda: bare_round(server, clients, options, public, labelled)))
+        seconds["bare loop"].append(timed(lambda: bare_round(bare, optimizers, options, public, labelled)))
         return result[0]
 
     algorithm.distill = measured
     trainer.train()
-    # The first round of both builds optimizers' states and warms caches.
+    # The first round of both makes the optimizers' states and warms caches.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     ratio = medians["library"] / medians["bare loop"]
     print(f"library / bare loop: {ratio:.3f}  ({medians['library']:.3f} s / {medians['bare loop']:.3f} s a round)")
