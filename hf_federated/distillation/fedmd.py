@@ -20,7 +20,8 @@ from .server import DistillationServer
 class FedMD(Distillation):
     """
     The mean of the clients' class scores (logits) of the public rows is what everybody learns, by mean absolute error
-    ("digest"); the local training of the next round is the paper's "revisit".
+    ("digest"); the local training of the next round is the paper's "revisit". So after the last round clients have
+    digested and not revisited; evaluations of their own models are of these.
 
     The paper's clients are first trained on labelled public rows: start from such models (`ClientSpec(model=...)`),
     for here public rows have no labels. It draws a part of the public rows in each round and has no server model; here
