@@ -230,10 +230,12 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: 
     Raises:
         ValueError: If they differ. The message names what differs, with both values.
     """
+    # Rows that a run had and this one has not are no setting of it.
+    names = [*now, *(name for name in saved if name not in now and name.startswith(("rows of", "content of")))]
     changes = [
-        f"{name}: here {now[name]!r}, there {saved.get(name)!r}"
-        for name in now
-        if name != "clients" and now[name] != saved.get(name)
+        f"{name}: here {now.get(name)!r}, there {saved.get(name)!r}"
+        for name in names
+        if name != "clients" and now.get(name) != saved.get(name)
     ]
     here, there = now["clients"], saved["clients"]
     for where, ids in (("here", here.keys() - there.keys()), ("there", there.keys() - here.keys())):

@@ -44,6 +44,7 @@ RESULT_FIELDS = (
     "bytes_down",
     "train_rows",
     "test_rows",
+    "further_rows",
     "clients",
     "further_tests",
 )

@@ -87,7 +87,8 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
     """
     if by_client and recipe.task.cls.needs_rows:
         raise RecipeError(f"federation.evaluate_clients is not there for {recipe.task.name}, whose metrics read rows.")
-    if recipe.data.further_test_splits and recipe.task.cls.needs_rows:
+    # Of sequence to sequence the rows' own targets count, where they are given.
+    if recipe.data.further_test_splits and (recipe.task.cls.needs_rows or issubclass(recipe.task.cls, Seq2Seq)):
         raise RecipeError(f"data.further_test_splits is not there for {recipe.task.name}, whose metrics read rows.")
     raw = load_rows(recipe, by_client)
     task = raw.task

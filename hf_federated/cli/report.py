@@ -310,7 +310,8 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
         notes.append(f"With updates that failed or were refused: {'; '.join(failed)}.")
     for seed in sorted({record["seed"] for record in records}):
         made = [record for record in records if record["seed"] == seed]
-        if len({record.get("test_rows") for record in made}) > 1:
+        hashes = [(record.get("test_rows"), *sorted((record.get("further_rows") or {}).items())) for record in made]
+        if len(set(hashes)) > 1:
             notes.append(f"Under seed {seed} the runs were tested on different rows; their differences mean little.")
     packages = {name for record in records for name in record.get("versions", {})}
     for package in sorted(packages):

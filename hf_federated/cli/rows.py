@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_dataset_builder
 
 from hf_federated.cli.files import check_one_format, check_one_schema, is_absent, load_file
 from hf_federated.cli.recipe import (
@@ -140,7 +140,10 @@ def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
             if path.is_dir():
                 check_one_format(path)
                 check_one_schema(path)
-            parts = load_dataset(data.path, data.name, revision=data.revision, split=wanted)
+            # Of a folder whose card names its files, `datasets` goes on reading what it read first, also when that was
+            # another folder of the same name. Of files that are named to it, it notices when they change.
+            files = _files_of(data) if path.is_dir() else None
+            parts = load_dataset(data.path, data.name, data_files=files, revision=data.revision, split=wanted)
             loaded = DatasetDict(dict(zip(wanted, parts, strict=True)))
     before = sum(map(len, loaded.values()))
     if data.drop_empty:
@@ -151,6 +154,12 @@ def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
         if not len(rows):
             raise RecipeError(f"data.path: no row is left of the split {split!r} of {data.path}.")
     return loaded, before - sum(map(len, loaded.values()))
+
+
+def _files_of(data: DataSection) -> dict[str, list[str]]:
+    """The files of each split of a folder."""
+    found = load_dataset_builder(data.path, data.name).config.data_files or {}
+    return {str(split): list(map(str, paths)) for split, paths in found.items()}
 
 
 def _nameless_task(recipe: Recipe) -> Task:

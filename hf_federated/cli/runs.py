@@ -207,6 +207,10 @@ def run_federated(run: Run) -> dict[str, Any]:
     }
 
 
+# Fields of a federation that a baseline has no use for.
+EXCHANGES = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")
+
+
 def evaluate_further(trainer: Any, inputs: Inputs) -> dict[str, dict[str, float]]:
     """
     The metrics of a trained model on the rows of `data.further_test_splits`, by split.
@@ -239,8 +243,9 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
         `dict[str, Any]`: What [`~hf_federated.cli.benchmark.benchmark`] asks of a run.
     """
     recipe = parse_recipe(values)
-    if method == "centralized":
-        recipe = dataclasses.replace(recipe, client_models=[])  # it has one model, and no clients
+    if method != "federated":  # baselines train the recipe's own model, and exchange nothing
+        settings = {name: value for name, value in recipe.federation.items() if name not in EXCHANGES}
+        recipe = dataclasses.replace(recipe, client_models=[], federation=settings)
     training = {"disable_tqdm": True, "report_to": "none", **recipe.training}
     quiet = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the same news of new heads for every run
@@ -278,6 +283,7 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
         "num_clients": num_clients,
         "train_rows": content_hash(run.inputs.raw.train.to_dataset()),
         "test_rows": content_hash(run.inputs.raw.test),
+        "further_rows": {split: content_hash(rows) for split, rows in run.inputs.raw.further_tests.items()},
     }
 
 

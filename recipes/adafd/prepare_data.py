@@ -24,6 +24,8 @@ import numpy as np
 
 SPLITS = ("train", "dev", "test")
 LABELS = ("neutral", "positive", "negative")
+# What the card begins with that says which file is which split.
+CARD = "---\nconfigs:\n- config_name: default\n  data_files:"
 
 
 Row = dict[str, Any]
@@ -99,6 +101,9 @@ def main() -> None:
     if arguments.test_alpha is not None and not 0 < arguments.test_alpha < float("inf"):
         parser.error(f"--test-alpha {arguments.test_alpha} must be more than 0, and finite.")
     files = []
+    card_path = arguments.output_dir / "README.md"
+    if card_path.exists() and not card_path.read_text(encoding="utf-8").startswith(CARD):
+        raise SystemExit(f"{card_path} is not of this script; give --output-dir a folder of its own.")
     for split, rows in laid_out(arguments).items():
         target = arguments.output_dir / f"{split}.jsonl"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +112,7 @@ def main() -> None:
         print(f"{target}: {len(rows)} rows, {', '.join(f'{domain} {count}' for domain, count in counts.items())}")
         files.append(f"  - {{split: {split}, path: {split}.jsonl}}")
     # `datasets` would find train, validation and test by their names, and no others.
-    card = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    (arguments.output_dir / "README.md").write_text("\n".join(card), encoding="utf-8")
+    card_path.write_text("\n".join([CARD, *files, "---", ""]), encoding="utf-8")
 
 
 def laid_out(arguments: argparse.Namespace) -> dict[str, list[Row]]:

@@ -44,7 +44,7 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {
                     "id": f"{split}-{number}",
                     "text": " ".join(words),
-                    "label": number % 3,
+                    "label": (number + (split == "shifted")) % 3,
                     **dict.fromkeys(("site", "movie", "section", "domain", "speaker"), "abcdef"[number % 6]),
                     "tokens": words,
                     "ner_tags": tags,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import yaml
+from datasets import load_dataset
 
+from hf_federated.cli.inputs import load_inputs, load_tokenizer
 from hf_federated.cli.main import main
 from hf_federated.cli.recipe import load_recipe
+from hf_federated.cli.recipe_file import read_values
 from hf_federated.cli.rows import load_rows
-from hf_federated.cli.runs import build_run, run_federated
+from hf_federated.cli.runs import build_run, measure, run_federated
 from hf_federated.cli.schema import RecipeError
 from hf_federated.cli.train import closing_table
 
@@ -30,8 +34,11 @@ def grid_path(recipe_path, texts_dir, model_dir):
     recipe["public"] = {"share": 0.25}
     small = {"name_or_path": str(model_dir), "kwargs": {"num_hidden_layers": 1}}
     recipe["client_models"] = [small, {"name_or_path": str(model_dir)}]
-    recipe["federation"] = {"num_rounds": 1, "evaluate_clients": True, "distillation": "dsfl"}
-    recipe["benchmark"] = {"seeds": [0], "runs": {"one model": {"method": "centralized"}, "DS-FL": {}}}
+    recipe["federation"] = {"num_rounds": 1, "evaluate_clients": True, "distillation": None}
+    recipe["benchmark"] = {
+        "seeds": [0],
+        "runs": {"one model": {"method": "centralized"}, "DS-FL": {"federation.distillation": "dsfl"}},
+    }
     recipe_path.write_text(yaml.safe_dump(recipe))
     return recipe_path
 
@@ -44,14 +51,18 @@ def test_records_and_reports_have_further_splits_and_clients(grid_path, tmp_path
     for record in records.values():
         assert list(record["clients"]) == ["0", "1", "2"]
         assert all(own.keys() == record["metrics"].keys() for own in record["clients"].values())
-        # The further split has the same rows as `test`, of which the same were drawn.
-        assert record["further_tests"] == {"shifted": pytest.approx(record["metrics"])}
+        # The further split has the texts of `test`, of which the same were drawn, with other labels.
+        (further,) = record["further_tests"].values()
+        assert further.keys() == record["metrics"].keys() and further["loss"] != record["metrics"]["loss"]
+        assert further["accuracy"] + record["metrics"]["accuracy"] <= 1
+        assert record["further_rows"].keys() == {"shifted"}
     # One model is as good over all rows as over the clients' shares of them.
     central = records["one model"]
     mean = np.average([own["accuracy"] for own in central["clients"].values()], weights=[4, 4, 4])
     assert mean == pytest.approx(central["metrics"]["accuracy"])
     # Evaluating further rows is no evaluation of a round.
-    assert [entry["round"] for entry in records["DS-FL"]["history"]] == [1]
+    (entry,) = records["DS-FL"]["history"]
+    assert entry["round"] == 1 and entry["loss"] == records["DS-FL"]["metrics"]["loss"]
     assert "on further rows, by split" in printed and "own test rows" in printed
     value = records["DS-FL"]["clients"]["1"]["accuracy"]
     row = next(line for line in printed.split("own test rows")[1].splitlines() if "DS-FL" in line)
@@ -59,13 +70,45 @@ def test_records_and_reports_have_further_splits_and_clients(grid_path, tmp_path
 
 
 def test_clients_are_evaluated_with_models_of_their_own(grid_path):
-    run = build_run(load_recipe(grid_path, []))
+    run = build_run(load_recipe(grid_path, ["federation.distillation=dsfl"]))
     result = run_federated(run)
+    further = run.trainer.evaluate(run.inputs.further_tests["shifted"])["eval_loss"]
+    assert result["further_tests"]["shifted"]["loss"] == pytest.approx(further, rel=1e-6)
     opened = {client_id: run.trainer.engine.worker.models.open(client_id) for client_id in run.trainer.clients}
     for client_id, model in opened.items():
         rows = run.inputs.test_clients[client_id]
         expected = model.trainer.evaluate(rows)["eval_loss"]
         assert result["clients"][client_id]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["centralized", "local"])
+@pytest.mark.parametrize("aggregation", ["mutual_kd", "fedavg"])
+def test_baselines_need_no_clients_models(grid_path, method, aggregation, tmp_path):
+    settings = [f"federation.aggregation={aggregation}", "federation.evaluate_clients=false"]
+    result = measure(
+        {k: v for k, v in read_values(str(grid_path), settings).items() if k != "benchmark"}, method, tmp_path / "run"
+    )
+    assert result["further_tests"]["shifted"]["loss"] != result["metrics"]["loss"]
+
+
+def test_a_folder_with_a_card_is_read_anew_when_its_files_change(texts_dir, grid_path, tmp_path):
+    found = []
+    for name in ("a", "b"):
+        folder = tmp_path / name / "same"
+        shutil.copytree(texts_dir, folder)
+        rows = load_dataset("parquet", data_files=str(folder / "shifted.parquet"), split="train")
+        for number_of_rows in (4, 3):
+            drawn = rows.select(range(number_of_rows + 2 * (name == "b")))
+            drawn.to_parquet(folder / "shifted.parquet")
+            raw = load_rows(load_recipe(grid_path, [f"data.path={folder}", "data.max_test_rows=null"]))
+            found.append(len(raw.further_tests["shifted"]))
+    assert found == [4, 3, 6, 5]
+
+
+def test_tasks_whose_metrics_read_rows_have_no_further_splits(grid_path, model_dir):
+    recipe = load_recipe(grid_path, ["task={name: seq2seq}", "client_models=[]", "public=null"])
+    with pytest.raises(RecipeError, match="further_test_splits is not there for seq2seq"):
+        load_inputs(recipe, load_tokenizer(recipe.model))
 
 
 def test_the_closing_table_of_a_run_names_further_splits():
@@ -87,6 +130,7 @@ def test_a_split_model_is_tested_on_further_rows_too(recipe_path, texts_dir, lla
     }
     recipe_path.write_text(yaml.safe_dump(recipe))
     result = run_federated(build_run(load_recipe(recipe_path, [])))
+    # A language model has no use for labels, and the texts are those of `test`.
     assert result["further_tests"] == {"shifted": pytest.approx(result["metrics"])} and result["clients"] == {}
 
 
@@ -101,8 +145,8 @@ def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
     [
         ("data.further_test_splits=[test]", "'test' is the training split, test_split, or there twice"),
         ("data.further_test_splits=[shifted, shifted]", "there twice"),
-        ("data.further_test_splits=[none]", "none"),
-        ("data.further_test_splits=shifted", "further_test_splits"),
+        ("data.further_test_splits=[none]", 'Unknown split "none"'),
+        ("data.further_test_splits=shifted", "further_test_splits.*list"),
     ],
 )
 def test_what_is_wrong_with_further_splits_is_named(grid_path, setting, message):

@@ -143,6 +143,13 @@ def test_another_public_data_set_does_not_resume(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+def test_rows_of_the_server_that_are_gone_do_not_resume(tmp_path):
+    distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}).train()
+    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, server_dataset=None)
+    with pytest.raises(ValueError, match="rows of `server_dataset`: here None, there 6"):
+        other.train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
 def test_as_many_other_rows_do_not_resume(tmp_path, argument):
     own = {"public_dataset": rows(10), "server_dataset": rows(6)}

@@ -97,10 +97,19 @@ def test_one_label_may_have_all_the_share(prepare):
 
 def test_splits_are_found_under_their_names(prepare, tmp_path):
     splits = prepare("--test-alpha", "0.8")
-    loaded = load_dataset(str(tmp_path / "out"))
+    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {split: rows["text"][:] for split, rows in loaded.items()} == {
         split: [row["text"] for row in rows] for split, rows in splits.items()
     }
+
+
+def test_the_card_of_another_stays(prepare, tmp_path):
+    prepare()
+    prepare("--test-alpha", "0.8")  # its own is written again
+    (tmp_path / "out" / "README.md").write_text("mine")
+    with pytest.raises(SystemExit, match="is not of this script"):
+        prepare()
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
