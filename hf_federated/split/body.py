@@ -200,16 +200,41 @@ class BodyServer:
                     parameter.grad /= self.num_targets
         self.num_targets = 0
 
+    def check_forward(self, message: Forward) -> None:
+        """
+        Refuse hidden states that this body cannot take, whoever sends others beside them.
+
+        Raises:
+            ValueError: If they are of another model or wire dtype, not finite, too long, or at impossible positions.
+        """
+        self._check_places(message)
+        self._decoded(message, message.hidden, message.batch_size)
+
+    def check_backward(self, message: Backward) -> None:
+        """
+        Refuse a gradient that this body cannot take.
+
+        Raises:
+            ValueError: If no passage waits for it, or it has another shape, another wire dtype, or is not finite.
+        """
+        graph = self._graph(message)
+        batch_size, length = graph.sizes[graph.passages.index(message.passage)]
+        states = self._decoded(message, message.gradient, batch_size)
+        expected = (batch_size, length, self.body.model.config.hidden_size)
+        if states.shape != expected:
+            raise ValueError(f"The gradient has shape {tuple(states.shape)}; what was sent has {expected}.")
+
     def _states(self, message: Crossing, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+        return self._decoded(message, encoded, batch_size).to(next(self.body.model.parameters()).device)
+
+    def _decoded(self, message: Crossing, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         width, expected = encoded["values"].shape[1], self.body.model.config.hidden_size
         if width != expected:
             raise ValueError(f"Hidden states of {width} numbers came to a body of {expected}: another model's.")
-        parameter = next(self.body.model.parameters())
         try:
-            states = self.wire.decode(encoded, batch_size, self.body.dtype)
+            return self.wire.decode(encoded, batch_size, self.body.dtype)
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
-        return states.to(parameter.device)
 
     def _graph(self, message: Backward) -> _Graph:
         if message.passage not in self._graphs:

@@ -93,16 +93,23 @@ class PeerEnvelopes:
 
         Args:
             run (`str`): Which run.
-            introductions (`Mapping[str, bytes]`): By client id.
+            introductions (`Mapping[str, bytes]`): By client id, of all that take part.
 
         Raises:
-            EncryptionError: If one is missing, damaged, of another run, or not of the identity that is expected.
+            EncryptionError: If the fingerprint of one is not known, or an introduction is damaged, of another run, or
+                not of the identity that is expected.
         """
         self._run = run
         self._peers = {}
-        for peer, fingerprint in self._fingerprints.items():
-            if peer not in introductions:
-                raise EncryptionError(f"Client {peer!r} did not introduce itself.")
+        for peer in introductions:
+            if peer == self._identity.name:
+                continue
+            fingerprint = self._fingerprints.get(peer)
+            if fingerprint is None:
+                raise EncryptionError(
+                    f"Client {peer!r} takes part and its fingerprint is not known: give it, in `fingerprints` or as "
+                    f"--peer {peer}=FINGERPRINT."
+                )
             identity, key, signature = _fields(introductions[peer], ("identity", "key", "signature"), peer)
             if fingerprint_of(identity) != fingerprint:
                 raise EncryptionError(

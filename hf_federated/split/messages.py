@@ -70,6 +70,8 @@ class Crossing(Packed):
                 raise ValueError(
                     f"{self.kind}: {name} must be {kind.__name__}, got {_described(getattr(self, name))}."
                 )
+        if self.step < 0 or self.micro_step < 0:
+            raise ValueError(f"{self.kind}: steps are counted from 0, got {self.step} and {self.micro_step}.")
 
     @property
     def passage(self) -> tuple[str, int, int]:

@@ -6,7 +6,7 @@ from .federation import ClientParty, SplitFederation
 from .parties import JointOptimizer, Party
 from .remote import LateError, RemoteFederation
 from .server import RunFailedError, TrainingServer
-from .steps import SplitSteps, plan_together, plan_turns
+from .steps import SplitSteps, StepPlan
 from .trainer import SplitFederatedTrainer, split_federate
 from .transfer import PartParameters
 
@@ -24,8 +24,7 @@ __all__ = [
     "SplitFederatedTrainer",
     "SplitFederation",
     "SplitSteps",
+    "StepPlan",
     "TrainingServer",
-    "plan_together",
-    "plan_turns",
     "split_federate",
 ]

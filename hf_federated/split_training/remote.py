@@ -36,7 +36,7 @@ from .control import (
 from .federation import ClientParty, TrainClient
 from .links import counted
 from .parties import JointOptimizer, Party
-from .steps import plan_together, plan_turns
+from .steps import StepPlan
 from .transfer import PartParameters
 
 
@@ -112,7 +112,9 @@ class RemoteFederation:
         model.boundary.link = self._link
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
-        self.plan: list[dict[str, int]] = []
+        #: Steps of each client in an epoch.
+        self.steps_of: dict[str, int] = {}
+        self.plan = StepPlan({}, together=False)
         # Of the steps in which this client took part: since they were logged last, and of all.
         self._losses: list[torch.Tensor] = []
         self._logged: list[float] = []
@@ -142,6 +144,8 @@ class RemoteFederation:
         message = Join(self.client_id, digest, num_steps, sorted(checkpoints), as_tensor(introduction))
         joined: Joined = self._link.ask(message, Joined)
         self.client_ids = list(joined.steps_of)
+        if self.client_id not in joined.steps_of or joined.introductions.keys() != joined.steps_of.keys():
+            raise ValueError(f"The server names other clients than those that take part with {self.client_id!r}.")
         if len(self.client_ids) > 1:
             if self.envelopes is None:
                 raise ValueError(
@@ -149,15 +153,9 @@ class RemoteFederation:
                     "the fingerprints of the others."
                 )
             self.envelopes.meet(digest, {own: as_bytes(value) for own, value in joined.introductions.items()})
-        together = self.config.strategy != "serial"
-        steps = joined.steps_of
-        self.plan = plan_together(steps) if together else plan_turns(steps, self.config.steps_per_turn)
+        self.steps_of = joined.steps_of
+        self.plan = StepPlan(joined.steps_of, self.config.strategy != "serial", self.config.steps_per_turn)
         return joined.resume_step
-
-    @property
-    def steps_of(self) -> dict[str, int]:
-        """Steps of each client in an epoch."""
-        return {own: sum(own in step for step in self.plan) for own in self.client_ids}
 
     @property
     def parties(self) -> dict[str, Party]:

@@ -10,10 +10,11 @@ Nothing here sees tokens, labels or losses, nor parameters of a head or tail.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers.utils import logging
@@ -21,10 +22,14 @@ from transformers.utils import logging
 from ..split.messages import Backward, Forget, Forward
 from .bodies import ServerBodies
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
-from .steps import plan_together, plan_turns
+from .passages import Passages
+from .steps import StepPlan
 
 
 logger = logging.get_logger(__name__)
+
+# Answers the messages of clients that meet, in their order.
+Answer = Callable[[Sequence[Any]], Sequence[Any]]
 
 # Steps of a client in an epoch, so that no client makes the server plan without end.
 MAX_STEPS = 10_000_000
@@ -63,11 +68,9 @@ class TrainingServer:
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._joined: dict[str, Join] = {}
-        self._plan: list[dict[str, int]] = []
+        self._plan = StepPlan({}, together=False)
         self._resume_step = 0
-        self._begun: dict[str, Begin] = {}
-        # Rows that crossed in the step, by client and passage.
-        self._crossed: dict[str, dict[int, int]] = {}
+        self._passages = Passages(split.strategy == "client_batch")
         self._late: set[str] = set()
         self._gathered: dict[tuple[str, int], _Gathering] = {}
         self._envelopes: dict[tuple[str, str, int], Any] = {}
@@ -157,6 +160,19 @@ class TrainingServer:
         self._failure = self._failure or why
         self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def _for_everybody(self) -> Iterator[None]:
+        """What goes wrong here ends the run. A `ValueError` is worded for clients; of others they learn the class."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ValueError):
+                self._fail(str(error))
+            else:
+                logger.exception("The server cannot go on.")
+                self._fail(f"the server failed ({type(error).__name__}), and its log says why")
+        self._check()
+
     def _check(self) -> None:
         if self._failure is not None:
             raise RunFailedError(
@@ -191,7 +207,8 @@ class TrainingServer:
             )
         self._joined[message.client_id] = message
         if len(self._joined) == len(self.client_ids):
-            self._start()
+            with self._for_everybody():
+                self._start()
         self._changed.notify_all()
         self._wait(lambda: bool(self._plan))
         return Joined(
@@ -204,9 +221,8 @@ class TrainingServer:
     def _start(self) -> None:
         """Everybody is there: plan the steps, and go back to the last one of which everybody has a checkpoint."""
         steps = {own: self._joined[own].num_steps for own in self.client_ids}
-        together = self.split.strategy != "serial"
-        self._plan = plan_together(steps) if together else plan_turns(steps, self.split.steps_per_turn)
-        self.bodies.prepare(len(self._plan))
+        plan = StepPlan(steps, self.split.strategy != "serial", self.split.steps_per_turn)
+        self.bodies.prepare(len(plan))
         own_steps = self.bodies.checkpoints()
         common = set(own_steps).intersection(*(set(own.checkpoints) for own in self._joined.values()))
         if common:
@@ -214,9 +230,15 @@ class TrainingServer:
             self.bodies.load_checkpoint(own_steps[self.step])
         elif any(own.checkpoints for own in self._joined.values()):
             logger.warning("There is no step of which server and clients all have a checkpoint: the run begins anew.")
+        self._plan = plan
         logger.info(f"{len(steps)} clients joined: {self.bodies.max_steps} steps, from {self.step}.")
 
     def _finish(self, message: Finish) -> None:
+        if message.step > self.step:
+            raise ValueError(f"Client {message.client_id!r} ends at step {message.step}, and this is {self.step}.")
+        if not self._plan:
+            self._fail(f"client {message.client_id!r} left before everybody was there")
+            return
         self._done.add(message.client_id)
         if message.step < self.bodies.max_steps:
             self._fail(
@@ -225,7 +247,8 @@ class TrainingServer:
             )
             return
         if len(self._done) == len(self.client_ids):
-            self.bodies.save()
+            with self._for_everybody():
+                self.bodies.save()
             self.finished.set()
         self._changed.notify_all()
 
@@ -237,29 +260,9 @@ class TrainingServer:
 
     def _is_late(self, message: Any) -> bool:
         """Whether the step of a message went on without its client."""
-        if message.step > self.step:
+        if not self._plan or message.step > self.step:
             raise ValueError(f"Step {message.step} of {message.client_id!r} was not begun; this is {self.step}.")
         return message.step < self.step or message.client_id in self._late
-
-    def _check_begun(self, message: Any) -> None:
-        """Refuse what a client that takes no part in the step sends, or more than it said."""
-        begun = self._begun.get(message.client_id)
-        if begun is None:
-            raise ValueError(f"Client {message.client_id!r} did not begin step {self.step}.")
-        if getattr(message, "micro_step", 0) >= begun.num_batches:
-            raise ValueError(
-                f"Client {message.client_id!r} began step {self.step} with {begun.num_batches} passages, and another "
-                "came: a loss calls the model once for each batch."
-            )
-
-    def _check_rows(self, client_id: str) -> None:
-        """Refuse a client that says more rows than it sent, by which bodies are averaged."""
-        said, crossed = self._begun[client_id].num_rows, sum(self._crossed.get(client_id, {}).values())
-        if said > crossed:
-            raise ValueError(
-                f"Client {client_id!r} began step {self.step} with {said} rows, and {crossed} crossed: the rows of a"
-                " batch are those on which the loss calls the model."
-            )
 
     def _begin(self, message: Begin) -> Begun | Late:
         client_id = message.client_id
@@ -270,7 +273,7 @@ class TrainingServer:
             return Late(client_id, message.step)
         if client_id not in self._participants():
             raise ValueError(f"Client {client_id!r} takes no part in step {self.step}.")
-        self._begun[client_id] = message
+        self._passages.begin(message)
         self._changed.notify_all()
         return Begun(client_id, message.step)
 
@@ -278,25 +281,26 @@ class TrainingServer:
         server = self.bodies.of_client[message.client_id]
         if not message.grad:
             return server.forward(message)
-        if self._is_late(message):
-            return Late(message.client_id, message.step)
-        self._check_begun(message)
-        if self.split.strategy != "client_batch":
-            answer = server.forward(message)
-        else:
-            answer = self._meet("forward", message, server.forward_batch)
-        if message.step == self.step:
-            self._crossed.setdefault(message.client_id, {})[message.micro_step] = message.batch_size
-        return answer
+        return self._pass("forward", message, server.check_forward, server.forward_batch)
 
     def _backward(self, message: Backward) -> Any:
         server = self.bodies.of_client[message.client_id]
+        return self._pass("backward", message, server.check_backward, server.backward_batch)
+
+    def _pass(self, what: str, message: Any, check: Callable[[Any], None], answer: Answer) -> Any:
+        """Take a client's hidden states or gradients through the body, with those of others where they meet."""
         if self._is_late(message):
             return Late(message.client_id, message.step)
-        self._check_begun(message)
-        if self.split.strategy != "client_batch":
-            return server.backward(message)
-        return self._meet("backward", message, server.backward_batch)
+        self._passages.check(message)
+        if self.split.strategy == "client_batch":
+            # What is wrong with one message is for its sender to hear, not for all that meet.
+            check(message)
+            answered = self._meet(what, message, answer)
+        else:
+            (answered,) = answer([message])
+        if message.step == self.step and message.client_id not in self._late:
+            self._passages.count(message)
+        return answered
 
     def _forget(self, message: Forget) -> None:
         self.bodies.of_client[message.client_id].answer(message.to_bytes())
@@ -304,8 +308,7 @@ class TrainingServer:
     def _end(self, message: Step) -> Any:
         if self._is_late(message):
             return Late(message.client_id, message.step)
-        self._check_begun(message)
-        self._check_rows(message.client_id)
+        self._passages.check(message)
         if not math.isfinite(message.squared_norm):
             raise ValueError(
                 f"The gradients of client {message.client_id!r} are not finite at step {self.step}, by which others "
@@ -317,25 +320,27 @@ class TrainingServer:
         """Step for everybody who takes part, and end the step."""
         ended = self.step
         squared_norms = {message.client_id: message.squared_norm for message in messages}
-        norms = self.bodies.train_step(ended, squared_norms, {own: self._begun[own].num_rows for own in squared_norms})
+        num_rows = {own: self._passages.num_rows(own) for own in squared_norms}
+        norms = self.bodies.train_step(ended, squared_norms, num_rows)
         self.step += 1
         for own in self._late:
             self.bodies.of_client[own].forget_passages([own])
-        self._late, self._begun, self._crossed, self._gathered = set(), {}, {}, {}
+        self._late, self._gathered = set(), {}
+        self._passages = Passages(self.split.strategy == "client_batch")
         self.bodies.save_checkpoint(self.step)
         return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
 
-    def _meet(self, what: str, message: Any, answer: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    def _meet(self, what: str, message: Any, answer: Answer) -> Any:
         """Wait for everybody who takes part, or until the deadline, and let one answer all."""
         key = what, getattr(message, "micro_step", 0)
         gathering = self._gathered.setdefault(key, _Gathering())
         gathering.messages[message.client_id] = message
         self._changed.notify_all()
-        alone = self.split.strategy == "server_hierarchical" and what != "step"
         while not gathering.settled:
-            expected = [message.client_id] if alone else self._expected(what, key[1])
+            expected = self._expected(what, key[1])
             if all(own in gathering.messages for own in expected):
-                gathering.settle([gathering.messages[own] for own in expected], answer)
+                with self._for_everybody():
+                    gathering.settle([gathering.messages[own] for own in expected], answer)
                 self._changed.notify_all()
                 break
             left = None if self.deadline is None else gathering.began + self.deadline - time.monotonic()
@@ -345,12 +350,15 @@ class TrainingServer:
             self._changed.wait(left)
             self._check()
         if gathering.error is not None:
-            raise ValueError(str(gathering.error)) from gathering.error
+            raise ValueError(gathering.error)
         assert gathering.answers is not None
         return gathering.answers[message.client_id]
 
     def _go_on_without(self, expected: Sequence[str]) -> None:
-        """Those of whom nothing came; who waits, here or at another passage, is not late."""
+        """
+        Those of whom nothing came; who waits, here or at another passage, is not late. There is somebody: clients go
+        through their passages in one order (`Passages`), so those that are least far have all others' messages.
+        """
         missing = self._without_message(expected)
         logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
         self._late.update(missing)
@@ -365,7 +373,7 @@ class TrainingServer:
         if what == "step":
             return own
         # Who has not begun may have this passage too.
-        return [one for one in own if one not in self._begun or self._begun[one].num_batches > micro_step]
+        return [one for one in own if self._passages.may_come(one, micro_step)]
 
     # ---- Envelopes
 
@@ -391,16 +399,22 @@ class _Gathering:
         self.began = time.monotonic()
         self.messages: dict[str, Any] = {}
         self.answers: dict[str, Any] | None = None
-        self.error: Exception | None = None
+        self.error: str | None = None
 
     @property
     def settled(self) -> bool:
         return self.answers is not None or self.error is not None
 
-    def settle(self, messages: Sequence[Any], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    def settle(self, messages: Sequence[Any], answer: Answer) -> None:
+        """
+        Answer them, or keep what those that sent them are told is wrong.
+
+        Raises:
+            Exception: Of another class than `ValueError`.
+        """
         try:
             answers = answer(messages)
-        except Exception as error:
-            self.error = error
+        except ValueError as error:
+            self.error = str(error)
             return
         self.answers = {own.client_id: one for own, one in zip(messages, answers, strict=True)}

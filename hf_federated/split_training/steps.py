@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from datasets import Dataset as RowDataset
@@ -68,7 +69,7 @@ class SplitSteps(Dataset[StepBatches]):
             raise ValueError(f"Client {idle[0]!r} has {len(rows[idle[0]])} rows, of which no batch can be made.")
         steps = dict(steps if steps_of is None else steps_of)
         self.num_clients = len(steps)
-        self._plan = plan_together(steps) if together else plan_turns(steps, steps_per_turn)
+        self._plan = StepPlan(steps, together, steps_per_turn)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -128,41 +129,53 @@ def steps_of_rows(num_rows: int, batch_size: int, num_batches: int, drop_last: b
     return -(-batches_of_rows(num_rows, batch_size, drop_last) // num_batches)
 
 
-def plan_together(num_steps: Mapping[str, int]) -> list[dict[str, int]]:
+class StepPlan(Sequence[dict[str, int]]):
     """
-    Every client's first step, every client's second one, and so on.
+    Of each step of an epoch: the clients that take part in it, and which of its own steps it is for each.
+
+    Steps are found when they are asked for: what a client says of itself takes no memory of others.
 
     Args:
         num_steps (`Mapping[str, int]`): Steps of each client in an epoch.
-
-    Returns:
-        `list[dict[str, int]]`: The clients of each step, and which of its own steps it is for each.
+        together (`bool`): Every client's first step, every client's second one and so on; else one client a step.
+        steps_per_turn (`int`, *optional*): One after the other: steps before it is the next client's turn; by default
+            all of an epoch.
     """
-    return [
-        {client_id: step for client_id, number in num_steps.items() if step < number}
-        for step in range(max(num_steps.values(), default=0))
-    ]
 
+    def __init__(self, num_steps: Mapping[str, int], together: bool, steps_per_turn: int | None = None) -> None:
+        self._num_steps = dict(num_steps)
+        self._together = together
+        self._longest = max(self._num_steps.values(), default=0)
+        self._turn = steps_per_turn or max(self._longest, 1)
 
-def plan_turns(num_steps: Mapping[str, int], steps_per_turn: int | None) -> list[dict[str, int]]:
-    """
-    Clients one after the other.
+    def __len__(self) -> int:
+        return self._longest if self._together else sum(self._num_steps.values())
 
-    Args:
-        num_steps (`Mapping[str, int]`): Steps of each client in an epoch.
-        steps_per_turn (`int`, *optional*): Steps before it is the next client's turn; by default all.
+    @overload
+    def __getitem__(self, index: int) -> dict[str, int]: ...
 
-    Returns:
-        `list[dict[str, int]]`: As [`plan_together`], with one client a step.
-    """
-    plan: list[dict[str, int]] = []
-    done = dict.fromkeys(num_steps, 0)
-    while len(plan) < sum(num_steps.values()):
-        for client_id, number in num_steps.items():
-            turn = number if steps_per_turn is None else min(done[client_id] + steps_per_turn, number)
-            plan += [{client_id: step} for step in range(done[client_id], turn)]
-            done[client_id] = turn
-    return plan
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, int]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[str, int] | list[dict[str, int]]:
+        if isinstance(index, slice):
+            return [self[own] for own in range(*index.indices(len(self)))]
+        step = range(len(self))[index]
+        if self._together:
+            return {client_id: step for client_id, number in self._num_steps.items() if step < number}
+        rounds = range(-(-self._longest // self._turn) + 1)
+        own_round = bisect.bisect_right(rounds, step, key=self._before) - 1
+        left, done = step - self._before(own_round), own_round * self._turn
+        for client_id, number in self._num_steps.items():
+            turn = min(max(number - done, 0), self._turn)
+            if left < turn:
+                return {client_id: done + left}
+            left -= turn
+        raise AssertionError("A step of the plan is some client's.")
+
+    def _before(self, own_round: int) -> int:
+        """Steps before everybody has its turn for another time."""
+        return sum(min(number, own_round * self._turn) for number in self._num_steps.values())
 
 
 def only_item(items: list[StepBatches]) -> StepBatches:

@@ -41,8 +41,9 @@ def test_a_changed_bit_is_refused(field, peers):
 def test_who_is_not_expected_is_not_met(peers):
     north, south = Identity.generate("north", 2048), Identity.generate("south", 2048)
     own = PeerEnvelopes(north, {"south": south.fingerprint}, 2048)
-    with pytest.raises(EncryptionError, match="did not introduce itself"):
-        own.meet("run", {})
+    own.meet("run", {"north": own.introduction("run")})
+    with pytest.raises(EncryptionError, match="'west' takes part and its fingerprint is not known: .*--peer west="):
+        own.meet("run", {"west": b""})
     with pytest.raises(EncryptionError, match="is expected"):
         own.meet("run", {"south": peers["south"].introduction("run")})
     there = PeerEnvelopes(south, {"north": north.fingerprint}, 2048)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
-import threading
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_federated import SplitConfig, SplitModel
-from hf_federated.packing import pack
 from hf_federated.split import load_saved_parts, merge_parts
-from hf_federated.split_training.control import Begin, Join, Send, Step, as_tensor, read_message
+from hf_federated.split_training.control import Send, as_tensor, read_message
 from hf_federated.split_training.parties import Party
 from hf_federated.split_training.schedule import create_optimizers
 
@@ -240,49 +237,6 @@ def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 
 
-def attacked(tmp_path, strategy, attack, until=None):
-    """A run whose second client does something else than a step; the first may wait for an event before its own."""
-    run = Run(tmp_path, clients_of(2, 2), config_of(strategy), LORA)
-    first = run.trainers["client 0"]
-    if until is not None:
-        first.training_step = lambda *args: until.wait(30) and type(first).training_step(first, *args)
-    trainer = run.trainers["client 1"]
-    trainer.training_step = lambda *args: attack(run, trainer, *args)
-    run.train()
-    return run
-
-
-@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
-def test_a_client_that_did_not_begin_a_step_moves_nothing(strategy, tmp_path):
-    def intrude(run, trainer, *args):
-        step = trainer.state.global_step
-        trainer.model.train().boundary.begin_step(step)
-        tokens = torch.tensor([[3, 4, 5]])
-        for send in (
-            lambda: trainer.model(tokens, labels=tokens),
-            lambda: run.server.answer("client 1", Step("client 1", step, 1.0).to_bytes()),
-        ):
-            with pytest.raises(ValueError, match="did not begin step 0"):
-                send()
-        tried.set()
-        raise RuntimeError("refused")
-
-    # Otherwise the step may be over before.
-    tried = threading.Event()
-    run = attacked(tmp_path, strategy, intrude, until=tried)
-    assert str(run.errors["client 1"]) == "refused" and run.server.step <= 1
-
-
-def test_gradients_of_a_client_that_are_not_finite_reach_nobody(tmp_path):
-    def poison(run, trainer, *args):
-        type(trainer).training_step(trainer, *args)
-        run.server.answer("client 1", Step("client 1", 0, float("nan")).to_bytes())
-
-    run = attacked(tmp_path, "client_batch", poison)
-    assert "of client 'client 1' are not finite at step 0" in str(run.errors["client 1"])
-    assert "client 'client 1' is gone" in str(run.errors["client 0"]) and run.server.step == 0
-
-
 def test_no_replica_steps_where_the_gradients_of_one_are_not_finite(tmp_path):
     bodies = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.bodies
     bodies.prepare(1)
@@ -298,18 +252,6 @@ def test_no_replica_steps_where_the_gradients_of_one_are_not_finite(tmp_path):
         assert all(torch.equal(value, before[name][own]) for own, value in party.state().items()), name
 
 
-@pytest.mark.parametrize("state", ["names", "shapes"])
-def test_parameters_of_another_model_are_not_averaged(state, tmp_path):
-    def send_others(run, trainer, *args):
-        client = trainer._federation.client
-        own = {"w": torch.ones(1)} if state == "names" else dict.fromkeys(client.state(), torch.ones(1))
-        client.state = lambda: own
-        return type(trainer).training_step(trainer, *args)
-
-    run = attacked(tmp_path, "client_batch", send_others)
-    assert "what client 'client 1' sent" in str(run.errors["client 0"])
-
-
 def test_a_server_keeps_one_envelope_for_each_pair(tmp_path):
     server = Run(tmp_path, clients_of(2, 2), config_of("serial")).server
     for step, error in ((0, contextlib.nullcontext()), (1, pytest.raises(ValueError, match="waits to be fetched"))):
@@ -320,36 +262,6 @@ def test_a_server_keeps_one_envelope_for_each_pair(tmp_path):
 def test_a_server_checkpoints_its_activations_too(tmp_path):
     server = Run(tmp_path, clients_of(2), config_of("serial"), activation_checkpointing=True).server
     assert server.bodies.parties["server"].module.model.is_activation_checkpointing
-
-
-def test_more_passages_than_were_said_are_refused(tmp_path):
-    def twice(run, trainer, *args):
-        compute_loss = type(trainer).compute_loss
-
-        def call_twice(model, inputs, *args, **kwargs):
-            return sum(compute_loss(trainer, model, dict(inputs), *args, **kwargs) for _ in range(2))
-
-        trainer.compute_loss = call_twice
-        return type(trainer).training_step(trainer, *args)
-
-    run = attacked(tmp_path, "client_batch", twice)
-    assert "began step 0 with 1 passages, and another came" in str(run.errors["client 1"])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_a_client_has_no_more_weight_than_rows_that_crossed(strategy, tmp_path):
-    def say_more(run, trainer, *args):
-        run_step = trainer._federation.run_step
-
-        def run_step_with_more(step, batches, num_rows, *rest):
-            return run_step(step, batches, {own: rows + 1 for own, rows in num_rows.items()}, *rest)
-
-        trainer._federation.run_step = run_step_with_more
-        return type(trainer).training_step(trainer, *args)
-
-    run = attacked(tmp_path, strategy, say_more)
-    assert "began step 0 with 3 rows, and 2 crossed" in str(run.errors["client 1"])
-    assert not any(run.server.bodies._rows.values()) and run.server.step == 0
 
 
 def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
@@ -368,45 +280,6 @@ def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
     for message in sent:
         blob = message.sealed.numpy().tobytes()
         assert all(value.numpy().tobytes()[:32] not in blob for value in trained)
-
-
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        (Join("client 0", "other", 1, [], as_tensor(b"")), "settings of client and server differ"),
-        (Join("client 0", "", 0, [], as_tensor(b"")), "too few rows for a step"),
-        (Join("client 0", "", 10**12, [], as_tensor(b"")), "at most 10000000 are planned"),
-        (Begin("client 1", 0, 1, 1), "in the name of 'client 1'"),
-        (Step("client 0", 7, 1.0), "was not begun"),
-        (Send("client 0", 0, "nobody", as_tensor(b"x")), "takes no part"),
-    ],
-    ids=["settings", "no step", "no end", "name", "step", "recipient"],
-)
-def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
-    run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
-    if isinstance(message, Join) and not message.digest:
-        message = dataclasses.replace(message, digest=run.server.digest)
-    with pytest.raises(ValueError, match=error):
-        run.server.answer("client 0", message.to_bytes())
-    run.train()
-    assert not run.errors
-
-
-def test_fields_of_control_messages_are_checked():
-    good = {"client_id": "a", "digest": "d", "num_steps": 1, "checkpoints": []}
-    good["introduction"] = as_tensor(b"")
-    for name, value in (
-        ("num_steps", -1),
-        ("checkpoints", ["2"]),
-        ("introduction", torch.zeros(2)),
-        ("digest", None),
-    ):
-        with pytest.raises(ValueError, match=name):
-            Join(**{**good, name: value})
-    with pytest.raises(ValueError, match="squared_norm"):
-        Step("a", 0, -1.0)
-    with pytest.raises(ValueError, match="takes messages of the kinds"):
-        read_message(pack({"kind": "labels", "fields": {"labels": torch.ones(2)}}))
 
 
 def test_what_a_networked_client_is_given_must_be_its_own(tmp_path):

@@ -24,7 +24,7 @@ from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArg
 
 from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
 from hf_federated.split_training.parties import JointOptimizer, Party
-from hf_federated.split_training.steps import SplitSteps, plan_together, plan_turns
+from hf_federated.split_training.steps import SplitSteps, StepPlan
 from hf_federated.split_training.transfer import PartParameters
 
 
@@ -152,9 +152,18 @@ def test_parameters_that_are_handed_over_are_checked():
 
 def test_plans_hold_every_step_of_every_client_once():
     steps = {"a": 3, "b": 1, "c": 2}
-    assert plan_together(steps) == [{"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 1}, {"a": 2}]
-    assert plan_turns(steps, None) == [{"a": 0}, {"a": 1}, {"a": 2}, {"b": 0}, {"c": 0}, {"c": 1}]
-    assert plan_turns(steps, 2) == [{"a": 0}, {"a": 1}, {"b": 0}, {"c": 0}, {"c": 1}, {"a": 2}]
+    assert list(StepPlan(steps, together=True)) == [{"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 1}, {"a": 2}]
+    assert list(StepPlan(steps, together=False)) == [{"a": 0}, {"a": 1}, {"a": 2}, {"b": 0}, {"c": 0}, {"c": 1}]
+    turns = [{"a": 0}, {"a": 1}, {"b": 0}, {"c": 0}, {"c": 1}, {"a": 2}]
+    assert list(StepPlan(steps, together=False, steps_per_turn=2)) == turns
+
+
+@pytest.mark.parametrize("steps_per_turn", [None, 1, 3])
+def test_steps_that_a_client_says_to_have_take_no_room(steps_per_turn):
+    plan = StepPlan({"a": 10**12, "b": 2}, together=False, steps_per_turn=steps_per_turn)
+    assert len(plan) == 10**12 + 2 and plan[-1] == ({"b": 1} if steps_per_turn is None else {"a": 10**12 - 1})
+    with pytest.raises(IndexError):
+        plan[len(plan)]
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():

@@ -1,0 +1,89 @@
+"""What clients said that they would send in a step of a networked run, and what of it came.
+
+A client sends hidden states and then their gradient, once for each batch, and then ends the step. What comes otherwise
+is refused before anybody waits for it: where clients meet, one that skips a passage would stop all of them.
+"""
+
+from __future__ import annotations
+
+from ..split.messages import Backward, Forward
+from .control import Begin, Step
+
+
+class Passages:
+    """
+    The passages of one step.
+
+    Args:
+        meets (`bool`): Whether clients meet at every passage, so that each is over before the client's next one.
+    """
+
+    def __init__(self, meets: bool) -> None:
+        self._meets = meets
+        self._begun: dict[str, Begin] = {}
+        # Rows of the passages that went up, in their order, and those of which the gradient came.
+        self._rows: dict[str, list[int]] = {}
+        self._returned: dict[str, set[int]] = {}
+
+    def begin(self, message: Begin) -> None:
+        """A client takes part."""
+        self._begun[message.client_id] = message
+
+    def may_come(self, client_id: str, micro_step: int) -> bool:
+        """Whether a client may make a passage: it said so, or has said nothing yet."""
+        return client_id not in self._begun or self._begun[client_id].num_batches > micro_step
+
+    def num_rows(self, client_id: str) -> int:
+        """Rows that a client trains in the step."""
+        return self._begun[client_id].num_rows
+
+    def check(self, message: Forward | Backward | Step) -> None:
+        """
+        Refuse what does not follow on what came before.
+
+        Raises:
+            ValueError: If the client takes no part in the step, or sends more, less or in another order than it said.
+        """
+        client_id, begun = message.client_id, self._begun.get(message.client_id)
+        if begun is None:
+            raise ValueError(f"Client {client_id!r} did not begin step {message.step}.")
+        said = f"Client {client_id!r} began step {message.step} with"
+        rows, returned = self._rows.get(client_id, []), self._returned.get(client_id, set())
+        if isinstance(message, Step):
+            if not len(rows) == len(returned) == begun.num_batches:
+                raise ValueError(
+                    f"{said} {begun.num_batches} passages and ends it after {len(rows)}, of which {len(returned)} had"
+                    " a gradient: the loss of every batch is one of what the model says, and its gradient is sent."
+                )
+            if begun.num_rows > sum(rows):
+                raise ValueError(
+                    f"{said} {begun.num_rows} rows, and {sum(rows)} crossed: the rows of a batch are those on which "
+                    "the loss calls the model."
+                )
+        elif message.micro_step >= begun.num_batches:
+            raise ValueError(
+                f"{said} {begun.num_batches} passages, and another came: a loss calls the model once for each batch."
+            )
+        elif isinstance(message, Forward):
+            if message.micro_step != len(rows):
+                raise ValueError(
+                    f"Passage {message.micro_step} of client {client_id!r} came at step {message.step}, and "
+                    f"{len(rows)} is the next."
+                )
+            if self._meets and len(rows) != len(returned):
+                raise ValueError(
+                    f"Passage {message.micro_step} of client {client_id!r} came at step {message.step} before the "
+                    "gradient of the one before it."
+                )
+        elif message.micro_step >= len(rows) or message.micro_step in returned:
+            raise ValueError(
+                f"No passage {message.micro_step} of client {client_id!r} waits for its gradient at step "
+                f"{message.step}."
+            )
+
+    def count(self, message: Forward | Backward) -> None:
+        """A passage was answered."""
+        if isinstance(message, Forward):
+            self._rows.setdefault(message.client_id, []).append(message.batch_size)
+        else:
+            self._returned.setdefault(message.client_id, set()).add(message.micro_step)
