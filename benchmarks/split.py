@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all sides are on the same")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--wire-dtype", default="auto", help="auto (that of the model), bfloat16, float16 or int8")
-    parser.add_argument("--json", help="a file for the numbers")
+    parser.add_argument("--output", help="a JSON file for the numbers")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -173,8 +173,8 @@ def main() -> None:
         print(f"rows a second, {number} clients that meet / one after the other: {ratio:.2f}")
     sent, formula = bytes_of_a_step(options, split)
     print(f"bytes of a step / formula without headers: {sent / formula:.4f}  ({sent} / {formula})")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
             json.dump({"medians": medians, "seconds": seconds, "bytes": sent, "formula": formula}, file, indent=2)
 
 

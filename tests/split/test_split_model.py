@@ -160,14 +160,15 @@ def test_autocast_reaches_the_server():
     assert not torch.equal(found, whole(**inputs).logits)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float16", 2e-3), ("bfloat16", 2e-2), ("int8", 5e-2)])
+# As measured: what is off by a factor of two is another encoding.
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 2.7e-4), ("bfloat16", 2.3e-3), ("int8", 6.6e-3)])
 def test_a_narrow_wire_costs_a_measured_error(dtype, error):
     whole = decoder("llama")
     inputs = batch("right")
     exact = whole(**inputs).logits
     found = SplitModel.from_model(whole, wire_dtype=dtype)(**inputs).logits
     relative = (found - exact).norm() / exact.norm()
-    assert 0 < relative < error
+    assert error / 2 < relative < 2 * error
 
 
 def test_a_bfloat16_model_travels_as_it_is():

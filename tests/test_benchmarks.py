@@ -1,0 +1,42 @@
+"""The scripts of `benchmarks/`, at a size at which their numbers mean nothing: they run, and write what they found."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = ["--hidden-size", "16", "--repetitions", "1", "--length", "8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "found"),
+    [
+        (
+            "split.py",
+            ["--num-heads", "2", "--num-blocks", "3", "--vocabulary", "50", "--num-clients", "2"],
+            {"medians", "seconds", "bytes", "formula"},
+        ),
+        ("distillation.py", ["--num-clients", "2", "--num-batches", "1"], {"ratio", "seconds"}),
+    ],
+)
+def test_a_benchmark_runs_and_writes_its_numbers(name, options, found, tmp_path, monkeypatch):
+    path = tmp_path / "numbers.json"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [name, *TINY, *options, "--output", str(path)])
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    numbers = json.loads(path.read_text())
+    assert found <= numbers.keys()
+    for values in numbers["seconds"].values():
+        assert len(values) == 2 and min(values) > 0
