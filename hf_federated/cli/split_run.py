@@ -27,6 +27,7 @@ from hf_federated.split.encryption import ClientSession, Identity, ServerSession
 from hf_federated.split.envelope import PeerEnvelopes
 from hf_federated.split.keys import fingerprint
 from hf_federated.split.network import GrpcLink, ModelFingerprint, SplitServer, Terms, TlsCredentials
+from hf_federated.split.network.protocol import DEFAULT_MAX_MESSAGE_BYTES
 from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
 from hf_federated.split_training.digest import run_digest, run_settings
@@ -59,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
         default=[],
         help="a client's fingerprint, where its certificate is not in the folder; may be repeated",
     )
+    parser.add_argument(
+        "--max-message-bytes",
+        type=int,
+        metavar="BYTES",
+        default=DEFAULT_MAX_MESSAGE_BYTES,
+        help="the largest message that is taken from the other side (default: 1 GiB)",
+    )
     if server:
         parser.add_argument("--address", default="127.0.0.1:50051", help="where to listen (default: %(default)s)")
         parser.add_argument(
@@ -82,6 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
         "--server-fingerprint",
         metavar="FINGERPRINT",
         help="with split.encryption, where the server's certificate is not in the folder",
+    )
+    parser.add_argument(
+        "--connect-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=60.0,
+        help="how long to try, where the server may start later (default: %(default)s)",
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last step of which all have a checkpoint"
@@ -114,6 +129,7 @@ def split_server(arguments: argparse.Namespace) -> None:
             on_lost=run.client_lost,
             on_left=run.client_lost,
             heartbeat_timeout=arguments.heartbeat_timeout,
+            max_message_bytes=arguments.max_message_bytes,
         ) as server:
             print(f"Listening at {server.address} for {', '.join(arguments.client)}.", flush=True)
             failure = run.wait()
@@ -141,7 +157,15 @@ def split_client(arguments: argparse.Namespace) -> None:
         identity = Identity.from_pem(client_id, _key(arguments, client_id))
         terms = _terms(recipe, split, args, adapter, model.cut, model.boundary.wire)
         credentials = TlsCredentials.of_client(arguments.certificates, client_id)
-        with GrpcLink(arguments.address, credentials, client_id, terms, answer_timeout=ANSWER_TIMEOUT) as link:
+        with GrpcLink(
+            arguments.address,
+            credentials,
+            client_id,
+            terms,
+            connect_timeout=arguments.connect_timeout,
+            answer_timeout=ANSWER_TIMEOUT,
+            max_answer_bytes=arguments.max_message_bytes,
+        ) as link:
             model.boundary.link = _sealed(arguments, split, identity, link) if split.encryption else link
             trainer_class: Any = inputs.task.trainer_class
             trainer = split_federate(trainer_class)(

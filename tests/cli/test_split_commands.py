@@ -257,8 +257,9 @@ def test_what_means_nothing_for_a_part_is_refused(kwargs, message, split_recipe,
         (["--set", "split=null"], "has no section split"),
         (["--peer", "north"], "not of the form ID=FINGERPRINT"),
         (["--set", "split.strategy=serial", "--set", "split.steps_per_turn=0"], "at least 1"),
+        (["--max-message-bytes", "0"], "max_message_bytes is 0; it must be more than 0"),
     ],
-    ids=["no split", "peer", "split"],
+    ids=["no split", "peer", "split", "bytes"],
 )
 def test_what_a_server_cannot_do_is_said_in_a_line(change, message, split_recipe, certificates):
     line = lines_of(split_recipe, certificates, free_port())["server"]
@@ -299,7 +300,7 @@ def test_what_a_server_refuses_is_said_in_a_line(split_recipe, certificates, tmp
         port = int(server.address.rpartition(":")[2])
         error = "hf-federated: error: split-client: "
         own = [*lines_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
-        other = lines_of(split_recipe, others, port)["0"]
+        other = [*lines_of(split_recipe, others, port)["0"], "--connect-timeout", "2"]
         assert refused_line(other, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")
         assert "split.encryption: True at the server, False at the client" in refused_line(own, capsys)
     terms = dataclasses.replace(terms, more=run_settings(dataclasses.replace(split, encryption=False), args))
