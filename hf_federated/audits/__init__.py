@@ -7,6 +7,7 @@ from .inversion import Inversion, build_head, invert, score, sent_states, strong
 from .leakage import LeakageAudit, audit_leakage, plot_leakage
 from .pseudo_samples import PseudoSampleAudit, SampleOverlap, nearest_tokens, plot_pseudo_samples
 from .rows import TokenRows, drop_shared, encode_rows
+from .targets import TargetRecovery, attack_targets, recover_targets
 
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "PrefixSearch",
     "PseudoSampleAudit",
     "SampleOverlap",
+    "TargetRecovery",
     "TokenRecovery",
     "TokenRows",
     "attack_embedding",
+    "attack_targets",
     "audit_leakage",
     "build_head",
     "drop_shared",
@@ -30,6 +33,7 @@ __all__ = [
     "nearest_tokens",
     "plot_leakage",
     "plot_pseudo_samples",
+    "recover_targets",
     "recover_tokens",
     "score",
     "sent_states",

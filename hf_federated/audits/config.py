@@ -36,6 +36,10 @@ class AuditConfig:
             those that propose.
         gradient_rows (`int`, *optional*, defaults to `4`): Rows of the victims in a gradient of the embedding. 0
             leaves that attack out.
+        tail_blocks (`int`, *optional*, defaults to `1`): Blocks of the client behind the cut at which it sends
+            gradients, from which its targets are read.
+        target_rows (`int`, *optional*, defaults to `8`): Rows of the victims whose targets are sought. 0 leaves that
+            attack out.
         seed (`int`, *optional*, defaults to `0`): Of the rows drawn and of the attackers.
         device (`str`, *optional*, defaults to `"cpu"`): Where it is computed, such as `"cuda"`.
 
@@ -64,6 +68,8 @@ class AuditConfig:
     num_negatives: int = 2048
     num_candidates: int = 32
     gradient_rows: int = 4
+    tail_blocks: int = 1
+    target_rows: int = 8
     seed: int = 0
     device: str = "cpu"
 
@@ -87,12 +93,14 @@ class AuditConfig:
             "batch_size",
             "num_negatives",
             "num_candidates",
+            "tail_blocks",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, got {self.max_length}.")
-        if self.gradient_rows < 0:
-            raise ValueError(f"gradient_rows must not be negative, got {self.gradient_rows}.")
+        for name in ("gradient_rows", "target_rows"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}.")

@@ -17,6 +17,7 @@ from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding
 from .inversion import Inversion, chance_recall, invert, known_tokens, strongest
 from .rows import drop_shared, encode_rows
+from .targets import TargetRecovery, attack_targets
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LeakageAudit:
         known_tokens (`float`): Share of the victims' tokens that occur in the attacker's rows.
         inversions (`list[Inversion]`): From hidden states.
         embedding (`list[TokenRecovery]`): From gradients of the embedding; none where it is frozen or was left out.
+        targets (`list[TargetRecovery]`, *optional*): From gradients at the second cut; none where it was left out.
         shared_head (`bool`, *optional*, defaults to `True`): Whether the victims had the attacker's head.
         model_name (`str`, *optional*): The model.
         data_name (`str`, *optional*): The data.
@@ -60,6 +62,7 @@ class LeakageAudit:
     known_tokens: float
     inversions: list[Inversion]
     embedding: list[TokenRecovery]
+    targets: list[TargetRecovery] = field(default_factory=list)
     shared_head: bool = True
     model_name: str = ""
     data_name: str = ""
@@ -95,6 +98,7 @@ class LeakageAudit:
             values["config"] = AuditConfig(**values["config"])
             values["inversions"] = [Inversion(**one) for one in values["inversions"]]
             values["embedding"] = [TokenRecovery(**one) for one in values["embedding"]]
+            values["targets"] = [TargetRecovery(**one) for one in values.get("targets", [])]
             return cls(**values)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no audit that hf-federated wrote: {error}") from error
@@ -147,6 +151,12 @@ def audit_leakage(
     inversions = invert(model, tokenizer, attacker_rows, victim_rows, config, victim_model, on_result)
     source = model if victim_model is None else victim_model
     embedding = attack_embedding(source, victim_rows, config.gradient_rows) if config.gradient_rows else []
+    few = victim_rows.first(config.target_rows)
+    targets = [
+        attack_targets(model, few, config.tail_blocks, dtype, which, victim_model)
+        for dtype in (config.wire_dtypes if config.target_rows else [])
+        for which in ("last", "all")
+    ]
     return LeakageAudit(
         config=config,
         num_attacker_rows=len(attacker_rows),
@@ -157,6 +167,7 @@ def audit_leakage(
         known_tokens=known_tokens(attacker_rows, victim_rows),
         inversions=inversions,
         embedding=embedding,
+        targets=targets,
         shared_head=victim_model is None,
         **names,
     )

@@ -44,6 +44,10 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def first(self, num_rows: int) -> TokenRows:
+        """The first rows alone."""
+        return TokenRows(self.input_ids[:num_rows], self.attention_mask[:num_rows], self.scored[:num_rows])
+
 
 def encode_rows(texts: Sequence[str], tokenizer: Any, max_length: int) -> TokenRows:
     """

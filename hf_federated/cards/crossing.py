@@ -133,9 +133,10 @@ def what_is_revealed(record: SplitRecord) -> str:
     """
     claim = (
         "Raw text and labels stay with the client. Against an honest-but-curious server that knows the pretrained"
-        " weights, the hidden states and gradients that it receives can still reveal text. Noise on what is sent"
-        " guarantees nothing without a stated bound of differential privacy. A server that departs from the protocol"
-        " was not considered."
+        " weights, the hidden states and gradients that it receives can still reveal text, and the gradients labels:"
+        " from them it reads which positions have a target, and with the weights of the client's last blocks which"
+        " token that is. Noise on what is sent guarantees nothing without a stated bound of differential privacy. A"
+        " server that departs from the protocol was not considered."
     )
     if not record.split["head_blocks"]:
         claim += (

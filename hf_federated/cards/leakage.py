@@ -19,7 +19,7 @@ PAPER_TABLE_4 = (
 
 _CLAIM = (
     "Raw text and labels stay with the client. Against an honest-but-curious server that knows the pretrained weights,"
-    " the hidden states and gradients that it receives can still reveal text."
+    " the hidden states and gradients that it receives can still reveal text and labels."
 )
 _LENGTHS = (
     'Without any attack it knows how many tokens each row has, with `strategy="client_batch"` how many target tokens'
@@ -79,7 +79,7 @@ def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
         f"{HEADING}\n\n{_CLAIM} {_LENGTHS} Measured at the position of each token, the strongest of the attackers"
         f" recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
     )
-    return f"{text}\n\n{embedding_text(audit)}\n"
+    return f"{text}\n\n{targets_text(audit)}\n\n{embedding_text(audit)}\n"
 
 
 def add_leakage(card: str, audit: LeakageAudit, head_blocks: int | None = None) -> str:
@@ -123,6 +123,7 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
         " The published code has the attacker predict the token after the position, which is another question than"
         " which token is there: the numbers are not of one measure.",
         table(header, [[*row[:2], *(f"{value:g}" for value in row[2:])] for row in PAPER_TABLE_4], numeric=True),
+        f"## Targets from gradients at the second cut\n\n{targets_text(audit)}",
         f"## Tokens from gradients of the embedding\n\n{embedding_text(audit)}",
         "## Settings\n\n" + table(["Setting", "Value"], [[f"`{name}`", value] for name, value in settings.items()]),
     ]
@@ -149,6 +150,34 @@ def inversion_table(inversions: list[Inversion]) -> str:
         for one in inversions
     ]
     return table(header, rows, numeric=True)
+
+
+def targets_text(audit: LeakageAudit) -> str:
+    """
+    What was read from the gradients that a client sends back, as a sentence and a table.
+
+    Args:
+        audit ([`LeakageAudit`]): What was measured.
+    """
+    if not audit.targets:
+        return "Gradients at the second cut were not attacked, from which a server may read labels."
+    header = ["Wire", "Targets of a row", "Targets", "Named", "Positions named that have one", "Positions found"]
+    rows = [
+        [
+            one.wire_dtype,
+            {"last": "the last token", "all": "every token"}[one.targets],
+            one.num_targets,
+            *map(_percent, (one.token_recall, one.position_precision, one.position_recall)),
+        ]
+        for one in audit.targets
+    ]
+    of_tail = "as the victims have it" if audit.shared_head else "of the model, while the victims had trained theirs"
+    return (
+        "Labels: from the gradient that a client sends back, an attacker with the client's last"
+        f" {plural(audit.config.tail_blocks, 'block')} and output layer, {of_tail}, reads which positions have a"
+        " target and which token it is. Where every token of a text is a target, that is the text, whatever the first"
+        " cut hides. In percent:\n\n" + table(header, rows, numeric=True)
+    )
 
 
 def embedding_text(audit: LeakageAudit) -> str:

@@ -14,7 +14,7 @@ from datasets import Dataset, Value
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_federated.audits import AuditConfig, Inversion, audit_leakage, plot_leakage
-from hf_federated.cards.leakage import add_leakage, embedding_text, inversion_table, leakage_report
+from hf_federated.cards.leakage import add_leakage, embedding_text, inversion_table, leakage_report, targets_text
 from hf_federated.cards.tables import plural
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.options import add_dataclass_options, build_from_options
@@ -63,7 +63,7 @@ def audit(arguments: argparse.Namespace) -> None:
         own, others = drawn[: config.num_attacker_rows], drawn[config.num_attacker_rows :]
         names = {"model_name": _shown(arguments.model), "data_name": _shown(arguments.data), "versions": _versions()}
         found = audit_leakage(model, tokenizer, own, others, config, victim_model, _tell, **names)
-    print(f"\n{inversion_table(found.inversions)}\n\n{embedding_text(found)}\n")
+    print(f"\n{inversion_table(found.inversions)}\n\n{targets_text(found)}\n\n{embedding_text(found)}\n")
     with command_errors(f"--output {arguments.output}"):
         folder = Path(arguments.output)
         folder.mkdir(parents=True, exist_ok=True)

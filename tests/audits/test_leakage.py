@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_as_many_rows_as_asked_for_are_taken_and_dropped_ones_counted(audit):
     assert audit.num_victim_tokens == sum(len(text.split()) for text in texts(9, seed=2)[:5])
     assert audit.strongest(0).token_recall == audit.strongest(1).token_recall == 1
     assert audit.chance < 0.2 and {one.rule for one in audit.embedding} == {"nonzero"}
+    assert [(one.targets, one.num_targets) for one in audit.targets] == [("last", 5), ("all", audit.num_victim_tokens)]
 
 
 def test_the_same_seed_gives_the_same_result(audit):
@@ -50,6 +52,11 @@ def test_the_same_seed_gives_the_same_result(audit):
 def test_it_is_saved_and_read_again(audit, tmp_path):
     audit.save(tmp_path / "audit.json")
     assert LeakageAudit.load(tmp_path / "audit.json") == audit
+    # One of before targets were sought.
+    older = json.loads((tmp_path / "audit.json").read_text())
+    del older["targets"], older["config"]["tail_blocks"], older["config"]["target_rows"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert LeakageAudit.load(tmp_path / "older.json") == dataclasses.replace(audit, targets=[])
     (tmp_path / "other.json").write_text('{"config": {}}')
     with pytest.raises(ValueError, match="is no audit that hf-federated wrote"):
         LeakageAudit.load(tmp_path / "other.json")
@@ -73,6 +80,9 @@ def test_the_section_claims_what_was_measured_and_no_more(audit):
     assert "with 1 block before the cut, 100.0 % of the tokens" in section and "0 blocks" not in section
     assert "6 rows of its own of words" in section and "1 row that the attacker had or that came twice" in section
     assert "guarantees nothing without a stated bound of differential privacy" in section
+    assert "reads which positions have a target and which token it is" in section
+    without = dataclasses.replace(audit, targets=[])
+    assert "Gradients at the second cut were not attacked" in leakage_section(without)
     assert "with 0 blocks before the cut" in leakage_section(audit)
     with pytest.raises(ValueError, match="after 3 blocks"):
         leakage_section(audit, head_blocks=3)
