@@ -7,7 +7,8 @@ significance: a claim is said to hold if it holds on average and under every see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,25 +249,54 @@ def _results_table(
 
 def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:
     """Tables of further rows that models were tested on: those of named splits, and each client's own."""
-    titles = {
-        "further_tests": "The same models on further rows, by split:",
-        "clients": "On each client's own test rows, by its own model, or by the one that all have:",
-    }
     parts = []
-    for field, title in titles.items():
-        columns = list(dict.fromkeys(name for record in records for name in record.get(field) or {}))
-        if not columns or len(columns) > MAX_CLIENT_COLUMNS:
-            continue
-        rows = []
-        for run in section.runs:
-            made = [record.get(field) or {} for record in records if record["run"] == run]
-            found = [[own[name].get(metric) for own in made if name in own] for name in columns]
-            finite = [[value for value in values if value is not None] for values in found]
-            if any(finite):
-                rows.append([run, *(_mean_and_spread(values) if values else "-" for values in finite)])
-        header = ["run", *(name.replace("|", r"\|") for name in columns)]
-        parts += [title, markdown_table(header, rows, of_words={0})]
+    splits = _names_in(records, "further_tests")
+    if splits:
+        found = {own: _values_by_name(records, own, "further_tests", metric) for own in section.runs}
+        parts += ["The same models on further rows, by split:", _columns_table(found, splits)]
+    clients = _names_in(records, "clients")
+    if clients:
+        title = "On each client's own test rows, by its own model, or by the one that all have"
+        found = {own: _values_by_name(records, own, "clients", metric) for own in section.runs}
+        # Numbers are those of a partition that each seed draws anew: they name no client.
+        if len(clients) <= MAX_CLIENT_COLUMNS and not all(own.isdecimal() for own in clients):
+            parts += [f"{title}:", _columns_table(found, clients)]
+        else:
+            parts += [f"{title}, of the clients of a run:", _columns_table(_extremes(found), list(_EXTREMES))]
     return parts
+
+
+_EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "median": statistics.median, "highest": max}
+# By run and then seed: values by split or client.
+_Found = Mapping[str, Sequence[Mapping[str, float | None]]]
+
+
+def _names_in(records: Sequence[Record], field: str) -> list[str]:
+    return list(dict.fromkeys(name for record in records for name in record.get(field) or {}))
+
+
+def _values_by_name(records: Sequence[Record], run: str, field: str, metric: str) -> list[dict[str, float | None]]:
+    made = [record.get(field) or {} for record in records if record["run"] == run]
+    return [{name: values.get(metric) for name, values in own.items()} for own in made]
+
+
+def _extremes(found: _Found) -> dict[str, list[dict[str, float | None]]]:
+    """Of the clients of each run and seed, the lowest value, the one in the middle and the highest."""
+    finite = {run: [[v for v in own.values() if v is not None] for own in made] for run, made in found.items()}
+    return {
+        run: [{name: of(values) for name, of in _EXTREMES.items()} for values in made if values]
+        for run, made in finite.items()
+    }
+
+
+def _columns_table(found: _Found, columns: Sequence[str]) -> str:
+    """Runs as rows, each value a mean over seeds."""
+    rows = []
+    for run, made in found.items():
+        values = [[value for own in made if (value := own.get(name)) is not None] for name in columns]
+        if any(values):
+            rows.append([run, *(_mean_and_spread(own) if own else "-" for own in values)])
+    return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, of_words={0})
 
 
 def _claims_table(

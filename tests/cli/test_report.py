@@ -180,3 +180,26 @@ def test_runs_of_split_models_count_optimizer_steps():
     assert "| optimizer steps |" in " ".join(benchmark_report(made, SECTION, "text.yaml").split())
     made[0]["step_name"] = None  # of a federation, or logged before there was a name
     assert "rounds or optimizer steps" in benchmark_report(made, SECTION, "text.yaml")
+
+
+@pytest.mark.parametrize(
+    ("clients", "header"),
+    [
+        (["baby", "sport"], "| run | baby | sport |"),
+        (["0", "1"], "| run | lowest | median | highest |"),
+        ([f"site {number}" for number in range(13)], "| run | lowest | median | highest |"),
+    ],
+    ids=["named", "numbers", "many"],
+)
+def test_clients_have_a_column_where_it_is_the_same_client_under_every_seed(clients, header):
+    section = BenchmarkSection({"FedAvg": {}}, seeds=[0, 1])
+    made = []
+    for seed in (0, 1):
+        own = {name: {"accuracy": 0.1 * seed + 0.01 * number} for number, name in enumerate(clients)}
+        made.append(record("FedAvg", seed, 0.5, clients=own))
+    lines = benchmark_report(made, section, "grid.yaml").split("own test rows")[1].splitlines()
+    lines = [" ".join(line.split()) for line in lines]
+    row = lines[lines.index(header) + 2]
+    values = [float(cell.split()[0]) for cell in row.split("|")[2:-1]]
+    assert values[0] == pytest.approx(0.05, abs=1e-4)
+    assert values[-1] == pytest.approx(0.05 + 0.01 * (len(clients) - 1), abs=1e-4)
