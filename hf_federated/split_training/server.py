@@ -22,14 +22,12 @@ from transformers.utils import logging
 from ..split.messages import Backward, Forget, Forward
 from .bodies import ServerBodies
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
+from .gathering import Answer, Gathering
 from .passages import Passages
 from .steps import StepPlan
 
 
 logger = logging.get_logger(__name__)
-
-# Answers the messages of clients that meet, in their order.
-Answer = Callable[[Sequence[Any]], Sequence[Any]]
 
 # Steps of a client in an epoch, so that no client makes the server plan without end.
 MAX_STEPS = 10_000_000
@@ -72,7 +70,7 @@ class TrainingServer:
         self._resume_step = 0
         self._passages = Passages(split.strategy == "client_batch")
         self._late: set[str] = set()
-        self._gathered: dict[tuple[str, int], _Gathering] = {}
+        self._gathered: dict[tuple[str, int], Gathering] = {}
         self._envelopes: dict[tuple[str, str, int], Any] = {}
         self._done: set[str] = set()
 
@@ -333,7 +331,7 @@ class TrainingServer:
     def _meet(self, what: str, message: Any, answer: Answer) -> Any:
         """Wait for everybody who takes part, or until the deadline, and let one answer all."""
         key = what, getattr(message, "micro_step", 0)
-        gathering = self._gathered.setdefault(key, _Gathering())
+        gathering = self._gathered.setdefault(key, Gathering())
         gathering.messages[message.client_id] = message
         self._changed.notify_all()
         while not gathering.settled:
@@ -390,31 +388,3 @@ class TrainingServer:
         key = message.sender, message.client_id, message.step
         self._wait(lambda: key in self._envelopes)
         return Fetched(message.client_id, message.step, message.sender, self._envelopes.pop(key))
-
-
-class _Gathering:
-    """Messages of one kind that are answered together."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.messages: dict[str, Any] = {}
-        self.answers: dict[str, Any] | None = None
-        self.error: str | None = None
-
-    @property
-    def settled(self) -> bool:
-        return self.answers is not None or self.error is not None
-
-    def settle(self, messages: Sequence[Any], answer: Answer) -> None:
-        """
-        Answer them, or keep what those that sent them are told is wrong.
-
-        Raises:
-            Exception: Of another class than `ValueError`.
-        """
-        try:
-            answers = answer(messages)
-        except ValueError as error:
-            self.error = str(error)
-            return
-        self.answers = {own.client_id: one for own, one in zip(messages, answers, strict=True)}
