@@ -162,6 +162,42 @@ def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, monkeypatch, method
             torch.testing.assert_close(decoded, received[client_id], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["mhat", "fedid"])
+def test_a_vocabulary_of_fifty_thousand_travels_in_a_thousandth_of_its_bytes(tmp_path, method):
+    def large(hidden_size=16):
+        model = language_model(hidden_size)
+        model.resize_token_embeddings(50_000)
+        return model
+
+    record = Recorder(serialize=True)
+    kwargs = {"top_k": 16, "prediction_dtype": "float16"}
+    trainer = federation(
+        tmp_path,
+        method,
+        kwargs | ({"feedback": "none"} if method == "fedid" else {}),
+        record,
+        args={"learning_rate": 1e-2},
+        rounds=2,
+        model=large(),
+        clients={"north": ClientSpec(model=large(8)), "south": ClientSpec(model=large(24))},
+    )
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    replies = of(record.received, Predictions)
+    # Sixteen logits and the numbers of sixteen tokens in two bytes each, and one number for the 49 984 others.
+    num_bytes = 16 * 2 + 16 * 2 + 4
+    assert sum(tensor_bytes(own.values) for own in replies) == 2 * 2 * NUM_POSITIONS * num_bytes
+    assert num_bytes < 50_000 * 2 / 1000
+    assert {str(own.values["indices"].dtype) for own in replies} == {"torch.uint16"}
+    losses = [
+        own["federated/server_distillation_loss"]
+        for own in trainer.state.log_history
+        if "federated/server_distillation_loss" in own
+    ]
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
+    assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
 def test_a_mini_batch_in_which_nothing_is_predicted_is_left_out(tmp_path):
     record = Recorder()
     public = Dataset.from_dict({"text": ["sand2", "snow1 snow2", "snow3"]})
