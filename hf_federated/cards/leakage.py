@@ -171,11 +171,12 @@ def targets_text(audit: LeakageAudit) -> str:
         ]
         for one in audit.targets
     ]
+    number = audit.config.tail_blocks
+    blocks = "last block" if number == 1 else f"last {number} blocks"
     of_tail = "as the victims have it" if audit.shared_head else "of the model, while the victims had trained theirs"
     return (
-        "Labels: from the gradient that a client sends back, an attacker with the client's last"
-        f" {plural(audit.config.tail_blocks, 'block')} and output layer, {of_tail}, reads which positions have a"
-        " target and which token it is. Where every token of a text is a target, that is the text, whatever the first"
+        f"Labels: from the gradient that a client sends back, an attacker with the client's {blocks} and output layer,"
+        f" {of_tail}, reads which positions have a target and which token it is. Where every token of a text is a target, that is the text, whatever the first"
         " cut hides. In percent:\n\n" + table(header, rows, numeric=True)
     )
 

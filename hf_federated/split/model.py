@@ -4,8 +4,8 @@ FL-GLM (Zheng et al. 2024), section 3.1: `h_0 = Block_0(Embedding(x))` leaves th
 `h_{N-2} = Block_{1..N-2}(h_0)`, and `Linear(Block_{N-1}(h_{N-2}))` and the loss are the client's again. Any cut may be
 chosen.
 
-Raw text and labels stay with the client. Against a server that knows the pretrained weights, hidden states and
-gradients can still reveal text: how much is a thing to measure, not to claim.
+Raw text and labels stay with the client. Against a server that knows the pretrained weights, hidden states can still
+reveal text, and gradients labels: how much is a thing to measure (`hf_federated.audits`), not to claim.
 """
 
 from __future__ import annotations
