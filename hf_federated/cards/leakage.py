@@ -176,8 +176,8 @@ def targets_text(audit: LeakageAudit) -> str:
     of_tail = "as the victims have it" if audit.shared_head else "of the model, while the victims had trained theirs"
     return (
         f"Labels: from the gradient that a client sends back, an attacker with the client's {blocks} and output layer,"
-        f" {of_tail}, reads which positions have a target and which token it is. Where every token of a text is a target, that is the text, whatever the first"
-        " cut hides. In percent:\n\n" + table(header, rows, numeric=True)
+        f" {of_tail}, reads which positions have a target and which token it is. Where every token of a text is a"
+        " target, that is the text, whatever the first cut hides. In percent:\n\n" + table(header, rows, numeric=True)
     )
 
 
