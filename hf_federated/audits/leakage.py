@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..data.figures import COLORS, new_figure
+from ..split import Cut, layout_of
 from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding
 from .inversion import Inversion, chance_recall, invert, known_tokens, strongest
@@ -134,6 +135,9 @@ def audit_leakage(
     Raises:
         ValueError: If the attacker has no rows, no victim is left, or a cut does not fit the model.
     """
+    if config.target_rows:
+        # Now, and not after hours.
+        Cut(int(getattr(model.config, layout_of(model.config).num_blocks)), 0, config.tail_blocks)
     own = list(attacker_texts[: config.num_attacker_rows])
     if not own:
         raise ValueError("The attacker has no rows, and nothing to learn from: give texts of a colluding client.")

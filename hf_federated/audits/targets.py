@@ -26,8 +26,8 @@ from .rows import TokenRows
 
 # Rows that are attacked at a time.
 _BATCH_SIZE = 8
-# What is left of a position's gradient, beside the longest of its row, where there is no target: rounding of the wire
-# stays below it. So does the gradient of a target of which the model is sure, which is then missed.
+# What is left of a position's gradient, beside the longest of its row, where there is no target. Lower, rounding of a
+# narrow wire is taken for targets; higher, those of which the model is sure are missed.
 _NO_TARGET = 0.002
 # How far a hidden state is moved to see which logits follow, as a share of its length.
 _MOVED = 1e-3
@@ -164,11 +164,16 @@ def attack_targets(
         victim_model (`PreTrainedModel`, *optional*): Which the victims train, where it is another.
 
     Raises:
-        ValueError: If the cut does not fit the model, or it brings classes of its own.
+        ValueError: If the cut does not fit the model, or the model is not in float32.
     """
     if targets not in ("all", "last"):
         raise ValueError(f'targets is "all" or "last", got {targets!r}.')
     trained = model if victim_model is None else victim_model
+    for own in (model, trained):
+        if own.dtype != torch.float32:
+            raise ValueError(
+                f"The audit computes in float32, and a model in {own.dtype} was given: load it in float32."
+            )
     # How many blocks the head has is all one here.
     tail = SplitModel.from_model(model, 0, tail_blocks).client_tail.eval()
     split = SplitModel.from_model(trained, 0, tail_blocks, wire_dtype=wire_dtype).eval()

@@ -181,7 +181,13 @@ class BodyServer:
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(graph.went, [graph.came, *trained], gradient, allow_unused=True)
         if not _are_finite([own for own in gradients if own is not None]):
-            raise ValueError("The gradient that came makes gradients of the server's blocks that are not finite.")
+            lengths = {
+                one.client_id: float(own[graph.passages.index(one.passage)].double().norm()) for one in messages
+            }
+            raise ValueError(
+                "The gradients that came make gradients of the server's blocks that are not finite; the longest is "
+                f"that of client {max(lengths, key=lengths.__getitem__)!r}."
+            )
         for parameter, own_gradient in zip(trained, gradients[1:], strict=True):
             if own_gradient is not None:
                 if parameter.grad is None:

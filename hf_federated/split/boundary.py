@@ -138,7 +138,8 @@ class Boundary:
             "cache_id": cache_id,
             "seen": seen,
         }
-        self._micro_step += 1
+        # Without a gradient nothing comes back, and nothing is counted.
+        self._micro_step += header["grad"]
         self._num_told += num_targets or 0
         # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
         # blocks would get none.

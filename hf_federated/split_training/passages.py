@@ -26,7 +26,14 @@ class Passages:
         self._returned: dict[str, set[int]] = {}
 
     def begin(self, message: Begin) -> None:
-        """A client takes part."""
+        """
+        A client takes part.
+
+        Raises:
+            ValueError: If it said so before, perhaps otherwise.
+        """
+        if message.client_id in self._begun:
+            raise ValueError(f"Client {message.client_id!r} began step {message.step} already.")
         self._begun[message.client_id] = message
 
     def may_come(self, client_id: str, micro_step: int) -> bool:

@@ -5,7 +5,9 @@ here. All clients go through the same numbered steps. A step begins when the one
 everybody who takes part has sent its gradients' norm and the server has stepped. Where clients meet (`"client_batch"`)
 a deadline may be set, after which the step goes on without those that are missing; they hear that they are late.
 
-Nothing here sees tokens, labels or losses, nor parameters of a head or tail.
+Nothing here sees tokens, labels or losses, nor parameters of a head or tail. A client that does not do as it should is
+refused or ends the run; what it says of its gradients' norm, by which all clip, is believed. One that is late for the
+end of a step has trained the body with the passages that it made before.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class TrainingServer:
         self._late: set[str] = set()
         self._gathered: dict[tuple[str, int], Gathering] = {}
         self._envelopes: dict[tuple[str, str, int], Any] = {}
+        self._fetching: set[str] = set()
         self._done: set[str] = set()
 
     def answer(self, client_id: str, blob: bytes) -> bytes:
@@ -104,6 +107,8 @@ class TrainingServer:
         }
         with self._changed:
             self._check()
+            if client_id in self._done and not isinstance(message, Forget):
+                raise ValueError(f"Client {client_id!r} said that it is done.")
             answer = handlers[type(message)](message)
             return b"" if answer is None else answer.to_bytes()
 
@@ -139,8 +144,11 @@ class TrainingServer:
         if not self._plan:
             return [own for own in self.client_ids if own not in self._joined]
         if self.step >= self.bodies.max_steps:
-            return [own for own in self.client_ids if own not in self._done]
-        return self._without_message(self._participants())
+            missing = [own for own in self.client_ids if own not in self._done]
+        else:
+            missing = self._without_message(self._participants())
+        # Who waits for an envelope waits for who writes it.
+        return [own for own in missing if own not in self._fetching]
 
     def _without_message(self, clients: Sequence[str]) -> list[str]:
         """Those of whom no message waits, for a passage or a step, to be answered."""
@@ -160,15 +168,14 @@ class TrainingServer:
 
     @contextlib.contextmanager
     def _for_everybody(self) -> Iterator[None]:
-        """What goes wrong here ends the run. A `ValueError` is worded for clients; of others they learn the class."""
+        """What goes wrong here ends the run: the log has it, clients learn its class."""
         try:
             yield
+        except RunFailedError:
+            raise
         except Exception as error:
-            if isinstance(error, ValueError):
-                self._fail(str(error))
-            else:
-                logger.exception("The server cannot go on.")
-                self._fail(f"the server failed ({type(error).__name__}), and its log says why")
+            logger.exception("The server cannot go on.")
+            self._fail(f"the server failed ({type(error).__name__}), and its log says why")
         self._check()
 
     def _check(self) -> None:
@@ -260,10 +267,14 @@ class TrainingServer:
         """Whether the step of a message went on without its client."""
         if not self._plan or message.step > self.step:
             raise ValueError(f"Step {message.step} of {message.client_id!r} was not begun; this is {self.step}.")
+        if message.step >= self.bodies.max_steps:
+            raise ValueError(f"Step {message.step} of {message.client_id!r} is behind the last, {message.step - 1}.")
         return message.step < self.step or message.client_id in self._late
 
     def _begin(self, message: Begin) -> Begun | Late:
         client_id = message.client_id
+        if not self._plan or message.step > self.bodies.max_steps:
+            raise ValueError(f"Client {client_id!r} cannot begin step {message.step} of {self.bodies.max_steps}.")
         self._wait(lambda: self.step >= message.step)
         if not message.num_batches:
             return Begun(client_id, message.step)
@@ -292,6 +303,7 @@ class TrainingServer:
         self._passages.check(message)
         if self.split.strategy == "client_batch":
             # What is wrong with one message is for its sender to hear, not for all that meet.
+            self._check_alike(message)
             check(message)
             answered = self._meet(what, message, answer)
         else:
@@ -299,6 +311,20 @@ class TrainingServer:
         if message.step == self.step and message.client_id not in self._late:
             self._passages.count(message)
         return answered
+
+    def _check_alike(self, message: Forward | Backward) -> None:
+        """Refuse what cannot go through the body beside what others send."""
+        if isinstance(message, Backward):
+            if message.num_targets is None:
+                raise ValueError(f"Client {message.client_id!r} does not say of how many targets its gradient is.")
+            return
+        args = self.bodies.args
+        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+        if not message.training or message.autocast != autocast:
+            raise ValueError(
+                f"Client {message.client_id!r} sends training={message.training} and autocast={message.autocast}; all "
+                f"that meet have training=True and autocast={autocast}."
+            )
 
     def _forget(self, message: Forget) -> None:
         self.bodies.of_client[message.client_id].answer(message.to_bytes())
@@ -325,13 +351,16 @@ class TrainingServer:
             self.bodies.of_client[own].forget_passages([own])
         self._late, self._gathered = set(), {}
         self._passages = Passages(self.split.strategy == "client_batch")
-        self.bodies.save_checkpoint(self.step)
+        with self._for_everybody():
+            self.bodies.save_checkpoint(self.step)
         return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
 
     def _meet(self, what: str, message: Any, answer: Answer) -> Any:
         """Wait for everybody who takes part, or until the deadline, and let one answer all."""
         key = what, getattr(message, "micro_step", 0)
         gathering = self._gathered.setdefault(key, Gathering())
+        if gathering.settled or message.client_id in gathering.messages:
+            raise ValueError(f"Client {message.client_id!r} sent {what} {key[1]} of step {message.step} again.")
         gathering.messages[message.client_id] = message
         self._changed.notify_all()
         while not gathering.settled:
@@ -354,10 +383,14 @@ class TrainingServer:
 
     def _go_on_without(self, expected: Sequence[str]) -> None:
         """
-        Those of whom nothing came; who waits, here or at another passage, is not late. There is somebody: clients go
-        through their passages in one order (`Passages`), so those that are least far have all others' messages.
+        Those of whom nothing came; who waits, here or at another passage, is not late. There should be somebody:
+        clients go through their passages in one order (`Passages`), so those that are least far have all others'
+        messages.
         """
         missing = self._without_message(expected)
+        if not missing:
+            self._fail(f"{', '.join(expected)} wait for one another at step {self.step}")
+            self._check()
         logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
         self._late.update(missing)
         # Those that waited for the late ones too have the time again.
@@ -385,6 +418,16 @@ class TrainingServer:
         return Sent(message.client_id, message.step)
 
     def _fetch(self, message: Fetch) -> Fetched:
-        key = message.sender, message.client_id, message.step
-        self._wait(lambda: key in self._envelopes)
+        own, sender = message.client_id, message.sender
+        if sender not in self.client_ids or sender == own:
+            raise ValueError(f"Client {own!r} waits for an envelope of {sender!r}, who writes none to it.")
+        key = sender, own, message.step
+        self._fetching.add(own)
+        try:
+            self._wait(lambda: key in self._envelopes or sender in self._done)
+        finally:
+            self._fetching.discard(own)
+        if key not in self._envelopes:
+            self._fail(f"client {sender!r} left before it wrote to {own!r}")
+            self._check()
         return Fetched(message.client_id, message.step, message.sender, self._envelopes.pop(key))

@@ -163,7 +163,7 @@ class StepPlan(Sequence[dict[str, int]]):
         step = range(len(self))[index]
         if self._together:
             return {client_id: step for client_id, number in self._num_steps.items() if step < number}
-        rounds = range(-(-self._longest // self._turn) + 1)
+        rounds = range(-(-self._longest // self._turn))
         own_round = bisect.bisect_right(rounds, step, key=self._before) - 1
         left, done = step - self._before(own_round), own_round * self._turn
         for client_id, number in self._num_steps.items():

@@ -62,6 +62,20 @@ def test_it_is_saved_and_read_again(audit, tmp_path):
         LeakageAudit.load(tmp_path / "other.json")
 
 
+def test_a_tail_that_does_not_fit_is_refused_before_anything_is_measured():
+    found = []
+    with pytest.raises(ValueError, match="the server needs at least one"):
+        audit_leakage(
+            tiny(),
+            word_tokenizer(),
+            texts(3, seed=1),
+            texts(3, seed=2),
+            dataclasses.replace(CONFIG, tail_blocks=4),
+            on_result=found.append,
+        )
+    assert not found
+
+
 def test_an_attacker_without_rows_is_refused():
     with pytest.raises(ValueError, match="The attacker has no rows"):
         audit_leakage(tiny(), word_tokenizer(), [], texts(3, seed=1), CONFIG)

@@ -67,6 +67,18 @@ def test_positions_without_a_target_are_told_apart():
     assert (nothing == -1).all()
 
 
+def test_a_model_in_half_precision_is_refused():
+    with pytest.raises(ValueError, match="in torch.bfloat16 was given: load it in float32"):
+        attack_targets(tiny().bfloat16(), BATCH, 1, "float32", "all")
+
+
+def test_positions_that_are_named_wrongly_count_against_precision_alone():
+    """A strongly changed tail leaves gradients at positions before the one target of a row."""
+    victim = tiny(seed=1)
+    found = attack_targets(tiny(), BATCH, 1, "float32", "last", victim)
+    assert found.position_recall == 1 and found.position_precision < 0.5
+
+
 def test_other_targets_than_last_and_all_are_refused():
     with pytest.raises(ValueError, match='"last" or "all"|"all" or "last"'):
         attack_targets(tiny(), BATCH, 1, "float32", "first")

@@ -117,6 +117,8 @@ def test_a_message_with_labels_is_refused_by_the_server():
         ({"cache_id": 1, "grad": True}, "a cache is for generation"),
         ({"mask": torch.ones(2, 1, dtype=torch.uint8), "mask_width": 4}, "a mask of 4 positions came with 3 behind 0"),
         ({"mask_width": -1}, "mask_width is a count, got -1"),
+        ({"step": -1}, "steps are counted from 0, got -1 and 0"),
+        ({"micro_step": -1}, "steps are counted from 0, got 0 and -1"),
         ({"training": 1}, "training is True or False, got 1"),
         ({"cache_id": "0"}, "cache_id is a number, got '0'"),
         ({"autocast": "load"}, "autocast is bfloat16 or float16, got 'load'"),
