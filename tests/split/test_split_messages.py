@@ -25,8 +25,8 @@ def traffic(split: SplitModel, **inputs: torch.Tensor) -> list[bytes]:
 
 
 def forward_message(**changes: object) -> Forward:
-    values = {"hidden": {"values": torch.zeros(6, 32)}, "batch_size": 2, **changes}
-    return Forward("client", 0, 0, **values)
+    values = {"step": 0, "micro_step": 0, "hidden": {"values": torch.zeros(6, 32)}, "batch_size": 2, **changes}
+    return Forward("client", **values)
 
 
 def test_recorded_traffic_holds_no_token_ids_labels_or_loss():
