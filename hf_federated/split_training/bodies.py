@@ -18,6 +18,7 @@ from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
 from ..checkpoint import list_checkpoints, publish, rotate, staged_directory
 from ..split.body import BodyServer
+from ..split.messages import Backward, Forward
 from ..split.parts import Part
 from ..split.saving import save_parts
 from ..split.wire import Wire
@@ -72,6 +73,25 @@ class ServerBodies:
         self._steps_per_epoch = steps_per_epoch
         self.max_steps = number_of_steps(self.args, steps_per_epoch)
         self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
+
+    def check_alike(self, message: Forward | Backward) -> None:
+        """
+        Refuse what cannot go through a body beside what other clients send.
+
+        Raises:
+            ValueError: If hidden states come without dropout or with another autocast than the arguments say, or a
+                gradient without the number of its targets.
+        """
+        if isinstance(message, Backward):
+            if message.num_targets is None:
+                raise ValueError(f"Client {message.client_id!r} does not say of how many targets its gradient is.")
+            return
+        autocast = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
+        if not message.training or message.autocast != autocast:
+            raise ValueError(
+                f"Client {message.client_id!r} sends training={message.training} and autocast={message.autocast}; all "
+                f"that meet have training=True and autocast={autocast}."
+            )
 
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_rows: Mapping[str, int]

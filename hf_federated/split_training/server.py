@@ -25,6 +25,7 @@ from ..split.messages import Backward, Forget, Forward
 from .bodies import ServerBodies
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .gathering import Answer, Gathering
+from .mailbox import Mailbox
 from .passages import Passages
 from .steps import StepPlan
 
@@ -73,8 +74,7 @@ class TrainingServer:
         self._passages = Passages(split.strategy == "client_batch")
         self._late: set[str] = set()
         self._gathered: dict[tuple[str, int], Gathering] = {}
-        self._envelopes: dict[tuple[str, str, int], Any] = {}
-        self._fetching: set[str] = set()
+        self._mailbox = Mailbox(self.client_ids)
         self._done: set[str] = set()
 
     def answer(self, client_id: str, blob: bytes) -> bytes:
@@ -148,7 +148,7 @@ class TrainingServer:
         else:
             missing = self._without_message(self._participants())
         # Who waits for an envelope waits for who writes it.
-        return [own for own in missing if own not in self._fetching]
+        return [own for own in missing if own not in self._mailbox.waiting]
 
     def _without_message(self, clients: Sequence[str]) -> list[str]:
         """Those of whom no message waits, for a passage or a step, to be answered."""
@@ -303,7 +303,7 @@ class TrainingServer:
         self._passages.check(message)
         if self.split.strategy == "client_batch":
             # What is wrong with one message is for its sender to hear, not for all that meet.
-            self._check_alike(message)
+            self.bodies.check_alike(message)
             check(message)
             answered = self._meet(what, message, answer)
         else:
@@ -311,20 +311,6 @@ class TrainingServer:
         if message.step == self.step and message.client_id not in self._late:
             self._passages.count(message)
         return answered
-
-    def _check_alike(self, message: Forward | Backward) -> None:
-        """Refuse what cannot go through the body beside what others send."""
-        if isinstance(message, Backward):
-            if message.num_targets is None:
-                raise ValueError(f"Client {message.client_id!r} does not say of how many targets its gradient is.")
-            return
-        args = self.bodies.args
-        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-        if not message.training or message.autocast != autocast:
-            raise ValueError(
-                f"Client {message.client_id!r} sends training={message.training} and autocast={message.autocast}; all "
-                f"that meet have training=True and autocast={autocast}."
-            )
 
     def _forget(self, message: Forget) -> None:
         self.bodies.of_client[message.client_id].answer(message.to_bytes())
@@ -409,25 +395,19 @@ class TrainingServer:
     # ---- Envelopes
 
     def _send(self, message: Send) -> Sent:
-        if message.recipient not in self.client_ids:
-            raise ValueError(f"{message.client_id!r} sent an envelope to {message.recipient!r}, who takes no part.")
-        if any(key[:2] == (message.client_id, message.recipient) for key in self._envelopes):
-            raise ValueError(f"An envelope from {message.client_id!r} for {message.recipient!r} waits to be fetched.")
-        self._envelopes[message.client_id, message.recipient, message.step] = message.sealed
+        self._mailbox.put(message)
         self._changed.notify_all()
         return Sent(message.client_id, message.step)
 
     def _fetch(self, message: Fetch) -> Fetched:
+        self._mailbox.check(message)
         own, sender = message.client_id, message.sender
-        if sender not in self.client_ids or sender == own:
-            raise ValueError(f"Client {own!r} waits for an envelope of {sender!r}, who writes none to it.")
-        key = sender, own, message.step
-        self._fetching.add(own)
+        self._mailbox.waiting.add(own)
         try:
-            self._wait(lambda: key in self._envelopes or sender in self._done)
+            self._wait(lambda: self._mailbox.has(message) or sender in self._done)
         finally:
-            self._fetching.discard(own)
-        if key not in self._envelopes:
+            self._mailbox.waiting.discard(own)
+        if not self._mailbox.has(message):
             self._fail(f"client {sender!r} left before it wrote to {own!r}")
             self._check()
-        return Fetched(message.client_id, message.step, message.sender, self._envelopes.pop(key))
+        return Fetched(own, message.step, sender, self._mailbox.take(message))

@@ -53,6 +53,13 @@ def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tied, tmp_pa
     assert all(own.state.global_step == trainer.state.global_step for own in run.trainers.values())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_networked_run_trains_in_mixed_precision(strategy, tmp_path):
+    run = Run(tmp_path, clients_of(4, 4), config_of(strategy), LORA, bf16=True)
+    run.train()
+    assert not run.errors and run.server.step == run.server.bodies.max_steps
+
+
 def test_what_is_drawn_does_not_depend_on_the_network(tmp_path):
     # One client: several would draw from one generator here, where they are threads of one process.
     models = [whole_model(attention_dropout=0.2) for _ in range(2)]
