@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import logging
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from decoders import batch, decoder
@@ -249,6 +252,37 @@ def test_an_interrupted_exchange_ends_the_link(tls):
         with pytest.raises(LinkError, match=r"Message 0 was given up \(KeyboardInterrupt\)"):
             link.exchange(b"2")
         release.set()
+
+
+class NeverEnding:
+    """A channel as gRPC leaves it where an interrupt came in its midst: no call ends, not even by its timeout."""
+
+    def unary_unary(self, method):
+        return self
+
+    def future(self, request, timeout):
+        return self
+
+    def result(self, timeout=None):
+        assert timeout is not None, "waits for ever"
+        time.sleep(min(timeout, 0.2))
+        raise grpc.FutureTimeoutError()
+
+    def cancel(self):
+        return True
+
+    def close(self):
+        pass
+
+
+def test_a_channel_that_ends_no_call_holds_nobody_up(tls, caplog, monkeypatch):
+    with serve(tls, lambda _, blob: blob) as server:
+        link = join(tls, server)
+        link._channel.close()
+        link._channel = NeverEnding()
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        link.close()
+        assert "could not take leave" in caplog.text and "did not end the call in its time" in caplog.text
 
 
 def test_a_server_that_never_started_can_be_closed(tls):

@@ -47,6 +47,8 @@ _LONGEST_PAUSE = 5.0
 # What says that the connection failed, and nothing of the message. INTERNAL is a stream that was reset.
 _TROUBLE = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
 _BUSY = "RESOURCE_EXHAUSTED"
+# Seconds beyond a call's own timeout after which gRPC will not end it any more.
+_GRACE = 2.0
 
 
 class GrpcLink:
@@ -109,6 +111,7 @@ class GrpcLink:
         self._call: Any = None
         self._question: Any = None
         self._broken: tuple[type[LinkError], str] | None = None
+        self._interrupted = False
         self._closed = threading.Event()
         self._number = 0
         self._heard_at = time.monotonic()
@@ -172,6 +175,9 @@ class GrpcLink:
         self._question.cancel()
         self._heart.join()
         assert self._broken is not None
+        if self._interrupted:
+            self._channel.close()
+            self._channel = self._make_channel()
         # Otherwise the server holds the client for alive until its heartbeat_timeout.
         if self._broken[0] not in (ServerUnreachableError, SessionLostError):
             try:
@@ -236,7 +242,8 @@ class GrpcLink:
             except LinkError:
                 raise
             except BaseException as error:
-                # Interrupted, nobody knows how far it went.
+                # Interrupted, nobody knows how far it went, nor whether gRPC ends any call of the channel again.
+                self._interrupted = not isinstance(error, Exception)
                 self._break(LinkError, f"Message {self._number} was given up ({type(error).__name__}).")
                 raise
             self._number += 1
@@ -296,7 +303,11 @@ class GrpcLink:
     def _unary(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
         ask = self._channel.unary_unary(f"/{SERVICE}/{method}").future
         self._question = ask(json.dumps(request).encode(), timeout=timeout)
-        answer: bytes = self._question.result()
+        try:
+            answer: bytes = self._question.result(timeout + _GRACE)
+        except self._grpc.FutureTimeoutError:
+            self._question.cancel()
+            raise _never_ended(self._grpc) from None
         return answer
 
     def _beat(self) -> None:
@@ -367,6 +378,19 @@ class GrpcLink:
 
 
 _ADVICE = " Whether the last message was carried out is not known: make a new link, and resume from a checkpoint."
+
+
+def _never_ended(grpc: Any) -> Any:
+    """What a call ends with that gRPC itself does not end, as after an interrupt in its midst."""
+
+    class NeverEndedError(grpc.RpcError):
+        def code(self) -> Any:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def details(self) -> str:
+            return "gRPC did not end the call in its time."
+
+    return NeverEndedError()
 
 
 def _pauses() -> Iterator[float]:
