@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from distilled import build_trainer, random_rows, size_options, write_numbers
+from distillation_runs import build_trainer, random_rows, size_options, write_numbers
 from torch.nn import functional as F
 
 from hf_federated import FederatedConfig

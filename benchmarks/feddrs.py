@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from distilled import build_trainer, random_rows, size_options, write_numbers
+from distillation_runs import build_trainer, random_rows, size_options, write_numbers
 
 from hf_federated import FedDRS, FederatedConfig
 from hf_federated.clients import ClientWorker, Student
