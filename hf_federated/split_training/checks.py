@@ -1,4 +1,4 @@
-"""What is refused when a split trainer is built, and what to do instead."""
+"""What is refused when a split trainer is built or joins a networked run, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from transformers.trainer_utils import SchedulerType
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
+from .control import Join
 
 
 # Their learning rate depends on evaluations.
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+# Steps of a client in an epoch, beyond which it does not say how many it has.
+MAX_STEPS = 10_000_000
 
 
 def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
@@ -108,3 +111,28 @@ def own_rows(client_id: str, rows: Any) -> dict[str, Any]:
             "client has its own."
         )
     return {client_id: rows[client_id]}
+
+
+def check_join(message: Join, digest: str) -> None:
+    """
+    Refuse a client that cannot take part in a run.
+
+    Args:
+        message ([`Join`]): What it says.
+        digest (`str`): Of the settings that parties must have in common.
+
+    Raises:
+        ValueError: If its settings are others, or its rows make no step or more than can be.
+    """
+    if message.digest != digest:
+        raise ValueError(
+            "The settings of client and server differ (model, split, training or adapter): give both the same "
+            f"recipe. The server's digest is {digest[:12]}, the client's {message.digest[:12]}."
+        )
+    if not message.num_steps:
+        raise ValueError(f"Client {message.client_id!r} has too few rows for a step: give more, or smaller batches.")
+    if message.num_steps > MAX_STEPS:
+        raise ValueError(
+            f"Client {message.client_id!r} says that its rows make {message.num_steps} steps in an epoch; at most "
+            f"{MAX_STEPS} are planned."
+        )

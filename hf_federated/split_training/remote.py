@@ -112,7 +112,7 @@ class RemoteFederation:
         model.boundary.link = self._link
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
-        #: Steps of each client in an epoch.
+        # Steps of each client in an epoch.
         self.steps_of: dict[str, int] = {}
         self.plan = StepPlan({}, together=False)
         # Of the steps in which this client took part: since they were logged last, and of all.

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..split.messages import Backward, Forget, Forward
 from .bodies import ServerBodies
+from .checks import check_join
 from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
 from .gathering import Answer, Gathering
 from .mailbox import Mailbox
@@ -31,9 +32,6 @@ from .steps import StepPlan
 
 
 logger = logging.get_logger(__name__)
-
-# Steps of a client in an epoch, so that no client makes the server plan without end.
-MAX_STEPS = 10_000_000
 
 
 class RunFailedError(ValueError):
@@ -192,20 +190,7 @@ class TrainingServer:
     # ---- Beginning and end
 
     def _join(self, message: Join) -> Joined:
-        if message.digest != self.digest:
-            raise ValueError(
-                "The settings of client and server differ (model, split, training or adapter): give both the same "
-                f"recipe. The server's digest is {self.digest[:12]}, the client's {message.digest[:12]}."
-            )
-        if not message.num_steps:
-            raise ValueError(
-                f"Client {message.client_id!r} has too few rows for a step: give more, or smaller batches."
-            )
-        if message.num_steps > MAX_STEPS:
-            raise ValueError(
-                f"Client {message.client_id!r} says that its rows make {message.num_steps} steps in an epoch; at most "
-                f"{MAX_STEPS} are planned."
-            )
+        check_join(message, self.digest)
         if message.client_id in self._joined:
             raise ValueError(
                 f"Client {message.client_id!r} joined this run before. Start the server again to resume it."

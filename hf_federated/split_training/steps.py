@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from datasets import Dataset as RowDataset
@@ -129,7 +129,7 @@ def steps_of_rows(num_rows: int, batch_size: int, num_batches: int, drop_last: b
     return -(-batches_of_rows(num_rows, batch_size, drop_last) // num_batches)
 
 
-class StepPlan(Sequence[dict[str, int]]):
+class StepPlan:
     """
     Of each step of an epoch: the clients that take part in it, and which of its own steps it is for each.
 
@@ -151,15 +151,7 @@ class StepPlan(Sequence[dict[str, int]]):
     def __len__(self) -> int:
         return self._longest if self._together else sum(self._num_steps.values())
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, int]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, int]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[str, int] | list[dict[str, int]]:
-        if isinstance(index, slice):
-            return [self[own] for own in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> dict[str, int]:
         step = range(len(self))[index]
         if self._together:
             return {client_id: step for client_id, number in self._num_steps.items() if step < number}

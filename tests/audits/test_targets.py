@@ -24,9 +24,9 @@ def test_targets_are_read_from_any_tail(tail_blocks, name):
 
 
 @pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16", "int8"])
-def test_a_narrow_wire_hides_little(wire_dtype):
+def test_a_narrow_wire_hides_nothing_of_a_tiny_model(wire_dtype):
     found = attack_targets(tiny(), BATCH, 1, wire_dtype, "all")
-    assert min(found.token_recall, found.position_precision) > 0.9
+    assert (found.token_recall, found.position_precision, found.position_recall) == (1.0, 1.0, 1.0)
 
 
 def test_a_tail_that_was_changed_since_is_read_worse_and_a_chance_tail_hardly():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from split_runs import LORA, STRATEGIES, clients_of
 
 from hf_federated import SplitConfig
 from hf_federated.split.messages import Backward, Forward
+from hf_federated.split_training import RunFailedError
 from hf_federated.split_training.control import Begin, Fetch, Finish, Join, Joined, Send, Step, read_message
+from hf_federated.split_training.gathering import Gathering
 
 
 class Instead(Direct):
@@ -156,3 +160,43 @@ def test_a_loss_may_look_at_the_model_without_a_gradient(strategy, tmp_path):
         trainer.compute_loss = look_first
     run.train()
     assert not run.errors and run.server.step == run.server.bodies.max_steps
+
+
+def test_a_message_that_waits_is_not_sent_again_beside_it(tmp_path):
+    waits, refused = threading.Event(), []
+
+    def hold(server, message):
+        # By the second client, whose first message waits for the first client's.
+        def send_again():
+            while ("step", 0) not in server._gathered:
+                time.sleep(0.001)
+            try:
+                server.answer("client 1", message.to_bytes())
+            except ValueError as error:
+                refused.append(str(error))
+            waits.set()
+
+        if isinstance(message, Step) and message.step == 0:
+            threading.Thread(target=send_again).start()
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            if client_id == "client 0" and isinstance(message, Step) and message.step == 0:
+                assert waits.wait(30)
+
+        return Direct(server, client_id, wait) if client_id == "client 0" else Instead(server, client_id, hold)
+
+    run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA, links=links)
+    run.train()
+    assert not run.errors and refused == ["Client 'client 1' sent step 0 of step 0 again."]
+
+
+def test_a_deadline_at_which_everybody_waits_ends_the_run(tmp_path):
+    """It cannot come to this by messages that are taken; if it did, clocks would be set back for ever."""
+    server = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, deadline=1.0).server
+    for number, own in enumerate(server.client_ids):
+        server._gathered["forward", number] = Gathering()
+        server._gathered["forward", number].messages[own] = None
+    with pytest.raises(RunFailedError, match="client 0, client 1 wait for one another at step 0"):
+        server._go_on_without(server.client_ids)
