@@ -9,7 +9,6 @@ is in the [`FederationRuntime`]. What is saved is in `saving.py`, what a constru
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from .client_models import FROM_TASK, EncodedClients, Participants, encode_for_s
 from .clients import ClientSpec, fresh_collator
 from .config import FederatedConfig
 from .data import FederatedDataset
+from .garbage import frozen_heap
 from .postprocessing import Postprocessor
 from .preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
 from .processes import shared_construction
@@ -216,12 +216,9 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             read_server_state(self._resume_from)
         neftune = self.neftune_noise_alpha
         self.neftune_noise_alpha = None
-        # Every `train()` of a client collects garbage; what exists by now need not be looked at each time.
-        gc.collect()
-        gc.freeze()
         self._runs_rounds = True
         try:
-            with self._arguments(round_arguments(self._user_args, self._federation.num_rounds)):
+            with frozen_heap(), self._arguments(round_arguments(self._user_args, self._federation.num_rounds)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
@@ -233,7 +230,6 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             self._runs_rounds = False
             self.neftune_noise_alpha = neftune
             self.is_in_train = False
-            gc.unfreeze()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets and transformers are imported, which read it once
@@ -18,6 +20,21 @@ from transformers import BertForSequenceClassification
 
 torch.set_num_threads(1)
 disable_progress_bar()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled_heap() -> None:
+    """What was imported stays; the collection that begins every `train()` need not look at it again (`garbage.py`)."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """For tests of what is frozen, and of what `gc.get_objects()` finds while something trains."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture

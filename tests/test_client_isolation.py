@@ -393,6 +393,7 @@ def peak_bytes(num_clients: int, aggregation: Aggregation) -> int:
     return peak
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 @pytest.mark.parametrize("aggregation", [FedAvg(), FedProx(), FedOpt("adam", server_lr=0.1)], ids=lambda a: a.name)
 def test_memory_does_not_grow_with_the_number_of_clients(aggregation) -> None:
     few, many = (peak_bytes(num_clients, aggregation) for num_clients in (3, 24))
@@ -402,6 +403,7 @@ def test_memory_does_not_grow_with_the_number_of_clients(aggregation) -> None:
     assert many - few < model_bytes / 2
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_nothing_of_a_client_stays_until_the_next_one_trains() -> None:
     measured = []
 
@@ -416,6 +418,7 @@ def test_nothing_of_a_client_stays_until_the_next_one_trains() -> None:
     assert max(measured) < 4.5 * model_bytes
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_scaffold_keeps_one_control_variate_a_client() -> None:
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
     few, many = (peak_bytes(num_clients, Scaffold()) for num_clients in (3, 24))

@@ -19,7 +19,7 @@ PACKAGE = Path(hf_federated.__file__).parent
 
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS: list[set[str]] = [
-    {"packing", "messages", "config", "generators", "ledger", "metrics", "quantization"},
+    {"packing", "messages", "config", "garbage", "generators", "ledger", "metrics", "quantization"},
     {"notices", "processes"},
     {"validation", "postprocessing", "checkpoint", "loop_arguments", "round_steps"},
     {"adapters", "clients", "data", "tasks"},

@@ -287,15 +287,32 @@ class Failing(Trainer):
         raise RuntimeError("out of luck")
 
 
-def test_garbage_collector_is_unfrozen_after_training(tmp_path) -> None:
-    train_one_client(tmp_path)
-    assert gc.get_freeze_count() == 0
+class Counting(Trainer):
+    """Counts what is frozen at a step."""
+
+    counts: list[int] = []
+
+    def compute_loss(self, *args, **kwargs):
+        Counting.counts.append(gc.get_freeze_count())
+        return super().compute_loss(*args, **kwargs)
 
 
-def test_garbage_collector_is_unfrozen_after_an_error(tmp_path) -> None:
+def test_the_heap_is_frozen_while_clients_train(tmp_path, nothing_is_frozen) -> None:
+    train_one_client(tmp_path, Counting)
+    assert Counting.counts.pop() > 100_000 and gc.get_freeze_count() == 0
+
+
+def test_the_heap_is_not_frozen_after_an_error(tmp_path, nothing_is_frozen) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         train_one_client(tmp_path, Failing)
     assert gc.get_freeze_count() == 0
+
+
+def test_what_an_application_froze_stays_frozen(tmp_path, nothing_is_frozen) -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    train_one_client(tmp_path)
+    assert gc.get_freeze_count() > before / 2 > 0  # what is freed is counted no more
 
 
 @pytest.mark.parametrize("fails", [False, True])
