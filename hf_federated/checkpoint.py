@@ -178,18 +178,23 @@ def staged_arguments(args: TrainingArguments, staging: Path) -> TrainingArgument
     return staged
 
 
-def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, best: str | None) -> None:
+def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, best: str | None, step: int) -> None:
     """
     Delete the oldest checkpoints beyond a limit, but never the best one or the last.
+
+    Those of later steps than the run has come to were left behind by another run: they are older than all of this one.
+    `Trainer` finds the same by the time of files.
 
     Args:
         output_dir (`str` or `os.PathLike`): Where the checkpoints lie.
         save_total_limit (`int`, *optional*): How many to keep; `None` or less than 1 keeps all.
         best (`str`, *optional*): The best checkpoint's path.
+        step (`int`): To which the run has come.
     """
     if save_total_limit is None or save_total_limit < 1:
         return
-    checkpoints = list_checkpoints(output_dir)
+    found = [(int(path.name.rpartition("-")[2]), path) for path in list_checkpoints(output_dir)]
+    checkpoints = [path for own, path in found if own > step] + [path for own, path in found if own <= step]
     kept = {checkpoints[-1].resolve()} if checkpoints else set()
     if best is not None:
         kept.add(Path(best).resolve())

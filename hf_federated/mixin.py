@@ -222,7 +222,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
-                rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+                best = self.state.best_model_checkpoint
+                rotate(self.args.output_dir, self.args.save_total_limit, best, self.state.global_step)
             # Nobody looks at the output directory before the main process has tidied it up.
             self._federation.processes.wait("end of training")
             return output

@@ -64,7 +64,7 @@ class SavingMixin(RoleMixin):
                 runtime.save(staged)
             if processes.is_main:
                 publish(staged, final)
-                rotate(self.args.output_dir, self._user_args.save_total_limit, best)
+                rotate(self.args.output_dir, self._user_args.save_total_limit, best, self.state.global_step)
             processes.wait(f"{final.name}: finished")  # Anyone may want to load it.
         if self.args.push_to_hub:
             with self._arguments(self._user_args):

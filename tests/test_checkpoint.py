@@ -150,17 +150,33 @@ def test_no_directory_holds_no_checkpoints(tmp_path):
 )
 def test_the_oldest_go_but_never_the_best_or_the_last(tmp_path, limit, best, kept):
     make(tmp_path, 1, 2, 10)
-    rotate(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
+    rotate(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"), 10)
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in kept]
 
 
 def test_rotation_leaves_nothing_beside_the_checkpoints(tmp_path):
     make(tmp_path, 1, 2)
-    rotate(tmp_path, 1, None)
+    rotate(tmp_path, 1, None, 2)
     assert names(tmp_path) == ["checkpoint-2"]
 
 
 def test_rotation_of_nothing_is_nothing(tmp_path):
-    rotate(tmp_path, 1, None)
-    rotate(tmp_path, 1, str(tmp_path / "checkpoint-1"))
+    rotate(tmp_path, 1, None, 1)
+    rotate(tmp_path, 1, str(tmp_path / "checkpoint-1"), 1)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [
+        (1, None, ["checkpoint-10"]),
+        (2, None, ["checkpoint-5", "checkpoint-10"]),
+        (2, 5, ["checkpoint-5", "checkpoint-10"]),
+        (3, None, ["checkpoint-5", "checkpoint-10", "checkpoint-100"]),
+    ],
+)
+def test_what_another_run_left_behind_goes_first(tmp_path, limit, best, kept):
+    """Though its steps are later: the run has come to step 10."""
+    make(tmp_path, 90, 100, 5, 10)
+    rotate(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"), 10)
+    assert [path.name for path in list_checkpoints(tmp_path)] == kept

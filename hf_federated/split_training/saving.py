@@ -95,7 +95,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             if not self.args.save_only_model:
                 save_parties(self._federation, staged)
             publish(staged, final)
-            rotate(self.args.output_dir, self._kept_checkpoints, best)
+            rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))
