@@ -6,6 +6,8 @@ process and between two machines the same bytes pass; what differs is the [`Link
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -83,6 +85,7 @@ class Boundary:
         self._micro_step = 0
         self._num_told = 0
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._dropped: collections.deque[int] = collections.deque()
 
     def begin_step(self, step: int, total_targets: int | None = None) -> None:
         """Passages from now on belong to this optimizer step, of so many target tokens where they must be told."""
@@ -120,6 +123,7 @@ class Boundary:
         Returns:
             `torch.Tensor`: Of the shape and dtype of `hidden`.
         """
+        self._tell_dropped()
         autocast = None
         if torch.is_autocast_enabled(hidden.device.type):
             autocast = str(torch.get_autocast_dtype(hidden.device.type)).removeprefix("torch.")
@@ -196,9 +200,21 @@ class Boundary:
         states = self.wire.decode(answer.gradient, len(gradient), passage.dtype).to(passage.device)
         return states if total is None else states / max(total, 1)
 
-    def forget(self, cache_id: int) -> None:
-        """The server may drop a cache."""
-        self.link.exchange(Forget(self.client_id, cache_id).to_bytes())
+    def drop(self, cache_id: int) -> None:
+        """
+        The server may drop a cache; it is told before the next passage, or by `flush`. A collection of garbage calls
+        this, in any thread and also in the midst of an exchange: nothing is sent here.
+        """
+        self._dropped.append(cache_id)
+
+    def flush(self) -> None:
+        """Tell the server which caches it may drop; a link that is gone says so when it is used again."""
+        with contextlib.suppress(Exception):
+            self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        while self._dropped:
+            self.link.exchange(Forget(self.client_id, self._dropped.popleft()).to_bytes())
 
 
 class _Passage(torch.autograd.Function):

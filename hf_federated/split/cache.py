@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import weakref
 from typing import Any
@@ -19,7 +18,8 @@ class SplitCache(DynamicCache):
     What `generate` passes from token to token of a split model.
 
     Head and tail have caches of their own here; the server's lies with the server, which is told to drop it when this
-    object is gone. Its length is that of the tokens, without prefixes.
+    object is gone: at the end of `generate`, or before the next passage. Its length is that of the tokens, without
+    prefixes.
 
     Args:
         head ([`Part`]): The client's first part.
@@ -39,7 +39,7 @@ class SplitCache(DynamicCache):
         self.is_broken = False
         # All tokens, where a layout's runner makes positions of them. They stay here.
         self.tokens: torch.Tensor | None = None
-        weakref.finalize(self, _forget, boundary, self.number)
+        weakref.finalize(self, boundary.drop, self.number)
 
     def begin(self, num_rows: int) -> None:
         """
@@ -85,9 +85,3 @@ class SplitCache(DynamicCache):
         )
 
     reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _refuse
-
-
-def _forget(boundary: Boundary, number: int) -> None:
-    """Tell the server; a link that is gone takes its caches with it, or the server drops the oldest."""
-    with contextlib.suppress(Exception):  # nobody could catch it, as this is called when the cache is collected
-        boundary.forget(number)

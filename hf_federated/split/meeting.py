@@ -234,7 +234,7 @@ class MeetingLink:
         message = read_request(blob)
         if message.client_id != self.client_id:
             raise ValueError(f"Client {self.client_id!r} sent a message in the name of {message.client_id!r}.")
-        # A cache may be forgotten at any time, also in another client's thread.
+        # A cache may be forgotten at any time.
         if isinstance(message, Forget) or self.client_id not in self.meeting._present:
             return self.meeting.server.answer(blob)
         return self.meeting.exchange(self.client_id, message)

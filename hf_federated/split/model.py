@@ -378,7 +378,11 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             raise ValueError(f"A split model has a dynamic cache, not {settings.cache_implementation!r}.")
         if settings.use_cache and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
-        return super().generate(inputs, generation_config, **kwargs)
+        output = super().generate(inputs, generation_config, **kwargs)
+        # Of a cache that was made here nothing is left, unless the output has it.
+        kwargs.pop("past_key_values", None)
+        self.boundary.flush()
+        return output
 
     def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
         """Target tokens of a batch, where the server must know them."""

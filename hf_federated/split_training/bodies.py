@@ -169,7 +169,7 @@ class ServerBodies:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, state)
             publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        rotate(self._directory, kept_checkpoints(self.args), None)
+        rotate(self._directory, kept_checkpoints(self.args), None, step)
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from ..data import FederatedDataset
 from ..split.model import SplitModel
@@ -111,6 +111,36 @@ def own_rows(client_id: str, rows: Any) -> dict[str, Any]:
             "client has its own."
         )
     return {client_id: rows[client_id]}
+
+
+def check_networked_evaluation(
+    args: TrainingArguments, config: SplitConfig, steps_of: Mapping[str, int] | None = None
+) -> None:
+    """
+    Refuse evaluations inside a networked run in which the server's body would not be of one step: nobody waits for
+    a client that evaluates, but those whose next step it takes part in.
+
+    Args:
+        args (`transformers.TrainingArguments`): The client's.
+        config ([`SplitConfig`]): The cut and the strategy.
+        steps_of (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, once they are known.
+
+    Raises:
+        ValueError: If so.
+    """
+    if args.load_best_model_at_end:
+        raise ValueError("Every client of a networked run has results of its own: set load_best_model_at_end=False.")
+    if config.strategy == "serial" and args.eval_strategy != IntervalStrategy.NO:
+        raise ValueError(
+            "While a client of a networked run with strategy='serial' evaluates, another one trains the server's "
+            "body: set eval_strategy='no', and evaluate when training is over."
+        )
+    if args.eval_strategy == IntervalStrategy.STEPS and len(set((steps_of or {}).values())) > 1:
+        raise ValueError(
+            f"Clients have {', '.join(f'{own}: {steps}' for own, steps in (steps_of or {}).items())} steps in an "
+            "epoch. While one that has no more evaluates, others train the server's body: set eval_strategy='epoch', "
+            "after which all go on together, or 'no'."
+        )
 
 
 def check_join(message: Join, digest: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..split.parts import Part
 from .parties import Party
@@ -41,8 +41,10 @@ def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_ste
         `list[LRScheduler]`: The schedule of each.
     """
     args = copy.copy(args)
-    # A trainer that may push creates its repository when it is built.
-    args.push_to_hub = False
+    # A trainer that may push creates its repository when it is built, and one that evaluates asks for rows.
+    args.push_to_hub = args.load_best_model_at_end = False
+    args.eval_strategy = IntervalStrategy.NO
+    args.report_to = []
     schedulers = []
     for party in parties:
         if not party.trained():

@@ -20,7 +20,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, TrainOutput
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..checkpoint import checkpoint_to_resume, clear_staging, rotate
@@ -31,7 +31,7 @@ from ..ledger import Ledger
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
 from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints
-from .checks import as_split_model, check_split_arguments, own_rows
+from .checks import as_split_model, check_networked_evaluation, check_split_arguments, own_rows
 from .config import SplitConfig
 from .digest import run_digest
 from .federation import ClientParty, SplitFederation
@@ -116,7 +116,8 @@ class SplitMixin(SplitSavingMixin):
                 self._remote.leave()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
-                rotate(self.args.output_dir, self._kept_checkpoints, self.state.best_model_checkpoint)
+                best = self.state.best_model_checkpoint
+                rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
             return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
         except BaseException:
             # Of a run that is interrupted, too, the model is what was trained until then.
@@ -132,15 +133,7 @@ class SplitMixin(SplitSavingMixin):
         assert self.clients is not None
         if self._remote is not None:
             raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
-        if self.args.load_best_model_at_end:
-            raise ValueError(
-                "Every client of a networked run has results of its own: set load_best_model_at_end=False."
-            )
-        if self.split.strategy == "serial" and self.args.eval_strategy != IntervalStrategy.NO:
-            raise ValueError(
-                "While a client of a networked run with strategy='serial' evaluates, another one trains the server's "
-                "body: set eval_strategy='no', and evaluate when training is over."
-            )
+        check_networked_evaluation(self.args, self.split)
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
         paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
@@ -151,6 +144,11 @@ class SplitMixin(SplitSavingMixin):
         self._remote = RemoteFederation(self.model, self.split, self.split.seed_of(args), self.ledger, self._envelopes)
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
         step = self._remote.join(digest, num_steps, list(paths))
+        try:
+            check_networked_evaluation(args, self.split, self._remote.steps_of)
+        except ValueError:
+            self._remote.leave()
+            raise
         if paths and not step:
             logger.warning(f"Others have no checkpoint of the steps {sorted(paths)}: the run begins anew.")
         return paths[step] if step else None

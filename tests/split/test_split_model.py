@@ -14,7 +14,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_federated import SplitModel
-from hf_federated.split import Cut, Layout, LocalLink
+from hf_federated.split import Cut, Forget, Layout, LocalLink
+from hf_federated.split.messages import Forward, read_request
 
 
 CUTS = [(1, 1), (0, 1), (2, 2)]
@@ -111,6 +112,65 @@ def test_the_server_sends_one_tokens_states_a_step_and_drops_the_cache_afterward
     assert prompt > 9 * 3 * 32 * 4 > max(others) > 3 * 32 * 4
     gc.collect()
     assert not server._caches
+
+
+class OneAtATime:
+    """A link as one over a network, which takes a message after the other; garbage is collected during each."""
+
+    def __init__(self, server):
+        self.server, self.is_busy, self.sent = server, False, []
+
+    def exchange(self, blob):
+        assert not self.is_busy
+        self.is_busy = True
+        gc.collect()
+        self.sent.append(read_request(blob))
+        answer = self.server.answer(blob)
+        self.is_busy = False
+        return answer
+
+    def end_step(self):
+        pass
+
+
+def test_a_cache_that_is_collected_in_the_midst_of_an_exchange_sends_nothing_there():
+    split = SplitModel.from_model(decoder("llama"))
+    ids = batch(None)["input_ids"]
+    link = split.boundary.link = OneAtATime(split.boundary.link.server)
+    with torch.no_grad():
+        cache = split(ids, use_cache=True).past_key_values
+        cache.itself = cache
+        del cache
+        split(ids)
+        assert [type(message) for message in link.sent] == [Forward, Forward] and len(link.server._caches) == 1
+        split(ids)
+    assert [type(message) for message in link.sent[2:]] == [Forget, Forward] and not link.server._caches
+
+
+def test_a_cache_of_generate_is_dropped_at_its_end_unless_the_output_has_it():
+    split = SplitModel.from_model(decoder("llama"))
+    server = split.boundary.link.server
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    split.generate(batch(None)["input_ids"], **settings)
+    assert not server._caches
+    output = split.generate(batch(None)["input_ids"], return_dict_in_generate=True, **settings)
+    assert list(server._caches) == [("client", output.past_key_values.number)]
+
+
+def test_a_link_that_ended_takes_no_generated_text_with_it():
+    split = SplitModel.from_model(decoder("llama"))
+    server = split.boundary.link.server
+    ids = batch(None)["input_ids"]
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = split.generate(ids, **settings)
+
+    def end_at_forget(blob):
+        if isinstance(read_request(blob), Forget):
+            raise ConnectionError("the link ended")
+        return server.answer(blob)
+
+    split.boundary.link = type("Link", (), {"exchange": staticmethod(end_at_forget)})()
+    assert torch.equal(split.generate(ids, **settings), expected)
 
 
 def test_ways_of_generating_that_a_server_cannot_follow_are_refused():

@@ -97,6 +97,7 @@ class Run:
         adapter (`PeftConfig`, *optional*): What all parts get.
         deadline (`float`, *optional*): As of [`TrainingServer`].
         model (`PreTrainedModel`, *optional*): What all start from.
+        eval_dataset (`datasets.Dataset`, *optional*): Of every client.
         changes: Of the training arguments.
     """
 
@@ -109,6 +110,7 @@ class Run:
         deadline: float | None = None,
         links: Callable[[TrainingServer, str], Any] = Direct,
         model: Any = None,
+        eval_dataset: Any = None,
         **changes: Any,
     ) -> None:
         model = SplitModel.from_model(whole_model() if model is None else model, split.head_blocks, split.tail_blocks)
@@ -133,6 +135,7 @@ class Run:
                 own,
                 arguments(directory / client_id, **changes),
                 train_dataset=rows,
+                eval_dataset=eval_dataset,
                 split=split,
                 envelopes=PeerEnvelopes(identity(client_id), fingerprints, 2048),
             )

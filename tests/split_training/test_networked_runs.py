@@ -233,6 +233,36 @@ def test_clients_in_turns_are_not_evaluated_while_another_trains(tmp_path):
     assert all("set eval_strategy='no'" in str(error) for error in run.errors.values())
 
 
+@pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
+@pytest.mark.parametrize(
+    ("sizes", "average_every", "changes"),
+    [((4, 4), 1, {"eval_strategy": "steps", "eval_steps": 1}), ((5, 3, 4), 3, {"eval_strategy": "epoch"})],
+    ids=["steps", "epoch"],
+)
+def test_clients_evaluate_inside_a_run_what_one_process_does(strategy, sizes, average_every, changes, tmp_path):
+    split = SplitConfig(strategy=strategy, average_every=average_every)
+    settings = {"num_train_epochs": 2, **changes}
+    one = split_trainer(tmp_path / "one", clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
+    one.train()
+    run = Run(tmp_path, clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
+    run.train()
+    assert not run.errors
+    losses, *others = [
+        {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+        for trainer in (one, *run.trainers.values())
+    ]
+    assert len(losses) > 1 and all(own == pytest.approx(losses, abs=1e-6) for own in others)
+
+
+@pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
+def test_nobody_evaluates_while_others_take_steps_without_it(strategy, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows_of(9)}
+    run = Run(tmp_path, clients_of(8, 2), config_of(strategy), LORA, **settings)
+    run.train()
+    assert set(run.errors) == {"client 0", "client 1"} and run.server.step == 0
+    assert any("client 0: 4, client 1: 1 steps in an epoch" in str(error) for error in run.errors.values())
+
+
 def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
     run.train()

@@ -198,5 +198,5 @@ def test_a_deadline_at_which_everybody_waits_ends_the_run(tmp_path):
     for number, own in enumerate(server.client_ids):
         server._gathered["forward", number] = Gathering()
         server._gathered["forward", number].messages[own] = None
-    with pytest.raises(RunFailedError, match="client 0, client 1 wait for one another at step 0"):
+    with server._changed, pytest.raises(RunFailedError, match="client 0, client 1 wait for one another at step 0"):
         server._go_on_without(server.client_ids)
