@@ -96,16 +96,17 @@ class SplitSteps(Dataset[StepBatches]):
         """Rows of an epoch, of all clients."""
         return sum(len(own) for own in self.rows.values())
 
-    def has_means_of_several(self, average_every: int, num_steps: int) -> bool:
+    def periods_of_one(self, average_every: int, num_steps: int) -> tuple[int, int]:
         """
-        Whether more than one client trains between one average and the next, anywhere in the run.
+        Between how many averages and the next one client alone trains, and how many there are; of the first epoch.
 
         Args:
             average_every (`int`): Optimizer steps from one average to the next.
             num_steps (`int`): Optimizer steps of the run.
         """
-        periods = (range(start, min(start + average_every, num_steps)) for start in range(0, num_steps, average_every))
-        return any(len({own for step in each for own in self._plan[step % len(self)]}) > 1 for each in periods)
+        num_steps = min(num_steps, len(self))
+        periods = [range(start, min(start + average_every, num_steps)) for start in range(0, num_steps, average_every)]
+        return sum(len({own for step in each for own in self._plan[step]}) == 1 for each in periods), len(periods)
 
     def __getitem__(self, index: int) -> StepBatches:
         step = self._plan[index]

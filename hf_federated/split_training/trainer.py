@@ -265,10 +265,12 @@ class SplitMixin(SplitSavingMixin):
         every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
         if every is None or steps.num_clients == 1:
             return
-        if not steps.has_means_of_several(every, self.state.max_steps):
+        alone, periods = steps.periods_of_one(every, self.state.max_steps)
+        if alone > periods / 2:
             logger.warning(
-                f"With average_every={every} no client but one trains between one average and the next, so that its "
-                "parts are handed over and nothing is averaged: lower steps_per_turn, or raise average_every."
+                f"With average_every={every} one client alone trains between one average and the next in {alone} of "
+                f"{periods} periods of an epoch, so that its parts are handed over and nothing is averaged: lower "
+                "steps_per_turn, or raise average_every."
             )
 
     def training_step(
