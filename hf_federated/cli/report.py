@@ -340,8 +340,11 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
         notes.append(f"With updates that failed or were refused: {'; '.join(failed)}.")
     for seed in sorted({record["seed"] for record in records}):
         made = [record for record in records if record["seed"] == seed]
-        hashes = [(record.get("test_rows"), *sorted((record.get("further_rows") or {}).items())) for record in made]
-        if len(set(hashes)) > 1:
+        hashes: dict[str, set[str]] = {}
+        for record in made:  # of which older ones may say nothing of further rows
+            for split, rows in {"": record.get("test_rows"), **(record.get("further_rows") or {})}.items():
+                hashes.setdefault(split, set()).update([rows] if rows else [])
+        if any(len(own) > 1 for own in hashes.values()):
             notes.append(f"Under seed {seed} the runs were tested on different rows; their differences mean little.")
     packages = {name for record in records for name in record.get("versions", {})}
     for package in sorted(packages):

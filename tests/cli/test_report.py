@@ -161,6 +161,19 @@ def test_different_versions_are_told():
     assert "versions of transformers" not in report
 
 
+def test_other_rows_are_told_and_unknown_ones_are_none():
+    known = {"test_rows": "a", "further_rows": {"shifted": "b"}}
+    told = "Under seed 0 the runs were tested on different rows"
+    for other, is_told in (
+        (known, False),
+        ({"test_rows": "a"}, False),
+        ({"test_rows": "a", "further_rows": {"shifted": "c"}}, True),
+        ({"test_rows": "c", "further_rows": {"shifted": "b"}}, True),
+    ):
+        made = [record("FedAvg", 0, 0.5, **known), record("FedOpt", 0, 0.5, **other)]
+        assert (told in benchmark_report(made, SECTION, "text.yaml")) == is_told
+
+
 def test_the_panel_has_the_curves_of_federations_and_the_values_of_baselines():
     made = records()
     assert curve_panel(made, SECTION, "text.yaml") is None
