@@ -132,6 +132,11 @@ def discard(checkpoint: Path) -> None:
         trash.parent.rmdir()
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint that `list_checkpoints` found."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a directory, oldest step first."""
     found = [(int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.match(path.name))]
@@ -193,8 +198,8 @@ def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, bes
     """
     if save_total_limit is None or save_total_limit < 1:
         return
-    found = [(int(path.name.rpartition("-")[2]), path) for path in list_checkpoints(output_dir)]
-    checkpoints = [path for own, path in found if own > step] + [path for own, path in found if own <= step]
+    # Sorted already by step, and a sort keeps the order of what is alike.
+    checkpoints = sorted(list_checkpoints(output_dir), key=lambda path: step_of(path) <= step)
     kept = {checkpoints[-1].resolve()} if checkpoints else set()
     if best is not None:
         kept.add(Path(best).resolve())

@@ -209,7 +209,7 @@ class Boundary:
 
     def flush(self) -> None:
         """Tell the server which caches it may drop; a link that is gone says so when it is used again."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # what was generated is not lost for it
             self._tell_dropped()
 
     def _tell_dropped(self) -> None:

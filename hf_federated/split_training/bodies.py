@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
-from ..checkpoint import list_checkpoints, publish, rotate, staged_directory
+from ..checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from ..split.body import BodyServer
 from ..split.messages import Backward, Forward
 from ..split.parts import Part
@@ -158,7 +158,7 @@ class ServerBodies:
 
     def checkpoints(self) -> dict[int, Path]:
         """What there is to go on from, by step."""
-        return {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self._directory)}
+        return {step_of(path): path for path in list_checkpoints(self._directory)}
 
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint, where one of these many steps is due."""

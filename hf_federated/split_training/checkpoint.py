@@ -16,7 +16,7 @@ from typing import Any
 from peft import PeftConfig
 from transformers import PretrainedConfig
 
-from ..checkpoint import FEDERATED_DIR, check_weights, list_checkpoints
+from ..checkpoint import FEDERATED_DIR, check_weights, list_checkpoints, step_of
 from ..data.names import escape_client_id
 from ..ledger import Ledger
 from ..packing import pack, unpack
@@ -59,7 +59,7 @@ def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
 def resumable_checkpoints(output_dir: str | os.PathLike[str]) -> dict[int, str]:
     """The checkpoints in a directory that hold parties, by step: not those of `save_only_model=True`."""
     found = [path for path in list_checkpoints(output_dir) if (path / FEDERATED_DIR / RUN_FILE).is_file()]
-    return {int(path.name.rpartition("-")[2]): os.fspath(path) for path in found}
+    return {step_of(path): os.fspath(path) for path in found}
 
 
 def load_parties(federation: SplitFederation | RemoteFederation, checkpoint: str | os.PathLike[str]) -> Ledger:

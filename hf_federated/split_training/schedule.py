@@ -42,9 +42,8 @@ def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_ste
     """
     args = copy.copy(args)
     # A trainer that may push creates its repository when it is built, and one that evaluates asks for rows.
-    args.push_to_hub = args.load_best_model_at_end = False
+    args.push_to_hub = False
     args.eval_strategy = IntervalStrategy.NO
-    args.report_to = []
     schedulers = []
     for party in parties:
         if not party.trained():

@@ -98,15 +98,17 @@ class SplitSteps(Dataset[StepBatches]):
 
     def periods_of_one(self, average_every: int, num_steps: int) -> tuple[int, int]:
         """
-        Between how many averages and the next one client alone trains, and how many there are; of the first epoch.
+        Between how many averages and the next one client alone trains, and how many such periods there are; of those
+        that begin in the first epoch.
 
         Args:
             average_every (`int`): Optimizer steps from one average to the next.
             num_steps (`int`): Optimizer steps of the run.
         """
-        num_steps = min(num_steps, len(self))
-        periods = [range(start, min(start + average_every, num_steps)) for start in range(0, num_steps, average_every)]
-        return sum(len({own for step in each for own in self._plan[step]}) == 1 for each in periods), len(periods)
+        starts = range(0, min(num_steps, len(self)), average_every)
+        periods = [range(start, min(start + average_every, num_steps)) for start in starts]
+        trained = [{own for step in each for own in self._plan[step % len(self)]} for each in periods]
+        return sum(len(own) == 1 for own in trained), len(periods)
 
     def __getitem__(self, index: int) -> StepBatches:
         step = self._plan[index]
