@@ -36,7 +36,7 @@ class AdaFD(Distillation):
             `"rnwc"`: `w_k ∝ 1 / l_k` (equation 6); `"enwc"`: `w_k ∝ exp(−β l_k)` (equation 7); `"llm"`: a language
             model says (section V-A); `"size"`: rows; `"uniform"`.
         beta (`float`, *optional*, defaults to `5.0`):
-            `β` of ENWC.
+            `β` of ENWC, by which the language model's clients weigh too where it gives no weights.
         center (`bool`, *optional*, defaults to `False`):
             Whether the squared error is of centred logits, which is what KL divergence tends to with its temperature.
             Equation 10 is of the raw ones.
@@ -51,8 +51,8 @@ class AdaFD(Distillation):
         kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
 
     Raises:
-        ValueError: If the weighting is unknown, or `generate` does not go with it; when a trainer is built, if a
-            language model shall read the logits of a vocabulary, or there is none of the name.
+        ValueError: If the weighting is unknown, or `generate` or another setting does not go with it; when a trainer
+            is built, if a language model shall read the logits of a vocabulary, or there is none of the name.
 
     Example:
 
@@ -85,6 +85,10 @@ class AdaFD(Distillation):
             raise ValueError(
                 f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or a model's name."
             )
+        if self.weighting != LLM:
+            self._refuse_without_effect("clients_evaluate", beside=f"weighting={self.weighting!r}")
+        if self.weighting not in ("enwc", LLM):
+            self._refuse_without_effect("beta", beside=f"weighting={self.weighting!r}")
         self._fell_back = False
         self._llm: LLMWeighting | None = None
 

@@ -124,8 +124,7 @@ class Distillation:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` is {value}; it must be positive.")
-        for name in sorted(self.non_default_settings().keys() & set(self.ignores)):
-            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}: leave it out.")
+        self._refuse_without_effect(*self.ignores)
         self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
 
     # ---- What it is
@@ -204,6 +203,12 @@ class Distillation:
             for item in dataclasses.fields(self)
             if item.init and getattr(self, item.name) != item.default
         }
+
+    def _refuse_without_effect(self, *names: str, beside: str = "") -> None:
+        """Refuse settings that are given and would do nothing, be it for another one."""
+        for name in sorted(self.non_default_settings().keys() & set(names)):
+            because = f" with {beside}" if beside else ""
+            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{because}: leave it out.")
 
     def __repr__(self) -> str:
         settings = name_functions(self.non_default_settings())

@@ -79,7 +79,7 @@ class FedID(Distillation):
             `train_on_labelled`: the server looks at its labelled rows and does not train on them.
 
     Raises:
-        ValueError: If the feedback is unknown or a number is out of range.
+        ValueError: If the feedback is unknown, a number is out of range, or a setting has no effect beside another.
 
     Example:
 
@@ -107,6 +107,8 @@ class FedID(Distillation):
             raise ValueError(f"`feedback` is {self.feedback!r}; allowed are {', '.join(map(repr, FEEDBACKS))}.")
         if not self.feedback_step_size > 0:
             raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
+        if self.feedback not in ("chain_rule", "per_example"):
+            self._refuse_without_effect("feedback_step_size", beside=f"feedback={self.feedback!r}")
         if self.public_epochs < 1:
             raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
         if not self.clients_distill and self.feedback == "none":

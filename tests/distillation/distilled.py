@@ -46,10 +46,18 @@ def client_model(client_id: str) -> Any:
 
 
 class Recorder(FederatedCallback):
-    """The messages that really went to and fro, and optionally their way through bytes."""
+    """
+    The messages that really went to and fro.
 
-    def __init__(self, serialize: bool = False) -> None:
+    Args:
+        serialize (`bool`, *optional*, defaults to `False`): Whether they go through bytes.
+        separate (`bool`, *optional*, defaults to `False`):
+            Whether clients have an algorithm of their own, made of the same settings, as in a process of theirs.
+    """
+
+    def __init__(self, serialize: bool = False, separate: bool = False) -> None:
         self.serialize = serialize
+        self.separate = separate
         self.sent: list[Message] = []
         self.received: list[Message] = []
         self.trainer: Any = None
@@ -57,6 +65,9 @@ class Recorder(FederatedCallback):
     def on_round_begin(self, args, state, control, **kwargs):
         engine = self.trainer.engine
         engine.serialize = self.serialize
+        if self.separate and engine.worker._distillation is self.trainer.distillation:
+            algorithm = self.trainer.distillation
+            engine.worker._distillation = type(algorithm)(**algorithm.settings())
         if engine.worker.handle.__func__ is type(engine.worker).handle:
             handle = engine.worker.handle
 

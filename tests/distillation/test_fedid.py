@@ -69,14 +69,16 @@ class Run:
 
 def one_round(tmp_path, server=None, **kwargs) -> Run:
     record = Recorder()
-    others = {} if kwargs.get("feedback") == "none" else {"server_dataset": LABELLED}
+    feedback = kwargs.get("feedback", "chain_rule")
+    others = {} if feedback == "none" else {"server_dataset": LABELLED}
+    if feedback in ("chain_rule", "per_example"):
+        kwargs = {"feedback_step_size": STEP_SIZE, **kwargs}
     trainer = distilled(
         tmp_path,
         "fedid",
         {
             "server_learning_rate": SERVER_RATE,
             "client_learning_rate": CLIENT_RATE,
-            "feedback_step_size": STEP_SIZE,
             **kwargs,
         },
         federation={"num_rounds": 1, "local_epochs": 1},

@@ -19,7 +19,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from transformers import Trainer
 
 from hf_federated import DISTILLATIONS, FederatedCallback, FederatedConfig, federate
-from hf_federated.distillation import build_distillation, robust_mean, soft_cross_entropy
+from hf_federated.distillation import ClientReport, build_distillation, enwc, robust_mean, soft_cross_entropy
 from hf_federated.messages import ClientUpdate, Distill, Feedback, Fit, Metrics, Predict, Predictions, public_order
 
 
@@ -35,8 +35,9 @@ def test_every_method_of_the_table_is_tried_here():
 def test_server_and_clients_learn_and_nothing_but_messages_is_shared(tmp_path, method, kwargs):
     objects = distilled(tmp_path / "a", method, kwargs)
     objects.train()
-    through_bytes = distilled(tmp_path / "b", method, kwargs, record=Recorder(serialize=True))
+    through_bytes = distilled(tmp_path / "b", method, kwargs, record=Recorder(serialize=True, separate=True))
     through_bytes.train()
+    assert through_bytes.engine.worker._distillation is not through_bytes.distillation
     assert same_weights(objects.model, through_bytes.model)
     assert same_clients(objects, through_bytes)
     assert objects.ledger.to_dict() == through_bytes.ledger.to_dict()
@@ -113,6 +114,21 @@ def test_clients_go_on_from_their_own_models(tmp_path):
 def test_a_setting_without_effect_is_refused(method, name, value):
     with pytest.raises(ValueError, match=f"`{name}` would have no effect"):
         build_distillation(method, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs", "name"),
+    [
+        ("adafd", {"weighting": "size", "beta": 2.0}, "beta"),
+        ("adafd", {"weighting": "rnwc", "beta": 2.0}, "beta"),
+        ("adafd", {"weighting": "enwc", "clients_evaluate": True}, "clients_evaluate"),
+        ("fedid", {"feedback": "none", "feedback_step_size": 0.2}, "feedback_step_size"),
+        ("fedid", {"feedback": "mpl_sampled", "feedback_step_size": 0.2}, "feedback_step_size"),
+    ],
+)
+def test_a_setting_without_effect_beside_another_is_refused(method, kwargs, name):
+    with pytest.raises(ValueError, match=f"`{name}` would have no effect on {DISTILLATIONS[method].__name__} with"):
+        build_distillation(method, kwargs)
 
 
 def test_allowed_settings_are_those_with_an_effect():
@@ -317,6 +333,20 @@ def test_adafd_asks_a_language_model_and_falls_back_where_it_talks(tmp_path):
     assert not any(client_id in prompts[0].split() for client_id in ("b", "c"))
 
 
+def test_where_a_language_model_talks_beta_is_that_of_the_weights_by_loss(tmp_path):
+    weights = {}
+    for beta in (5.0, 50.0):
+        record = Recorder()
+        kwargs = {"weighting": "llm", "beta": beta, "generate": lambda prompt: "I would trust the first."}
+        trainer = distilled(tmp_path / str(beta), "adafd", kwargs, record=record, federation={"num_rounds": 1})
+        trainer.train()
+        weights[beta] = trainer.distillation.weights
+        updates = of(record.received, ClientUpdate)
+        told = [ClientReport(u.client_id, u.num_examples, u.metrics["min_epoch_loss"]) for u in updates]
+        assert weights[beta] == pytest.approx(enwc(told, beta))
+    assert any(abs(weights[5.0][client_id] - weights[50.0][client_id]) > 0.01 for client_id in SIZES)
+
+
 @pytest.mark.parametrize(("method", "steps"), [("dsfl", 2 * NUM_BATCHES), ("fedid", 2 * NUM_BATCHES)])
 def test_optimizers_of_distillation_last_for_the_run(tmp_path, method, steps):
     trainer = distilled(tmp_path, method)
@@ -341,6 +371,39 @@ def test_an_interactive_round_asks_for_every_mini_batch_once(tmp_path):
     seen = torch.cat([public_order(NUM_PUBLIC, m.order)[m.start : m.stop] for m in asked])
     assert sorted(seen.tolist()) == list(range(NUM_PUBLIC))
     assert len(of(record.received, Metrics)) == len(SIZES) * NUM_BATCHES
+
+
+def test_every_mini_batch_has_labelled_rows_and_drawn_labels_of_its_own(tmp_path):
+    record = Recorder()
+    kwargs, labelled = {"feedback": "mpl_sampled"}, rows(12, seed=6)
+    trainer = distilled(tmp_path, "fedid", kwargs, record=record, server_dataset=labelled)
+    batches: list[frozenset[tuple[int, ...]]] = []
+
+    class Notes(FederatedCallback):
+        def on_round_begin(self, args, state, control, server, **_):
+            if server.round > 0:
+                return
+            of_server = trainer._runtime._distillation_callback._server
+            drawn = of_server.labelled_batch
+
+            def noted(size, *purpose):
+                batch = drawn(size, *purpose)
+                batches.append(frozenset(map(tuple, batch["input_ids"].tolist())))
+                return batch
+
+            of_server.labelled_batch = noted
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert len(batches) == 2 * NUM_BATCHES
+    # Of 12 rows 4 each time: 495 sets, of which none comes twice here, and six of which leave one row out on average.
+    assert len(set(batches)) == len(batches) and all(len(batch) == 4 for batch in batches)
+    assert len(frozenset.union(*batches)) >= 10
+    seeds: dict[tuple[int, ...], set[int]] = {}
+    for message in of(record.sent, Feedback):
+        seeds.setdefault((message.round, message.start), set()).add(message.settings["labels"])
+    assert len(seeds) == 2 * NUM_BATCHES and all(len(of_batch) == 1 for of_batch in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds)
 
 
 @pytest.mark.parametrize("prediction", [{"prediction_dtype": "float16"}, {"prediction_dtype": "int8"}, {"top_k": 1}])
