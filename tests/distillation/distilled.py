@@ -40,6 +40,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+# Those whose clients have the server's architecture.
+SHARED_MODEL = ("fedaux", "feddf", "feddrs", "feded")
+
+
 def client_model(client_id: str) -> Any:
     """One layer for some, three for the others."""
     return tiny_model(seed=ord(client_id), num_hidden_layers=1 + 2 * (ord(client_id) % 2))
@@ -114,7 +118,7 @@ def distilled(
     }
     if method == "feddrs":
         del given["public_dataset"], given["server_dataset"]
-    if differ and method not in ("fedaux", "feddf", "feddrs", "feded"):
+    if differ and method not in SHARED_MODEL:
         given["client_model_init"] = client_model
     trainer = FederatedTrainer(
         args=arguments(output_dir, **(args or {})),

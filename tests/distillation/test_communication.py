@@ -8,10 +8,11 @@ What a message needs beside its tensors, its header, is read off its bytes: a sa
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from datasets import Dataset
-from distilled import METHODS, NUM_CLASSES, NUM_PUBLIC, SIZES, Recorder, distilled
+from distilled import BATCH_SIZE, METHODS, NUM_CLASSES, NUM_PUBLIC, SHARED_MODEL, SIZES, Recorder, distilled
 from tiny import rows, tiny_model
 
 from hf_federated.distillation import PredictionCodec
@@ -60,6 +61,19 @@ def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **others):
     return trainer, record
 
 
+def four_classes(num_rows, seed):
+    tokens = rows(num_rows, seed)["input_ids"]
+    return Dataset.from_dict({"input_ids": tokens, "labels": [row[0] % 4 for row in tokens]})
+
+
+FOUR_CLASSES = {
+    "model": tiny_model(num_labels=4),
+    "client_model_init": lambda client_id: tiny_model(ord(client_id), num_labels=4),
+    "train_dataset": {client_id: four_classes(size, ord(client_id)) for client_id, size in SIZES.items()},
+    "server_dataset": four_classes(6, seed=6),
+}
+
+
 def header_bytes(message: Message) -> int:
     return 8 + int.from_bytes(message.to_bytes()[:8], "little")
 
@@ -83,6 +97,38 @@ def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
             assert tensor_bytes(trainer, record.sent, round, client_id, "down") == down
             assert tensor_bytes(trainer, record.received, round, client_id, "up") == up
     assert len(trainer.ledger.rounds()) == num_rounds
+
+
+def largest_headers(record) -> dict[type[Message], tuple[int, int, int]]:
+    """By kind of message the longest header, and how many tensors and class counts that message has."""
+    found: dict[type[Message], tuple[int, int, int]] = {}
+    for message in record.sent + record.received:
+        blob = message.to_bytes()
+        names = json.loads(blob[8 : header_bytes(message)])
+        counts = sum(name.startswith(CLASS_COUNT) for name in getattr(message, "metrics", {}))
+        size = (header_bytes(message), len(names), counts)
+        found[type(message)] = max(size, found.get(type(message), size))
+    return found
+
+
+@pytest.mark.parametrize(("method", "kwargs"), METHODS)
+def test_headers_do_not_grow_with_rows_or_classes(tmp_path, method, kwargs):
+    """So no number that the formulas leave out can stand in one."""
+    _, record = trained(tmp_path / "a", method, kwargs, num_rounds=1)
+    others = FOUR_CLASSES | {"public_dataset": four_classes(2 * NUM_PUBLIC, seed=5)}
+    if method in SHARED_MODEL:
+        del others["client_model_init"]
+    if method == "feddrs":
+        del others["public_dataset"], others["server_dataset"]
+    _, larger = trained(
+        tmp_path / "b", method, kwargs, num_rounds=1, args={"per_device_train_batch_size": 2 * BATCH_SIZE}, **others
+    )
+    before, after = largest_headers(record), largest_headers(larger)
+    assert before.keys() == after.keys()
+    for kind, (length, num_tensors, num_counts) in after.items():
+        # A few digits of shapes, offsets and other numbers, and what clients are said to count.
+        allowed = 3 * num_tensors + 32 + 48 * (num_counts - before[kind][2])
+        assert length - before[kind][0] <= allowed, kind
 
 
 @pytest.mark.parametrize(
@@ -112,15 +158,11 @@ def test_feddrs_costs_what_fedavg_does_and_a_label_histogram(tmp_path):
         assert reply.num_bytes == with_histogram.num_bytes
 
 
-def four_classes(num_rows, seed):
-    tokens = rows(num_rows, seed)["input_ids"]
-    return Dataset.from_dict({"input_ids": tokens, "labels": [row[0] % 4 for row in tokens]})
-
-
 @pytest.mark.parametrize(
     "prediction",
     [
         {"prediction_dtype": "float16"},
+        {"prediction_dtype": "bfloat16"},
         {"prediction_dtype": "int8"},
         {"top_k": 2},
         {"top_k": 1, "prediction_dtype": "int8"},
@@ -133,10 +175,7 @@ def test_predictions_that_travel_smaller_cost_what_their_codec_says(tmp_path, me
         method,
         prediction,
         num_rounds=1,
-        model=tiny_model(num_labels=4),
-        client_model_init=lambda client_id: tiny_model(ord(client_id), num_labels=4),
-        train_dataset={client_id: four_classes(size, ord(client_id)) for client_id, size in SIZES.items()},
-        server_dataset=four_classes(6, seed=6),
+        **FOUR_CLASSES,
     )
     codec = PredictionCodec(prediction.get("prediction_dtype", "float32"), prediction.get("top_k"))
     predictions = NUM_PUBLIC * codec.num_bytes_per_row(4)
