@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.utils import logging
 
 from .adapters import Exchange, copy_model, freeze_layers
 from .clients import ClientSpec, Student, client_arguments
@@ -20,6 +21,9 @@ from .data import FederatedDataset
 from .data.source import content_hash
 from .generators import derived_seed, own_draws, preserved_generators
 from .tasks import Task
+
+
+logger = logging.get_logger(__name__)
 
 
 # What encoded rows are told apart by, where no task says what is read.
@@ -66,8 +70,18 @@ class Participants:
 
     @cached_property
     def row_hashes(self) -> dict[str, str]:
-        """Hashes of the public rows and of the server's own, by the argument that they are, where there are any."""
+        """
+        Hashes of the public rows and of the server's own, by the argument that they are, where there are any. What a
+        transform makes of rows when they are read is not in them.
+        """
         given = {"public_dataset": self.public_dataset, "server_dataset": self.server_dataset}
+        for name, rows in given.items():
+            if rows is not None and rows.format["type"] == "custom":
+                logger.warning(
+                    "`%s` has a transform, which a checkpoint cannot compare: resume with the same, or use `map` "
+                    "instead.",
+                    name,
+                )
         return {name: content_hash(rows) for name, rows in given.items() if rows is not None}
 
     @property

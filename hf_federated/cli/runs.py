@@ -25,8 +25,12 @@ from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
 
 
-# What a method that weighs its clients logs of each.
+# What a method logs of itself and a record keeps: of each client what it weighed, how long the feedback is beside the
+# distillation, and the losses of distillation.
 WEIGHT_PREFIX = "federated/weight/"
+METHOD_LOGS = {
+    f"federated/{name}" for name in ("feedback_ratio", "server_distillation_loss", "client_distillation_loss")
+}
 
 
 @dataclass(frozen=True)
@@ -288,11 +292,12 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
 
 
 def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, Any]:
-    """Each round's metrics on the test rows and what a method says its clients weighed; how many updates not used."""
+    """Each round's metrics on the test rows and what a method says of itself; how many updates were not used."""
     rounds: dict[int, dict[str, float]] = {}
     for entry in logs:
         found = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
-        found |= {name.removeprefix("federated/"): entry[name] for name in entry if name.startswith(WEIGHT_PREFIX)}
+        own = (name for name in entry if name.startswith(WEIGHT_PREFIX) or name in METHOD_LOGS)
+        found |= {name.removeprefix("federated/"): entry[name] for name in own}
         if found:
             rounds.setdefault(entry["step"], {}).update(found)
     history = [{"round": number, **found} for number, found in sorted(rounds.items())]

@@ -29,7 +29,10 @@ from .base import (
     read_texts,
     row_name,
 )
-from .metrics import F1, Accuracy
+from .metrics import F1, Accuracy, MatthewsCorrelation
+
+
+METRICS = ("accuracy", "f1_macro", "f1_weighted", "f1", "matthews_correlation")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class TextClassification(Task):
     A label for each text (20 Newsgroups in FedNLP, section 3.1), or for each pair of texts.
 
     Encoded rows have the tokenizer's columns, always with an attention mask, and `labels` (`int`). The metrics are
-    accuracy and macro and weighted F1.
+    accuracy and macro and weighted F1, and `metric` if it is another.
 
     Args:
         label_names (`Sequence[str]`): The labels' names by number.
@@ -48,9 +51,13 @@ class TextClassification(Task):
             The column with the labels: numbers (`ClassLabel`) or names.
         max_length (`int`, *optional*):
             Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
+        metric (`str`, *optional*, defaults to `"accuracy"`):
+            The metric that runs are compared by: `"accuracy"`, `"f1_macro"`, `"f1_weighted"`, `"f1"` of the second
+            of two labels (MRPC and QQP in GLUE), or `"matthews_correlation"` (CoLA).
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a text is empty or a label missing or unknown.
+        ValueError: If an argument is out of range, or `metric` is `"f1"` and there are not two labels; from `encode`,
+            if a text is empty or a label missing or unknown.
         ImportError: From `build_compute_metrics`, if scikit-learn (extra `metrics`) is not installed.
 
     Example:
@@ -77,6 +84,7 @@ class TextClassification(Task):
     text_column: str | tuple[str, str] = "text"
     label_column: str = "label"
     max_length: int | None = None
+    metric: str = "accuracy"
 
     model_class: ClassVar[Any] = AutoModelForSequenceClassification
 
@@ -85,6 +93,13 @@ class TextClassification(Task):
         check_length("max_length", self.max_length)
         if len(self.text_columns) not in (1, 2):
             raise ValueError(f"`text_column` is {self.text_column!r}; name one column, or the two of a pair.")
+        if self.metric not in METRICS:
+            raise ValueError(f"`metric` is {self.metric!r}; allowed are {', '.join(map(repr, METRICS))}.")
+        if self.metric == "f1" and len(self.label_names) != 2:
+            raise ValueError(
+                f"`metric` is 'f1', that of the second of two labels, and there are {len(self.label_names)}: take "
+                "'f1_macro' or 'f1_weighted'."
+            )
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, label_column: str = "label", **kwargs: Any) -> TextClassification:
@@ -129,7 +144,7 @@ class TextClassification(Task):
     @property
     def main_metric(self) -> str:
         """The metric that runs are compared by."""
-        return "accuracy"
+        return self.metric
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -188,8 +203,10 @@ class TextClassification(Task):
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
-        """Accuracy, `f1_macro` and `f1_weighted` of logits of shape `(rows, labels)`. Needs none of its arguments."""
-        metrics = [Accuracy(), F1()]
+        """Metrics of logits of shape `(rows, labels)`, as of the class. Needs none of its arguments."""
+        metrics: list[evaluate.Metric] = [Accuracy(), F1(positive_label=1 if self.metric == "f1" else None)]
+        if self.metric == "matthews_correlation":
+            metrics.append(MatthewsCorrelation())
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
             labels = np.argmax(first_output(prediction.predictions), axis=-1)

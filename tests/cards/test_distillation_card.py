@@ -83,6 +83,9 @@ def test_the_card_names_the_method_the_public_data_and_the_bytes(tmp_path, metho
     assert "predictions of 11 public rows, which server and clients all have. Parameters" in text
     assert "stayed with the clients" in text and "function of the user's" not in text
     assert f"together sent {size(trainer.ledger.bytes_up)} and received {size(trainer.ledger.bytes_down)}" in text
+    public = text[text.index("| Public data ") : text.index("| Evaluation data ")]
+    assert f"| {trainer.public_dataset._fingerprint} |" in public.replace("`", "")
+    assert [row.split("|")[2].strip() for row in public.splitlines() if "| Rows" in row] == ["11"]
 
 
 def test_the_card_says_how_often_predictions_of_a_row_travelled(tmp_path):

@@ -110,6 +110,18 @@ def test_what_adafds_clients_weighed_is_in_the_history(model_dir, texts_dir, sup
     result = measure(run.values, run.method, tmp_path)
     weights = {name: value for name, value in result["history"][0].items() if name.startswith("weight/")}
     assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # of the two clients of the round
+    assert result["history"][0].keys() >= {"server_distillation_loss", "client_distillation_loss"}
+
+
+def test_how_long_fedids_feedback_was_is_in_the_history(model_dir, texts_dir, superglue_dir, tmp_path):
+    path = FOLDER / "fedid" / "table2_heterogeneous.yaml"
+    values = read_values(
+        path, [*tiny(read_values(path), model_dir, texts_dir, superglue_dir), "task.metric=matthews_correlation"]
+    )
+    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == "FedID")
+    result = measure(run.values, run.method, tmp_path)
+    assert result["history"][0]["feedback_ratio"] > 0
+    assert result["metric"] == "matthews_correlation" and -1 <= result["history"][0]["matthews_correlation"] <= 1
 
 
 @pytest.mark.parametrize(

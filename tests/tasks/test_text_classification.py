@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset
 from measure import SHAPE, assert_padding_changes_nothing, milliseconds_a_row
-from sklearn.metrics import f1_score
+from sklearn.metrics import f1_score, matthews_corrcoef
 from tiny import arguments
 from transformers import BertConfig, BertForSequenceClassification, EvalPrediction, Trainer
 
@@ -97,10 +97,10 @@ def test_names_come_from_the_data():
 @pytest.mark.parametrize(
     "kwargs",
     [{"label_names": []}, {"label_names": ["a", "a"]}, {"label_names": ["a"], "max_length": 0},
-     {"label_names": ["a"], "text_column": ("a", "b", "c")}],
+     {"label_names": ["a"], "text_column": ("a", "b", "c")}, {"label_names": ["a"], "metric": "mcc"}],
 )  # fmt: skip
 def test_bad_arguments_are_errors(kwargs):
-    with pytest.raises(ValueError, match="`(label_names|max_length|text_column)` is"):
+    with pytest.raises(ValueError, match="`(label_names|max_length|text_column|metric)` is"):
         TextClassification(**kwargs)
 
 
@@ -125,6 +125,26 @@ def test_metrics_are_those_of_the_most_likely_label():
         metrics = TASK.build_compute_metrics()(EvalPrediction(predictions, labels))
         assert metrics["accuracy"] == pytest.approx((best == labels).mean())
         assert metrics["f1_macro"] == pytest.approx(f1_score(labels, best, average="macro"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference"),
+    [("f1", f1_score), ("matthews_correlation", matthews_corrcoef), ("f1_macro", None), ("accuracy", None)],
+)
+def test_runs_are_compared_by_the_metric_that_the_task_names(metric, reference):
+    logits = np.random.default_rng(0).normal(size=(40, 2))
+    labels = (np.random.default_rng(1).random(40) < 0.7).astype(int)
+    task = TextClassification(["other", "paraphrase"], metric=metric)
+    metrics = task.build_compute_metrics()(EvalPrediction(logits, labels))
+    assert task.main_metric == metric
+    assert metrics.keys() == {"accuracy", "f1_macro", "f1_weighted", metric}
+    if reference is not None:
+        assert metrics[metric] == pytest.approx(reference(labels, logits.argmax(axis=1)))
+
+
+def test_f1_of_one_label_needs_two():
+    with pytest.raises(ValueError, match="and there are 3: take 'f1_macro'"):
+        TextClassification(["entailment", "neutral", "contradiction"], metric="f1")
 
 
 def test_a_trainer_learns_it(tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Macro and weighted F1 of classes, as scikit-learn defines them (extra `metrics`)."""
+"""Macro and weighted F1 of classes, and F1 of one of two, as scikit-learn defines them (extra `metrics`)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class F1(LocalMetric):
     Args:
         labels (`Sequence[int]`, *optional*):
             The classes that count. Defaults to those that occur in the predictions or the references.
+        positive_label (`int`, *optional*):
+            A class whose own F1 is given too, as `f1`. It is 0 if the class does not occur.
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
@@ -43,11 +45,12 @@ class F1(LocalMetric):
     ```
     """
 
-    def __init__(self, labels: Sequence[int] | None = None, **kwargs: Any) -> None:
+    def __init__(self, labels: Sequence[int] | None = None, positive_label: int | None = None, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "F1")
         if labels is not None and len(labels) == 0:
             raise ValueError("`labels` names no class. Name those that count, or leave it out for those that occur.")
         self.labels = None if labels is None else list(labels)
+        self.positive_label = positive_label
         super().__init__(**kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -62,9 +65,13 @@ class F1(LocalMetric):
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
         from sklearn.metrics import f1_score
 
-        return {
+        scores = {
             f"f1_{average}": float(
                 f1_score(references, predictions, labels=self.labels, average=average, zero_division=0)
             )
             for average in ("macro", "weighted")
         }
+        if self.positive_label is None:
+            return scores
+        of_one = f1_score(references, predictions, labels=[self.positive_label], average="macro", zero_division=0)
+        return {**scores, "f1": float(of_one)}
