@@ -181,11 +181,13 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         clients = {"only": rows(22)}
         others = {}
         args["eval_strategy"] = "no"
-    elif name in ("fedid", "adafd", "adafd llm", "fedid data"):
+    elif name in ("fedid", "fedid per_example", "fedid mpl_sampled", "adafd", "adafd llm", "fedid data"):
         federation |= {"distillation": name.split()[0], "client_optimizer_state": "carry"}
         others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
         if name == "fedid data":
             federation["parallelism"] = "data"
+        if name in ("fedid per_example", "fedid mpl_sampled"):
+            federation["distillation_kwargs"] = {"feedback": name.split()[1]}
         if name == "adafd llm":
             federation["distillation_kwargs"] = {"weighting": "llm", "generate": answer_of_this_process}
         elif name == "adafd":

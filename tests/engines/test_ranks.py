@@ -37,6 +37,7 @@ SLOW = [pytest.mark.slow]
 RUNS = [(name, 2) for name in SCENARIOS]
 OTHER_METHODS = ["cronus", "dsfl", "feddf", "feded", "fedkd", "fedmd", "mhat", "mutual_kd"]
 RUNS += [pytest.param(name, 2, marks=[] if name in ("dsfl", "mutual_kd") else SLOW) for name in OTHER_METHODS]
+RUNS += [("fedid mpl_sampled", 2), pytest.param("fedid per_example", 2, marks=SLOW)]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
 RESUMED |= {("fedaux", (2, 1))}
@@ -64,8 +65,12 @@ def test_clients_over_processes_train_the_same_model(finished, scenario: str, wo
     ("scenario", "world_size"),
     [
         ("fedid", 3),
+        ("fedid mpl_sampled", 2),
         ("adafd", 2),
-        *(pytest.param(*run, marks=SLOW) for run in [("fedid", 2), ("adafd", 3), ("fedmd", 3), ("mhat", 2)]),
+        *(
+            pytest.param(*run, marks=SLOW)
+            for run in [("fedid", 2), ("fedid per_example", 2), ("adafd", 3), ("fedmd", 3), ("mhat", 2)]
+        ),
     ],
 )
 def test_clients_own_models_over_processes_are_the_same(finished, scenario: str, world_size: int) -> None:
