@@ -137,6 +137,7 @@ def check_clients(
     eval_clients: FederatedDataset | None,
     federation: FederatedConfig,
     are_raw: bool = False,
+    distillation: Distillation | None = None,
 ) -> ClientSampler:
     """
     Check the clients' data against the arguments, before anything is trained.
@@ -148,6 +149,7 @@ def check_clients(
         federation ([`FederatedConfig`]): The configuration.
         are_raw (`bool`, *optional*, defaults to `False`): Whether a task encodes the rows later, and knows their
             labels.
+        distillation ([`Distillation`], *optional*): The algorithm, which may let clients evaluate.
 
     Returns:
         [`ClientSampler`]: Of this federation.
@@ -165,6 +167,11 @@ def check_clients(
     if federation.evaluate_clients and eval_clients is None:
         raise ValueError(
             "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset: each client's own evaluation rows."
+        )
+    if distillation is not None and distillation.needs_client_evaluation and eval_clients is None:
+        raise ValueError(
+            f"{distillation!r} lets clients evaluate their models, and `eval_dataset` is no FederatedDataset: give "
+            "each client's own evaluation rows, or leave `clients_evaluate` out."
         )
     rows = clients.num_rows
     streams = [client_id for client_id in clients if rows[client_id] is None]
@@ -292,6 +299,12 @@ def check_participants(
             f"distillation={name!r} has no use for public or labelled rows of the server: leave out `public_dataset` "
             "and `server_dataset`."
         )
+    for argument in ("public_dataset", "server_dataset"):
+        rows = getattr(participants, argument)
+        if rows is not None and not isinstance(rows, Dataset):
+            raise ValueError(
+                f"`{argument}` is a {type(rows).__name__}; rows are asked for by number, so give a `datasets.Dataset`."
+            )
     if distillation is not None and distillation.needs_public and not participants.public_dataset:
         found = "none was given" if participants.public_dataset is None else "it has no rows"
         raise ValueError(
@@ -360,6 +373,14 @@ def check_predictions(distillation: Distillation, participants: Participants, tr
         ValueError: It names what does not go together, and what to take instead.
     """
     task, unit = participants.task, participants.prediction_unit
+    config: Any = getattr(trainer.model, "config", None)
+    is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
+    if distillation.needs_classes and unit != "token" and (getattr(config, "num_labels", 2) < 2 or is_multi_label):
+        found = "several labels of a row at once" if is_multi_label else "one number, as in a regression"
+        raise ValueError(
+            f"distillation={distillation.name!r} learns distributions over classes, of which one is right, and the "
+            f"model predicts {found}: take distillation='fedmd', which learns mean scores, whatever they are."
+        )
     if task is None or unit == "row" or not distillation.needs_public:
         return
     if unit is None:
@@ -368,7 +389,6 @@ def check_predictions(distillation: Distillation, participants: Participants, tr
             "hold a public row share. TextClassification, SequenceTagging, Seq2Seq with public targets and causal "
             "LanguageModeling have. Parameters can be averaged with any task: leave `distillation` out."
         )
-    config: Any = trainer.model.config
     by_token = unit == "token"
     distillation.check_unit(unit, config.get_text_config(decoder=True).vocab_size if by_token else config.num_labels)
     if by_token:

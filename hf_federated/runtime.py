@@ -110,7 +110,8 @@ class FederationRuntime:
         check_arguments(trainer, self.config, self.aggregation)
         check_participants(self.aggregation, self.distillation, participants, clients, postprocessors)
         check_given_models(participants, trainer.model)
-        self._sampler = check_clients(trainer, clients, eval_clients, self.config, participants.task is not None)
+        are_raw = participants.task is not None
+        self._sampler = check_clients(trainer, clients, eval_clients, self.config, are_raw, self.distillation)
         self._builder = FederationBuilder(
             trainer=trainer,
             arguments=arguments,
@@ -128,8 +129,8 @@ class FederationRuntime:
         )
         self.freeze(trainer.model)
         if self.distillation is not None:
-            self.distillation.check_model(trainer.model)
             check_predictions(self.distillation, participants, trainer)
+            self.distillation.check_model(trainer.model)
         # A wrong `exchange` should fail now and not in the first round.
         self.exchange = Exchange(trainer.model, self.config.exchange)
         # Nor may processes of different `parallelism` wait for one another in different places.

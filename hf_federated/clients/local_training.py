@@ -32,6 +32,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from ..generators import derived_seed, own_draws, seed_generators
+from .epoch_losses import EpochLosses
 from .sampling import at_most
 
 
@@ -52,6 +53,7 @@ class LocalTraining:
         hook (`LocalHook`, *optional*): The algorithm's client side.
         optimizer_state (`dict`, *optional*): The optimizer's state to go on from.
         frozen (`Sequence[torch.nn.Parameter]`): Exchanged parameters that this training leaves as they are.
+        epoch_losses ([`EpochLosses`], *optional*): Where the mean losses of the epochs are asked for.
     """
 
     round: int
@@ -61,6 +63,7 @@ class LocalTraining:
     hook: Any = None
     optimizer_state: dict[str, Any] | None = None
     frozen: Sequence[nn.Parameter] = ()
+    epoch_losses: EpochLosses | None = None
     _divides_by_items: bool | None = None
 
     def on_gradients(self, all_accumulated: bool) -> None:
@@ -234,15 +237,6 @@ class LocalTrainingCallback(TrainerCallback):
     ) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
-
-
-class EpochLosses(TrainerCallback):
-    """Inside a client: lets the log have an entry at the end of every local epoch, with the mean loss of its steps."""
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        control.should_log = state.global_step < state.max_steps
 
 
 def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: int | None) -> TrainingArguments:

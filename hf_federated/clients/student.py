@@ -315,11 +315,11 @@ class Student:
             parameters = [item for group in trainer.optimizer.param_groups for item in group["params"]]
             norm = nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or math.inf)
             # An optimizer that has seen a NaN once has it in its moments forever.
-            if not bool(norm.isfinite()):
+            if not bool(norm.isfinite() & loss.detach().isfinite()):
                 raise FloatingPointError(
                     f"A distillation step has the loss {float(loss)} and a gradient of norm {float(norm)}. Lower its "
                     "learning rate (`server_learning_rate`, `client_learning_rate`) or clip gradients "
-                    "(`max_grad_norm`)."
+                    "(`max_grad_norm`); a loss on labelled rows is NaN where none of them has a label."
                 )
             trainer.optimizer.step()
             trainer.lr_scheduler.step()

@@ -33,8 +33,8 @@ from ..postprocessing import Postprocessor, run_client_side
 from ..processes import PeerFailedError
 from ..validation import first_non_finite
 from .distilling import class_counts, compare_features, distill, predict, take_feedback
+from .epoch_losses import EpochLosses
 from .local_training import (
-    EpochLosses,
     LocalTraining,
     LocalTrainingCallback,
     UnsupportedTrainerError,
@@ -189,6 +189,8 @@ class ClientWorker:
 
     def _train(self, message: Fit, model: ClientModel, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
         outer, args = model.trainer, self._arguments(model)
+        counts_epochs = self._distillation is not None and self._distillation.needs_epoch_losses
+        epoch_losses = EpochLosses() if counts_epochs else None
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
@@ -197,10 +199,11 @@ class ClientWorker:
             hook=hook,
             optimizer_state=optimizer_state,
             frozen=self._frozen(model, message.round),
+            epoch_losses=epoch_losses,
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
-        if self._distillation is not None and self._distillation.needs_epoch_losses:
-            callbacks.append(EpochLosses())
+        if epoch_losses is not None:
+            callbacks.append(epoch_losses)
         trainer = local_trainer(outer, args, self._rows(message), local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
@@ -269,16 +272,17 @@ def _num_examples(trainer: Trainer) -> int:
 def _training_metrics(trainer: Trainer) -> dict[str, float]:
     """
     What a client reports of its training, from its own trainer's log: the entry of the last step. Where every epoch
-    has an entry, the loss is their mean, and the smallest of them stands beside it.
+    has an entry, the loss is their mean, and beside it stands the smallest of the epochs' mean losses.
     """
     metrics = {"total_flos": float(trainer.state.total_flos)}
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     for name, value in (entries[-1] if entries else {}).items():
         if name not in POSITIONS and isinstance(value, (int, float)):
             metrics[name] = float(value)
-    if any(isinstance(callback, EpochLosses) for callback in trainer.callback_handler.callbacks):
+    epoch_losses = trainer.local_training.epoch_losses
+    if epoch_losses is not None:
         losses = [float(entry["loss"]) for entry in entries]
-        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(losses)}
+        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(epoch_losses.means(losses))}
     return metrics
 
 

@@ -93,6 +93,10 @@ class AdaFD(Distillation):
         self._llm: LLMWeighting | None = None
 
     @property
+    def needs_client_evaluation(self) -> bool:
+        return self.clients_evaluate
+
+    @property
     def ensembles_rows_alone(self) -> bool:
         return self.weighting != LLM
 

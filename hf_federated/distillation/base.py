@@ -102,6 +102,8 @@ class Distillation:
     needs_teachers: ClassVar[bool] = False
     # Whether clients compare their rows with the public ones once, by features: `client_setup`.
     needs_features: ClassVar[bool] = False
+    # Whether predictions must be a distribution over classes, of which one is right.
+    needs_classes: ClassVar[bool] = True
     # What the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
     # Settings of this class that have no place in the method: they are refused rather than without effect.
@@ -137,6 +139,11 @@ class Distillation:
     @property
     def needs_epoch_losses(self) -> bool:
         """Whether clients report the smallest of their local epochs' mean training losses."""
+        return False
+
+    @property
+    def needs_client_evaluation(self) -> bool:
+        """Whether clients evaluate their models on evaluation rows of their own."""
         return False
 
     @property

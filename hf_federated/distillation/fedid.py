@@ -32,6 +32,8 @@ from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
 
 
+# In a mini-batch, of the clients' probabilities from their mean.
+SMALLEST_DIFFERENCE = 1e-6
 FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
 
 
@@ -139,7 +141,8 @@ class FedID(Distillation):
         cohort.check_agreed(len(losses))
         logs = {"server_distillation_loss": float(torch.stack(losses).mean())}
         of_feedback, of_distillation = map(sum, zip(*lengths, strict=True))
-        if self.feedback == "chain_rule" and of_distillation > 0:
+        # Below it the clients say the same, and what is left is rounding.
+        if self.feedback == "chain_rule" and of_distillation > SMALLEST_DIFFERENCE * len(lengths):
             logs["feedback_ratio"] = of_feedback / of_distillation
         return logs
 
@@ -311,9 +314,16 @@ class _ServerStep:
         assert self._labelled is not None
         if self._server.student.positions is not None:
             # Of the words or tokens that have labels, as the model counts them.
-            return self._server.student.loss(self._labelled)
-        inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
-        return F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
+            loss = self._server.student.loss(self._labelled)
+        else:
+            inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
+            loss = F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
+        if not bool(loss.detach().isfinite()):
+            raise FloatingPointError(
+                f"The server's loss on a batch of its labelled rows is {float(loss)}: none of them has a label, or "
+                "its model has left the finite numbers; then lower `server_learning_rate`."
+            )
+        return loss
 
     def _validation_loss(self) -> float:
         with evaluation_mode(self._server.student.model), torch.no_grad():

@@ -41,6 +41,8 @@ class FedMD(Distillation):
     """
 
     name: ClassVar[str] = "fedmd"
+    # An absolute error is one of any scores.
+    needs_classes: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a distillation refuses, whom it leaves out, and what it bears."""
+"""Whom a distillation leaves out, and what it bears."""
 
 from __future__ import annotations
 
@@ -11,159 +11,18 @@ import pytest
 import torch
 from datasets import Dataset
 from distilled import NUM_PUBLIC, SIZES, Recorder, client_model, client_weights, distilled, same_clients
-from language import tokenizer
 from peft import LoraConfig, get_peft_model
-from tiny import arguments, rows, same_weights, tiny_model
+from tiny import rows, same_weights, tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_federated import (
-    ClientSpec,
     FederatedCallback,
-    FederatedConfig,
     FederatedDataset,
     FederatedTrainer,
-    Postprocessor,
 )
 from hf_federated.adapters import Exchange
 from hf_federated.messages import ClientUpdate, Predictions
 from hf_federated.validation import RoundFailedError
-
-
-# ---- Refused
-
-
-def named(*labels, **config):
-    maps = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    return tiny_model(num_labels=len(labels), **maps, **config)
-
-
-def test_labels_in_another_order_are_refused_with_both_orders(tmp_path):
-    trainer = distilled(
-        tmp_path,
-        "dsfl",
-        model=named("bad", "good"),
-        client_model_init=lambda client_id: named("good", "bad") if client_id == "b" else named("bad", "good"),
-    )
-    with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
-        trainer.train()
-
-
-def test_a_model_that_is_given_with_labels_in_another_order_is_refused_when_the_trainer_is_built(tmp_path):
-    clients = {"a": ClientSpec(model=named("bad", "good")), "b": ClientSpec(model=named("good", "bad"))}
-    with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
-        distilled(tmp_path, "dsfl", differ=False, model=named("bad", "good"), clients=clients)
-
-
-def test_other_numbers_of_classes_are_refused(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(num_labels=3))
-    with pytest.raises(ValueError, match="client 'a' has the labels .*LABEL_2"):
-        trainer.train()
-
-
-def test_labels_without_names_are_taken_in_their_places(tmp_path):
-    distilled(tmp_path, "dsfl", model=named("bad", "good"), federation={"num_rounds": 1}).train()
-
-
-@pytest.mark.parametrize(
-    ("method", "others", "words"),
-    [
-        ("dsfl", {"public_dataset": None}, "'dsfl' needs `public_dataset`.*none was given"),
-        ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*it has no rows"),
-        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labelled rows"),
-        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labelled rows"),
-        (None, {}, "`public_dataset` and `server_dataset` are for distillation"),
-        ("dsfl", {"clients": {"z": ClientSpec()}}, r"`clients` names \['z'\], which have no rows.*\['a', 'b', 'c'\]"),
-        (
-            "dsfl",
-            {"clients": {"b": ClientSpec(processing_class=tokenizer())}},
-            "Client 'b' has a tokenizer of its own.*give the trainer a `task`",
-        ),
-        ("feded", {"client_model_init": client_model}, "'feded' exchanges parameters, which must fit all of them"),
-        (
-            "dsfl",
-            {"postprocessors": [Postprocessor()]},
-            "Postprocessor works on parameters, and with 'dsfl' none leave",
-        ),
-    ],
-)
-def test_combinations_that_mean_nothing_are_refused_when_the_trainer_is_built(tmp_path, method, others, words):
-    with pytest.raises(ValueError, match=words):
-        distilled(tmp_path, method, **others)
-
-
-def test_models_of_their_own_do_not_average(tmp_path):
-    with pytest.raises(ValueError, match="'fedavg' exchanges parameters, which must fit all of them.*'fedid'"):
-        FederatedTrainer(
-            model=tiny_model(),
-            args=arguments(tmp_path),
-            train_dataset={"a": rows(4), "b": rows(4)},
-            client_model_init=client_model,
-            federation=FederatedConfig(),
-        )
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True of client 'b' does not work in a federation"),
-        (
-            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
-            "'reduce_lr_on_plateau' of client 'b'",
-        ),
-    ],
-)
-def test_arguments_with_which_no_client_can_train_are_refused_of_one_too(tmp_path, argument, words):
-    with pytest.raises(ValueError, match=words):
-        distilled(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
-
-
-@pytest.mark.parametrize("aggregation", ["fedopt", "scaffold"])
-def test_an_average_beside_a_distillation_is_refused(tmp_path, aggregation):
-    with pytest.raises(ValueError, match=f"aggregation='{aggregation}' has nothing to average.*'mhat'"):
-        distilled(tmp_path, "mhat", federation={"aggregation": aggregation})
-
-
-def test_rows_of_the_server_without_labels_are_refused(tmp_path):
-    trainer = distilled(tmp_path, "fedid", server_dataset=rows(6).rename_column("labels", "sentiment"))
-    with pytest.raises(ValueError, match="`server_dataset` has the columns .* and no label column"):
-        trainer.train()
-
-
-def test_a_name_of_a_model_needs_a_task_to_load_it(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", differ=False, clients={"b": ClientSpec(model="roberta-base")})
-    with pytest.raises(ValueError, match="client 'b' is 'roberta-base', a name, .* give the trainer a `task`"):
-        trainer.train()
-
-
-def test_another_public_data_set_does_not_resume(tmp_path):
-    first = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1})
-    first.train()
-    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, public_dataset=rows(9))
-    with pytest.raises(ValueError, match="rows of `public_dataset`: here 9, there 10"):
-        other.train(resume_from_checkpoint=True)
-
-
-def test_rows_of_the_server_that_are_gone_do_not_resume(tmp_path):
-    distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}).train()
-    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, server_dataset=None)
-    with pytest.raises(ValueError, match="rows of `server_dataset`: here None, there 6"):
-        other.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
-def test_as_many_other_rows_do_not_resume(tmp_path, argument):
-    own = {"public_dataset": rows(10), "server_dataset": rows(6)}
-    first = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}, **own)
-    first.train()
-    turned = {argument: own[argument].select(range(len(own[argument]))[::-1])}
-    other = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **(own | turned))
-    with pytest.raises(ValueError, match=f"another federation.*content of `{argument}`: here 'sha256:"):
-        other.train(resume_from_checkpoint=True)
-    # The same rows go on, however they are stored.
-    stored = {
-        name: given.select(range(len(given))[::-1]).select(range(len(given))[::-1]) for name, given in own.items()
-    }
-    distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **stored).train(resume_from_checkpoint=True)
 
 
 # ---- Clients that fail

@@ -215,6 +215,12 @@ def test_the_log_says_how_long_the_feedback_is_beside_the_distillation(tmp_path)
     assert "federated/feedback_ratio" not in one_round(tmp_path / "none", feedback="none").log
 
 
+def test_one_client_has_no_distillation_beside_which_the_feedback_could_be_long(tmp_path):
+    trainer = distilled(tmp_path, "fedid", train_dataset={"a": rows(8, seed=1)})
+    trainer.train()
+    assert not any("federated/feedback_ratio" in entry for entry in trainer.state.log_history)
+
+
 @pytest.mark.parametrize("step_size", [1e-6, 1e-9])
 def test_small_feedback_arrives_in_float16_too(tmp_path, step_size):
     whole = one_round(tmp_path / "a", feedback_step_size=step_size)

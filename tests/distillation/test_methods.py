@@ -269,24 +269,36 @@ def test_cronus_takes_the_robust_mean_that_it_is_given(tmp_path, method):
 
 
 class Losses(Trainer):
-    """Keeps the losses of its training steps, of whichever client trains."""
+    """Keeps the losses of its training batches, of whichever client trains."""
 
     seen: list[float] = []
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        if model.training:
-            self.seen.append(float(loss))
+        if model.training and torch.is_grad_enabled():
+            self.seen.append(float(loss.detach()))
         return (loss, outputs) if return_outputs else loss
 
 
-def test_the_smallest_epoch_loss_is_that_of_the_rounds_epochs(tmp_path):
-    Losses.seen.clear()
-    record = Recorder()
-    trainer = federate(Losses)(
+class DividingLosses(Losses):
+    """Divides by the items of all accumulated batches, as language models do; keeps means over a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        if num_items_in_batch is not None:
+            loss = loss * inputs["labels"].numel() / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 4])
+@pytest.mark.parametrize("trainer_class", [Losses, DividingLosses])
+def test_the_smallest_epoch_loss_is_that_of_the_rounds_epochs(tmp_path, trainer_class, accumulated):
+    trainer_class.seen.clear()
+    record, sizes = Recorder(), {"a": [4, 4, 2], "b": [4, 2]}
+    trainer = federate(trainer_class)(
         model=tiny_model(),
         # So fast that losses rise and fall.
-        args=arguments(tmp_path, learning_rate=0.2),
+        args=arguments(tmp_path, learning_rate=0.2, gradient_accumulation_steps=accumulated),
         train_dataset={"a": rows(10), "b": rows(6, seed=1)},
         public_dataset=rows(NUM_PUBLIC, seed=5).remove_columns("labels"),
         federation=FederatedConfig(num_rounds=2, local_epochs=4, distillation="adafd"),
@@ -294,12 +306,22 @@ def test_the_smallest_epoch_loss_is_that_of_the_rounds_epochs(tmp_path):
     )
     record.trainer = trainer
     trainer.train()
-    seen, smallest = iter(Losses.seen), []
+    seen, smallest = iter(trainer_class.seen), []
     for update in of(record.received, ClientUpdate):
-        steps = {"a": 3, "b": 2}[update.client_id]
-        epochs = [sum(next(seen) for _ in range(steps)) / steps for _ in range(4)]
+        epochs = []
+        for _ in range(4):
+            losses = [next(seen) for _ in sizes[update.client_id]]
+            if trainer_class is Losses:
+                epochs.append(sum(losses) / len(losses))
+                continue
+            # Each step's mean over its rows.
+            weighted = list(zip(losses, sizes[update.client_id], strict=True))
+            steps = [weighted[start : start + accumulated] for start in range(0, len(losses), accumulated)]
+            means = [sum(loss * size for loss, size in step) / sum(size for _, size in step) for step in steps]
+            epochs.append(sum(means) / len(means))
         assert update.metrics["min_epoch_loss"] == pytest.approx(min(epochs), rel=1e-5)
-        assert update.metrics["loss"] == pytest.approx(sum(epochs) / 4, rel=1e-5)
+        if accumulated == 1 or trainer_class is DividingLosses:
+            assert update.metrics["loss"] == pytest.approx(sum(epochs) / 4, rel=1e-5)
         smallest.append(epochs.index(min(epochs)))
     assert len(smallest) == 4 and next(seen, None) is None
     # Neither the first epoch nor the last is the one in every case.
