@@ -25,8 +25,8 @@ from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
 
 
-# What a method logs of itself and a record keeps: of each client what it weighed, whether a language model said so, how
-# long the feedback is beside the distillation, and the losses of distillation.
+# What a method logs of itself and a record keeps: of each client what it weighed, whether a language model said so,
+# how long the feedback is beside the distillation, and the losses of distillation.
 WEIGHT_PREFIX = "federated/weight/"
 METHOD_LOGS = {
     "federated/llm_fell_back",
