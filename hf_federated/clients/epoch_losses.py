@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,12 +76,14 @@ class EpochLosses(TrainerCallback):
             return
         inputs = trainer._prepare_inputs(inputs)
         losses = []
-        for items in ({}, {"num_items_in_batch": torch.ones_like(num_items)}, {"num_items_in_batch": num_items + 1}):
+        num_items = torch.as_tensor(num_items)
+        for items in ({}, {"num_items_in_batch": num_items}, {"num_items_in_batch": 2 * num_items}):
             with torch.no_grad(), trainer.compute_loss_context_manager(), own_draws(0):
-                losses.append(float(trainer.compute_loss(model, dict(inputs), **items)))
-        plain, of_one, of_more = losses
-        if of_one == of_more and plain:
-            self._multiple = of_one / plain
+                losses.append(float(trainer.compute_loss(model, dict(inputs), **items).mean()))
+        plain, once, of_twice = losses
+        # A loss that is divided would be half of it.
+        if plain and math.isclose(once, of_twice, rel_tol=0.1):
+            self._multiple = once / plain
 
     def means(self, losses: list[float]) -> list[float]:
         """
