@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import SchedulerType
@@ -23,6 +25,8 @@ from .postprocessing import Postprocessor
 
 
 logger = logging.get_logger(__name__)
+
+ROWS_AT_A_TIME = 10_000
 
 SPLIT_NAMES = {"train", "validation", "valid", "dev", "test"}
 SINGLE_CLIENT = "0"
@@ -305,6 +309,8 @@ def check_participants(
             raise ValueError(
                 f"`{argument}` is a {type(rows).__name__}; rows are asked for by number, so give a `datasets.Dataset`."
             )
+        if rows is not None and (row := _first_without_tokens(rows)) is not None:
+            raise ValueError(f"Row {row} of `{argument}` has no tokens in `input_ids`: leave such rows out.")
     if distillation is not None and distillation.needs_public and not participants.public_dataset:
         found = "none was given" if participants.public_dataset is None else "it has no rows"
         raise ValueError(
@@ -358,6 +364,21 @@ def check_participants(
             f"{num_shared} of the clients' rows are public rows too: what clients say of them is said of what they "
             "were trained on. `split_for_distillation` cuts without overlap."
         )
+
+
+def _first_without_tokens(rows: Dataset) -> int | None:
+    """The number of the first row that is encoded already and has no tokens."""
+    if "input_ids" not in rows.column_names:
+        return None
+    tokens = rows.select_columns(["input_ids"]).with_format("arrow")
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        column = tokens[start : start + ROWS_AT_A_TIME].column("input_ids")
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            return None  # arrays of one shape
+        lengths = pc.fill_null(pc.list_value_length(column), 0)
+        if (found := pc.index(lengths, 0).as_py()) >= 0:
+            return start + found
+    return None
 
 
 def check_predictions(distillation: Distillation, participants: Participants, trainer: Trainer) -> None:

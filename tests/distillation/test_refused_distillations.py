@@ -182,6 +182,16 @@ def test_rows_that_have_no_numbers_are_refused(tmp_path, argument, kind):
         distilled(tmp_path, "fedid", **{argument: given})
 
 
+@pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
+@pytest.mark.parametrize("tokens", [[], None])
+def test_a_row_without_tokens_is_refused_by_its_number(tmp_path, argument, tokens):
+    given = rows(6, seed=6).to_dict()
+    given["input_ids"][4] = tokens
+    with pytest.raises(ValueError, match=f"Row 4 of `{argument}` has no tokens"):
+        # In another order than they lie in, as after a shuffle.
+        distilled(tmp_path, "fedid", **{argument: Dataset.from_dict(given).select([0, 2, 1, 3, 4, 5])})
+
+
 def test_clients_that_shall_evaluate_need_rows_for_it(tmp_path):
     kwargs = {"weighting": "llm", "generate": lambda prompt: "1, 1, 1", "clients_evaluate": True}
     with pytest.raises(ValueError, match="lets clients evaluate.*`eval_dataset` is no FederatedDataset"):
