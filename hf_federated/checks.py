@@ -218,6 +218,7 @@ def federation_identity(
     distillation: Distillation | None,
     clients: FederatedDataset,
     participants: Participants,
+    args: TrainingArguments,
 ) -> dict[str, Any]:
     """What makes a run this run and no other: whatever changes its numbers, except for its length."""
     identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
@@ -226,6 +227,13 @@ def federation_identity(
     for name, content in participants.row_hashes.items():
         identity[f"rows of `{name}`"] = len(getattr(participants, name))
         identity[f"content of `{name}`"] = content
+    if distillation is not None:
+        # Its learning rates fall over the mini-batches of the whole run.
+        identity["per_device_train_batch_size"] = args.per_device_train_batch_size
+        for client_id, spec in participants.clients.items():
+            if spec.args is not None:
+                name = f"per_device_train_batch_size of client {client_id!r}"
+                identity[name] = spec.args.per_device_train_batch_size
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 

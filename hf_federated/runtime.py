@@ -191,7 +191,9 @@ class FederationRuntime:
     @property
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it goes on from."""
-        return federation_identity(self.config, self.aggregation, self.distillation, self.clients, self._participants)
+        return federation_identity(
+            self.config, self.aggregation, self.distillation, self.clients, self._participants, self._trainer.args
+        )
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the configuration says."""

@@ -211,6 +211,13 @@ def test_rows_of_the_server_whose_labels_are_left_out_are_said(tmp_path, method,
         distilled(tmp_path, method, kwargs, server_dataset=unlabelled).train()
 
 
+def test_another_size_of_mini_batches_over_which_rates_fall_does_not_resume(tmp_path):
+    distilled(tmp_path, "adafd", args={"save_strategy": "epoch", "per_device_train_batch_size": 2}).train()
+    trainer = distilled(tmp_path, "adafd", args={"per_device_train_batch_size": 10})
+    with pytest.raises(ValueError, match="per_device_train_batch_size: here 10, there 2"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
