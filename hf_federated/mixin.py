@@ -186,7 +186,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """
-        `Trainer.train`, over rounds.
+        `Trainer.train`, over rounds. As there, a second call goes on from the model and begins its schedule anew; what
+        clients keep from round to round (models of their own, optimizers) begins anew as well.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer. The run ends in the same bytes as one

@@ -1,8 +1,8 @@
 """What is exchanged of a model: adapters, trainable parameters, freezing."""
 
 from .copying import copy_model
-from .exchange import Exchange
+from .exchange import AnotherModelError, Exchange
 from .freezing import freeze_layers
 
 
-__all__ = ["Exchange", "copy_model", "freeze_layers"]
+__all__ = ["AnotherModelError", "Exchange", "copy_model", "freeze_layers"]

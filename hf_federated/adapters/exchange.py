@@ -19,6 +19,10 @@ from peft import PeftModel
 from torch import nn
 
 
+class AnotherModelError(ValueError):
+    """What a client kept is not of the model that it has now. It ends the run: it is no one client's fault."""
+
+
 class Exchange:
     """
     The exchanged part of one model.
@@ -184,3 +188,25 @@ class Exchange:
         if self._staying:
             staying = [self._model.get_buffer(name) for name in self._staying]
             torch._foreach_copy_(staying, list(self._staying.values()))
+
+    def write_kept(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
+        """
+        Put back what a client kept of a model of its own, perhaps over the end of a process.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): As [`~Exchange.read`] returned it.
+            client_id (`str`): The client.
+
+        Raises:
+            AnotherModelError: If a name or a shape differs. The message says which.
+        """
+        there = {name: tuple(value.shape) for name, value in state.items()}
+        here = {name: tuple(value.shape) for name, value in self.live.items()}
+        if differs := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+            name = differs[0]
+            raise AnotherModelError(
+                f"What client {client_id!r} kept is of another model than it has now: {name!r} has the shape "
+                f"{here.get(name)} here and {there.get(name)} there. Resume with the `clients` or the "
+                "`client_model_init` that the checkpoint is of."
+            )
+        self.write(state)

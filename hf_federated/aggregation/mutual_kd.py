@@ -173,7 +173,7 @@ class MutualKD(Aggregation):
         self._round = state["round"]
 
     def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
-        return Mentor(self.temperature, self.match_hidden, self.match_attention, message.seed, kept)
+        return Mentor(self.temperature, self.match_hidden, self.match_attention, message.seed, message.client_id, kept)
 
 
 class Mentor(LocalHook):
@@ -185,18 +185,26 @@ class Mentor(LocalHook):
         match_hidden (`bool`): Whether hidden states are matched.
         match_attention (`bool`): Whether attention maps are.
         seed (`int`): Of what is drawn: the projection, the mentor's dropout.
+        client_id (`str`): Whose mentor it is.
         kept (`dict`, *optional*): What this client kept: the mentor, the projection, the optimizer.
     """
 
     changes_loss: ClassVar[bool] = True
 
     def __init__(
-        self, temperature: float, match_hidden: bool, match_attention: bool, seed: int, kept: dict[str, Any] | None
+        self,
+        temperature: float,
+        match_hidden: bool,
+        match_attention: bool,
+        seed: int,
+        client_id: str,
+        kept: dict[str, Any] | None,
     ) -> None:
         self._temperature = temperature
         self._match_hidden = match_hidden
         self._match_attention = match_attention
         self._seed = seed
+        self._client_id = client_id
         self._kept = kept
         self._projection: nn.Linear | None = None
 
@@ -208,6 +216,9 @@ class Mentor(LocalHook):
             trainer (`transformers.Trainer`): Around the mentor as it is before the first round.
             exchange ([`Exchange`]): Of the mentor.
             model (`PreTrainedModel`): The shared one, the mentee.
+
+        Raises:
+            AnotherModelError: If what the client kept is not of this mentor.
         """
         self._trainer, self._exchange = copy.copy(trainer), exchange
         self._trainer.optimizer = None
@@ -225,7 +236,7 @@ class Mentor(LocalHook):
         if self._projection is not None:
             self._trainer.optimizer.add_param_group({"params": list(self._projection.parameters())})
         if self._kept is not None:
-            exchange.write(self._kept["mentor"])
+            exchange.write_kept(self._kept["mentor"], self._client_id)
             if self._projection is not None:
                 self._projection.load_state_dict(self._kept["projection"])
             self._trainer.optimizer.load_state_dict(self._kept["optimizer"])

@@ -199,8 +199,7 @@ class OwnModels(ClientModels):
         trainer, exchange, student = self._build(client_id)
         state = self.store.get(client_id)
         if state:
-            _check_same_model(client_id, state["model"], exchange)
-            exchange.write(state["model"])
+            exchange.write_kept(state["model"], client_id)
             if student is not None:
                 student.load_state_dict(state["student"])
         model = OwnModel(trainer, exchange, student, state.get("kept", {}))
@@ -239,15 +238,3 @@ class OwnModels(ClientModels):
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         self._resident.clear()
         super().load(directory, digests)
-
-
-def _check_same_model(client_id: str, kept: Mapping[str, torch.Tensor], exchange: Exchange) -> None:
-    there = {name: tuple(value.shape) for name, value in kept.items()}
-    here = {name: tuple(value.shape) for name, value in exchange.live.items()}
-    if differs := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
-        name = differs[0]
-        raise ValueError(
-            f"What client {client_id!r} kept is of another model than it has now: {name!r} has the shape "
-            f"{here.get(name)} here and {there.get(name)} there. Resume with the `clients` or the `client_model_init` "
-            "that the checkpoint is of."
-        )

@@ -27,7 +27,9 @@ class PredictionCodec:
     gradients below 3e-8 are zero in `float16`.
 
     With `top_k` the classes that are not kept share one logit, their log-mean-exp `log((1/(C−k)) Σ exp z_c)`. The
-    softmax of a decoded row gives every kept class its own probability and spreads what is left evenly.
+    softmax of a decoded row gives every kept class its own probability and spreads what is left evenly. In `float16`
+    and `bfloat16` the kept logits travel as what they are above this one, so that what all logits of a row have in
+    common, which no softmax sees, costs them no digits.
 
     | tensor | shape | dtype | when |
     |---|---|---|---|
@@ -106,6 +108,7 @@ class PredictionCodec:
             values, indices = rows.topk(kept, dim=1)
             others = rows.scatter(1, indices, -torch.inf).logsumexp(dim=1) - math.log(num_classes - kept)
             encoded.update(indices=indices.cpu().to(_index_dtype(num_classes)), rest=others)
+            values = values - self._base(others)
         else:
             values = rows
         encoded.update(
@@ -138,14 +141,16 @@ class PredictionCodec:
             indices = encoded["indices"].long()
             _check_indices(indices, num_classes)
             # (N, k) -> (N, C)
-            values = encoded["rest"].unsqueeze(1).repeat(1, num_classes).scatter(1, indices, values)
+            rest = encoded["rest"]
+            values = rest.unsqueeze(1).repeat(1, num_classes).scatter(1, indices, values + self._base(rest))
         # NaN is larger than everything to `amax`, so this one pass finds all rows without a softmax.
         bad = ~values.amax(dim=1).isfinite()
         if bad.any():
+            limit = {"float16": "float16 ends at 65504", "int8": "int8 has no -inf"}.get(self.dtype)
             raise ValueError(
                 f"{int(bad.sum())} of {len(bad)} rows hold NaN or +inf, or -inf in every class, the first is row "
-                f"{int(bad.nonzero()[0])}; expected predictions that have a softmax. Where the numbers were finite, "
-                f"{self.dtype!r} could not hold them: float16 ends at 65504 and int8 has no -inf."
+                f"{int(bad.nonzero()[0])}; expected predictions that have a softmax."
+                + (f" Where they had one, {limit}: send them in 'bfloat16' or 'float32'." if limit else "")
             )
         return values
 
@@ -158,6 +163,12 @@ class PredictionCodec:
         """
         layout = self._layout(1, num_classes).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+
+    def _base(self, rest: torch.Tensor) -> torch.Tensor:
+        """What kept logits are counted from: (N) -> (N, 1)."""
+        if self.dtype not in ("float16", "bfloat16"):
+            return torch.zeros_like(rest).unsqueeze(1)
+        return rest.where(rest.isfinite(), 0.0).unsqueeze(1)
 
     def _num_kept(self, num_classes: int) -> int:
         return num_classes if self.top_k is None else min(self.top_k, num_classes)

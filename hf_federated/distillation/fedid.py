@@ -320,8 +320,8 @@ class _ServerStep:
             loss = F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
-                f"The server's loss on a batch of its labelled rows is {float(loss)}: none of them has a label, or "
-                "its model has left the finite numbers; then lower `server_learning_rate`."
+                f"The server's loss on a batch of its labelled rows is {float(loss.detach())}: none of them has a "
+                "label, or its model has left the finite numbers; then lower `server_learning_rate`."
             )
         return loss
 

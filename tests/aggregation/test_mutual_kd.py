@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD, federate
-from hf_federated.adapters import Exchange
+from hf_federated.adapters import AnotherModelError, Exchange
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
 from hf_federated.distillation.losses import kl_divergence
@@ -145,7 +145,7 @@ def test_the_energy_grows_over_the_rounds():
 def test_the_loss_is_the_papers(tmp_path, hidden_size):
     mentee = tiny_model(num_hidden_layers=2).eval()
     mentor = tiny_model(seed=3, num_hidden_layers=4, hidden_size=hidden_size, intermediate_size=16)
-    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=False, seed=0, kept=None)
+    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
@@ -178,7 +178,7 @@ def test_attention_of_the_same_depth_is_matched(tmp_path, num_attention_heads):
         if match_attention:
             for model in (mentee, mentor):
                 model.set_attn_implementation("eager")
-        hook = Mentor(1.0, match_hidden=False, match_attention=match_attention, seed=0, kept=None)
+        hook = Mentor(1.0, match_hidden=False, match_attention=match_attention, seed=0, client_id="a", kept=None)
         hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
         mentor.eval()
         batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
@@ -199,7 +199,7 @@ def test_attention_that_a_model_does_not_return_cannot_be_matched(tmp_path, whic
     models = {"shared": tiny_model(), "private": tiny_model(seed=3)}
     for name, model in models.items():
         model.set_attn_implementation("sdpa" if name == which else "eager")
-    hook = Mentor(1.0, match_hidden=False, match_attention=True, seed=0, kept=None)
+    hook = Mentor(1.0, match_hidden=False, match_attention=True, seed=0, client_id="a", kept=None)
     trainer = Trainer(model=models["private"], args=arguments(tmp_path))
     with pytest.raises(ValueError, match=f"the {which} model does not return with attn_implementation='sdpa'"):
         hook.start(trainer, Exchange(models["private"]), models["shared"])
@@ -241,7 +241,7 @@ def classifier_of(seed, **config):
 def test_padding_teaches_nothing(tmp_path, model_of, heads):
     mentee = model_of(0, num_hidden_layers=1)
     mentor = model_of(3, num_hidden_layers=2, num_attention_heads=heads)
-    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, kept=None)
+    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     ids = torch.tensor(rows(5, seed=4)["input_ids"])
     labels = {classifier_of: ids[:, 0] % 2, tagger_of: ids % 3, llama_of: ids}[model_of]
@@ -259,7 +259,7 @@ def test_padding_teaches_nothing(tmp_path, model_of, heads):
 @pytest.mark.parametrize(("model_of", "behind"), [(tagger_of, 0), (llama_of, 1)])
 def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
     # Labels of the third and fourth token of the first row, and of the second of the other.
@@ -281,7 +281,7 @@ def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
 @pytest.mark.parametrize("model_of", [tagger_of, llama_of])
 def test_rows_without_padding_teach_at_every_position(tmp_path, model_of):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
     batch = {"input_ids": ids, "labels": ids % 3}
@@ -331,7 +331,7 @@ def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, div
     num_items = [int((batch["labels"][..., 1:] != -100).sum()) if divides else 1 for batch in Batches.seen]
     assert not divides or num_items[0] != num_items[1]
     total = 0.0
-    hook = Mentor(1.0, match_hidden=True, match_attention=False, seed=0, kept=None)
+    hook = Mentor(1.0, match_hidden=True, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=before["mentor"], args=arguments(tmp_path)), Exchange(before["mentor"]), before["mentee"])
     for batch, number in zip(Batches.seen, num_items, strict=True):
         inputs = hook.inputs(batch)
@@ -349,7 +349,7 @@ def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, div
 
 def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
     mentee, mentor = tiny_model().eval(), tiny_model(seed=3).eval()
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, kept=None)
+    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
@@ -395,6 +395,17 @@ def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_aft
     assert same_weights(whole.model, resumed.model)
     first, second = (kept(trainer, "b")["mentor"] for trainer in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("depth", "words"), [(2, "None here"), (5, "None there")])
+def test_a_mentor_of_another_shape_does_not_resume(tmp_path, depth, words):
+    trainer_of(tmp_path, args={"save_strategy": "steps"}).train()
+    trainer = trainer_of(
+        tmp_path,
+        model_init=lambda client_id: tiny_model(num_hidden_layers=depth, hidden_size=32, intermediate_size=32),
+    )
+    with pytest.raises(AnotherModelError, match=f"What client '[ab]' kept is of another model .*{words}"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_mentors_are_needed(tmp_path):

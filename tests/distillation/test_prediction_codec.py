@@ -90,6 +90,17 @@ def test_top_k_keeps_the_probability_of_its_classes_and_spreads_the_rest_evenly(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 300.0, -70_000.0])
+def test_what_all_logits_of_a_row_have_in_common_costs_the_kept_ones_no_digits(dtype, offset):
+    predictions = torch.tensor([[2.0, 0.0, 1.0, -1.0, 0.5]]) + offset
+    result = sent(PredictionCodec(dtype, top_k=3), predictions)
+    torch.testing.assert_close(
+        result.softmax(1)[:, [0, 2, 4]], predictions.softmax(1)[:, [0, 2, 4]], rtol=0.015, atol=0
+    )
+    torch.testing.assert_close(result[:, [0, 2, 4]], predictions[:, [0, 2, 4]], rtol=0, atol=0.01 + abs(offset) * 2e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_top_k_of_all_classes_or_more_is_no_compression(dtype):
     predictions = logits(3, 4)
     for top_k in (4, 100):
