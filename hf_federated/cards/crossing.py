@@ -126,7 +126,7 @@ def server_saw(record: SplitRecord) -> list[str]:
 
 def what_is_revealed(record: SplitRecord) -> str:
     """
-    What can be read in what crossed: the claim, and what was measured.
+    What can be read in what crossed: the claim. What is measured takes its place ([`add_leakage`]).
 
     Args:
         record ([`SplitRecord`]): The run.
@@ -143,4 +143,4 @@ def what_is_revealed(record: SplitRecord) -> str:
             " Here no block lies before the cut: the server received the embeddings of the tokens, from which whoever"
             " has the embedding matrix reads the text."
         )
-    return f"{claim}\n\n{record.leakage or NOT_MEASURED}"
+    return f"{claim}\n\n{NOT_MEASURED}"

@@ -92,11 +92,14 @@ def add_leakage(card: str, audit: LeakageAudit, head_blocks: int | None = None) 
         head_blocks (`int`, *optional*): As in [`leakage_section`].
     """
     section = leakage_section(audit, head_blocks)
-    others = re.sub(rf"^{HEADING}\n.*?(?=^## |\Z)", "", card, flags=re.MULTILINE | re.DOTALL).rstrip("\n")
-    before, mark, versions = others.rpartition("\n## Versions")
+    there = re.search(rf"^{HEADING}\n.*?(?=^## |\Z)", card, flags=re.MULTILINE | re.DOTALL)
+    if there is not None:
+        after = card[there.end() :]
+        return f"{card[: there.start()]}{section}" + (f"\n{after}" if after else "")
+    before, mark, versions = card.rpartition("\n## Versions")
     if not mark:
-        return f"{others}\n\n{section}"
-    return f"{before.rstrip()}\n\n{section}{mark}{versions}\n"
+        return f"{card.rstrip()}\n\n{section}"
+    return f"{before.rstrip()}\n\n{section}{mark}{versions}"
 
 
 def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:

@@ -6,18 +6,33 @@ import json
 import os
 from pathlib import Path
 
+from ..audits import LeakageAudit
+from .leakage import add_leakage
 from .model_card import render
 from .run_record import RunRecord
 from .split_card import render_split
 from .split_record import SplitRecord
 
 
-def render_saved(path: str | os.PathLike[str]) -> str:
+def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | None = None) -> str:
     """
     The text of the card of a saved record.
 
     Args:
         path (`str` or `os.PathLike`): What [`RunRecord`] or [`SplitRecord`] saved.
+        audit (`str` or `os.PathLike`, *optional*):
+            What `hf-federated audit` measured of a split model, its `audit.json`: the card gets a section with
+            what it found at this model's cut.
+
+    Raises:
+        ValueError: If the audit did not measure the model's cut, or the model was not split.
     """
     values = json.loads(Path(path).read_text(encoding="utf-8"))
-    return render_split(SplitRecord.from_dict(values)) if "split" in values else render(RunRecord.from_dict(values))
+    if "split" in values:
+        record = SplitRecord.from_dict(values)
+        if audit is None:
+            return render_split(record)
+        return add_leakage(render_split(record), LeakageAudit.load(audit), record.split["head_blocks"])
+    if audit is not None:
+        raise ValueError(f"{path} is not the record of a split model: `hf-federated audit` measured another one.")
+    return render(RunRecord.from_dict(values))

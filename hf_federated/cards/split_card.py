@@ -29,13 +29,12 @@ STRATEGIES = {
 }
 
 
-def render_split_card(trainer: SplitRun, *args: Any, leakage: str | None = None, **kwargs: Any) -> ModelCard:
+def render_split_card(trainer: SplitRun, *args: Any, **kwargs: Any) -> ModelCard:
     """
     The card of a split trainer's run.
 
     Args:
         trainer (`SplitFederatedTrainer`): The run.
-        leakage (`str`, *optional*): Markdown that tells what an audit of this cut recovered.
         args, kwargs: Those of `Trainer.create_model_card`: see [`~hf_federated.cards.record.CardArguments`].
 
     Returns:
@@ -50,7 +49,7 @@ def render_split_card(trainer: SplitRun, *args: Any, leakage: str | None = None,
 
     ```
     """
-    return ModelCard(render_split(SplitRecord.from_trainer(trainer, *args, leakage=leakage, **kwargs)))
+    return ModelCard(render_split(SplitRecord.from_trainer(trainer, *args, **kwargs)))
 
 
 def render_split(record: SplitRecord) -> str:

@@ -37,7 +37,6 @@ class SplitRecord(CardRecord):
             many clients, steps and epochs there were.
         exchanged (`dict[str, Any]`): All bytes of the run, and what the messages held that depends on the model.
         steps (`list[dict[str, Any]]`): What was logged, by optimizer step.
-        leakage (`str`, *optional*): Markdown that tells what an audit of this cut recovered.
         network (`dict[str, Any]`, *optional*): Of a client of a networked run, which tells of its own part, rows and
             bytes: `num_clients` of the run, `is_finished`, `num_late` steps that went on without it, and `is_sealed`,
             whether its messages to the server were. Empty before it joined one.
@@ -45,11 +44,10 @@ class SplitRecord(CardRecord):
     Example:
 
     ```python
-    >>> import dataclasses
     >>> from hf_federated.cards import SplitRecord, render_split
     >>> record = SplitRecord.from_trainer(trainer)  # doctest: +SKIP
-    >>> measured = dataclasses.replace(record, leakage="One attacker recovered ...")  # doctest: +SKIP
-    >>> print(render_split(measured))  # doctest: +SKIP
+    >>> record.save("run_record.json")  # doctest: +SKIP
+    >>> print(render_split(record))  # doctest: +SKIP
 
     ```
     """
@@ -58,17 +56,15 @@ class SplitRecord(CardRecord):
     split: dict[str, Any]
     exchanged: dict[str, Any]
     steps: list[dict[str, Any]]
-    leakage: str | None = None
     network: dict[str, Any] | None = None
 
     @classmethod
-    def from_trainer(cls, trainer: SplitRun, *args: Any, leakage: str | None = None, **kwargs: Any) -> SplitRecord:
+    def from_trainer(cls, trainer: SplitRun, *args: Any, **kwargs: Any) -> SplitRecord:
         """
         Reads a trainer.
 
         Args:
             trainer (`SplitRun`): A `SplitFederatedTrainer`, trained or not: the record says what was logged so far.
-            leakage (`str`, *optional*): Markdown that tells what an audit of this cut recovered.
             args, kwargs: Those of `Trainer.create_model_card`: see [`CardArguments`].
         """
         common = common_fields(trainer, trainer.eval_dataset, "step", CardArguments(*args, **kwargs))
@@ -83,7 +79,6 @@ class SplitRecord(CardRecord):
             split=_split(trainer),
             exchanged=_exchanged(trainer),
             steps=rows_by_step(trainer.state.log_history, "step", ("loss", "grad_norm", "learning_rate", "epoch")),
-            leakage=leakage,
             network=trainer.network,
         )
 

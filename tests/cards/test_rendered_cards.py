@@ -11,12 +11,18 @@ from hf_federated.cards import render_saved
 
 
 FOLDER = Path(__file__).parents[2] / "model_cards"
-RECORDS = sorted(FOLDER.glob("*.json"))
+AUDITED = ".audit.json"
+RECORDS = sorted(path for path in FOLDER.glob("*.json") if not path.name.endswith(AUDITED))
+
+
+def rendered(path):
+    audit = path.with_suffix(AUDITED)
+    return render_saved(path, audit if audit.exists() else None)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_record_renders_to_its_card(path):
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == render_saved(path)
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == rendered(path)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

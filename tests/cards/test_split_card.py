@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,14 @@ from split_runs import LORA, clients_of, rows_of, split_trainer, whole_model
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_federated import SplitConfig
+from hf_federated.audits import AuditConfig, Inversion, LeakageAudit
 from hf_federated.cards import SplitRecord, render_saved, render_split, render_split_card
 from hf_federated.cards.record import CardArguments
 from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training import PartParameters
+
+
+CARDS = Path(__file__).parents[2] / "model_cards"
 
 
 def trained(folder, clients=(6, 4), split=None, **settings):
@@ -160,14 +165,32 @@ def test_nothing_is_handed_over_before_the_second_clients_turn(tmp_path):
     assert "No client sent parameters" in render_split(SplitRecord.from_trainer(run))
 
 
-def test_the_claim_is_on_every_card_and_an_audit_in_its_place(record):
+def test_the_claim_is_on_every_card(record):
     reveal = section(render_split(record), "What hidden states reveal")
     assert "honest-but-curious server" in reveal and "hf-federated audit" in reveal
     assert "embeddings of the tokens" not in reveal
-    measured = render_split(dataclasses.replace(record, leakage="One attacker found 3.0 % of the tokens."))
-    reveal = section(measured, "What hidden states reveal")
-    assert "One attacker found 3.0 %" in reveal and "honest-but-curious server" in reveal
-    assert "hf-federated audit" not in reveal
+
+
+def test_a_saved_audit_is_in_the_place_of_the_claim_for_the_cut_of_the_card(record, tmp_path):
+    record.save(tmp_path / "run.json")
+    found = [Inversion(cut, "float32", "search", recall, 0.9, 0.8, 0.9, 0.8) for cut, recall in ((1, 0.9), (2, 0.7))]
+    LeakageAudit(AuditConfig(head_blocks=[1, 2]), 300, 50, 2000, 0, 0.05, 0.9, found, []).save(tmp_path / "audit.json")
+    card = render_saved(tmp_path / "run.json", tmp_path / "audit.json")
+    reveal = section(card, "What hidden states reveal")
+    assert "honest-but-curious server" in reveal and "No measurement" not in card
+    assert "1 block before the cut, 90.0 % of the tokens" in reveal and "70.0 %" not in card
+    plain = render_split(record)
+    assert card == plain.replace(section(plain, "What hidden states reveal"), reveal)
+
+
+def test_an_audit_of_another_cut_or_of_another_kind_of_run_is_refused(record, tmp_path):
+    dataclasses.replace(record, split={**record.split, "head_blocks": 4}).save(tmp_path / "run.json")
+    found = [Inversion(1, "float32", "search", 0.9, 0.9, 0.8, 0.9, 0.8)]
+    LeakageAudit(AuditConfig(head_blocks=[1]), 300, 50, 2000, 0, 0.05, 0.9, found, []).save(tmp_path / "audit.json")
+    with pytest.raises(ValueError, match="4"):
+        render_saved(tmp_path / "run.json", tmp_path / "audit.json")
+    with pytest.raises(ValueError, match="quickstart.json is not the record of a split model"):
+        render_saved(CARDS / "quickstart.json", tmp_path / "audit.json")
 
 
 def test_a_cut_at_the_embedding_is_called_what_it_is(record):
