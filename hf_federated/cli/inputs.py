@@ -14,7 +14,8 @@ from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
 
-from hf_federated.cli.recipe import ModelSection, Recipe, RecipeError, build, recipe_errors
+from hf_federated.cli.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.cli.recipe_sections import ModelSection
 from hf_federated.cli.rows import RawRows, load_rows
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset

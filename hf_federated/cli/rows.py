@@ -11,15 +11,8 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_dataset_builder
 
 from hf_federated.cli.files import check_one_format, check_one_schema, is_absent, load_file
-from hf_federated.cli.recipe import (
-    DEFAULT_TEST_CLIENTS,
-    DataSection,
-    PublicSection,
-    Recipe,
-    RecipeError,
-    build,
-    recipe_errors,
-)
+from hf_federated.cli.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.cli.recipe_sections import DEFAULT_TEST_CLIENTS, DataSection, PublicSection
 from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
 from hf_federated.data.partition_file import PARTITION_FILE
 from hf_federated.tasks import Task

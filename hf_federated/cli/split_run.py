@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.cli.errors import CommandError, command_errors
 from hf_federated.cli.inputs import load_inputs, load_tokenizer
-from hf_federated.cli.recipe import Choice, ModelSection, Recipe, build, load_recipe
+from hf_federated.cli.recipe import Choice, Recipe, build, load_recipe
+from hf_federated.cli.recipe_sections import ModelSection
 from hf_federated.cli.runs import evaluate_further
 from hf_federated.data.names import escape_client_id
 from hf_federated.data.partitioners import PARTITIONERS

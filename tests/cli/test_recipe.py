@@ -13,8 +13,9 @@ from transformers import TrainingArguments
 from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli import recipe as recipe_module
 from hf_federated.cli.main import main, recipe_help
-from hf_federated.cli.recipe import DataSection, ModelSection, choices, load_recipe, sections
+from hf_federated.cli.recipe import choices, load_recipe, sections
 from hf_federated.cli.recipe_file import lay_over, read_values
+from hf_federated.cli.recipe_sections import DataSection, ModelSection
 from hf_federated.cli.schema import RecipeError, fits, type_name
 
 
