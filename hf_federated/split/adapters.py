@@ -8,6 +8,7 @@ although a part's blocks are numbered from 0. Parts' adapters together are one P
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ from peft import (
     inject_adapter_in_model,
 )
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import cast_adapter_dtype
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -37,6 +39,31 @@ from .prefix import Prefix
 _PEFT_PREFIX = "base_model.model."
 _PROMPT = "prompt_embeddings"
 _DEFAULT = "default"
+# Settings of a LoraConfig that mean for a part what they mean for the whole model, and those that only describe it.
+_LORA_SETTINGS = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_bias",
+    "lora_dropout",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+# Ways to begin that look at nothing but the shapes of the weights.
+_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
@@ -49,10 +76,21 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
         peft_config (`PeftConfig`): For the whole model: a `LoraConfig` or a `PrefixTuningConfig`. It is not changed.
 
     Raises:
-        ValueError: If the method is another one, or trains whole modules beside the adapters.
+        ValueError: If the method is another one, trains more than adapters of blocks, or begins with values that are
+            computed from the whole model's weights or from data.
     """
     parts = list(parts)
     check_adapter(peft_config)
+    init = getattr(peft_config, "init_lora_weights", True)
+    if init not in _INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the weights that the adapters are for, or looks at data: make the "
+            "whole model's adapter with get_peft_model, and split that."
+        )
+    _add_adapter(parts, config, peft_config)
+
+
+def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
     if isinstance(peft_config, PrefixTuningConfig):
         for part in parts:
             part.requires_grad_(False)
@@ -75,20 +113,22 @@ def check_adapter(peft_config: PeftConfig) -> None:
     Refuse what the parts of a split model cannot have.
 
     Raises:
-        ValueError: If the method is neither LoRA nor prefix tuning, or trains more than adapters of blocks.
+        ValueError: If the method is neither LoRA nor prefix tuning, or has settings that would mean something else in
+            the parts, or nothing.
     """
-    if isinstance(peft_config, PrefixTuningConfig):
-        return
-    if not isinstance(peft_config, LoraConfig):
+    if not isinstance(peft_config, (LoraConfig, PrefixTuningConfig)):
         raise ValueError(
             f"{type(peft_config).__name__}: the parts of a split model take LoRA or prefix tuning (p-tuning v2)."
         )
-    unsupported = ["modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "use_dora"]
-    for name in unsupported:
-        if getattr(peft_config, name):
-            raise ValueError(f"{name} of a LoraConfig is not supported in a split model: leave it out.")
-    if peft_config.bias != "none":
-        raise ValueError(f'bias={peft_config.bias!r} of a LoraConfig is not supported in a split model: use "none".')
+    if isinstance(peft_config, PrefixTuningConfig):
+        if peft_config.modules_to_save:
+            raise ValueError("modules_to_save of a PrefixTuningConfig is not supported in a split: leave it out.")
+        return
+    plain = LoraConfig()
+    for field in dataclasses.fields(peft_config):
+        value, default = getattr(peft_config, field.name), getattr(plain, field.name, None)
+        if field.name not in _LORA_SETTINGS and value and value != default:
+            raise ValueError(f"{field.name}={value!r} of a LoraConfig is not supported in a split: leave it out.")
 
 
 def check_peft_model(model: PeftModel) -> None:
@@ -121,7 +161,14 @@ def take_adapter(parts: Iterable[Part], model: PeftModel) -> None:
         # Others look at the weights of the base, and change them.
         config.init_lora_weights = True
     add_adapter(parts, model.get_base_model().config, config)
-    load_adapter(parts, get_peft_model_state_dict(model, adapter_name=model.active_adapter))
+    state = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    load_adapter(parts, state)
+    # One that was not cast for its base, as it was asked for, is trained in the base's dtype here too.
+    dtype = next(iter(state.values())).dtype
+    for part in parts:
+        for own in part.parameters():
+            if own.requires_grad:
+                own.data = own.data.to(dtype)
 
 
 def adapter_state(part: Part) -> dict[str, torch.Tensor]:
@@ -253,6 +300,8 @@ def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer
     config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in own.items()}
     config.alpha_pattern = {f"^{re.escape(name)}": layer.lora_alpha[_DEFAULT] for name, layer in own.items()}
     inject_adapter_in_model(config, part.model)
+    # As in a PeftModel: over a base of half precision adapters are trained in float32.
+    cast_adapter_dtype(part.model, _DEFAULT)
 
 
 def _is_own(part: Part, name: str) -> bool:

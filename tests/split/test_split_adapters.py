@@ -158,8 +158,54 @@ def test_what_parts_cannot_have_is_refused():
     split = SplitModel.from_model(decoder("llama"))
     with pytest.raises(ValueError, match="LoRA or prefix tuning"):
         add_adapter(split.parts, split.config, IA3Config(task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="modules_to_save of a LoraConfig"):
-        add_adapter(split.parts, split.config, LoraConfig(modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match="modules_to_save of a PrefixTuningConfig"):
+        add_adapter(
+            split.parts, split.config, PrefixTuningConfig(num_virtual_tokens=2, modules_to_save=["lm_head"])
+        )
+    for name, value in (
+        ("modules_to_save", ["lm_head"]),
+        ("alora_invocation_tokens", [3, 4]),
+        ("bias", "all"),
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("layer_replication", [(0, 2), (1, 3)]),
+        ("megatron_config", {"tensor_model_parallel_size": 1}),
+    ):
+        with pytest.raises(ValueError, match=f"{name}=.* of a LoraConfig"):
+            add_adapter(split.parts, split.config, LoraConfig(**{name: value}))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "eva", "loftq"])
+def test_adapters_that_begin_with_values_of_the_whole_model_are_made_on_it(init):
+    whole = decoder("llama")
+    before = copy.deepcopy(whole.state_dict())
+    split = SplitModel.from_model(whole)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    config.init_lora_weights = init
+    with pytest.raises(ValueError, match="get_peft_model, and split that"):
+        split.add_adapter(config)
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("cast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_have_the_dtype_that_peft_gives_them(dtype, cast):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    whole = get_peft_model(decoder("llama").to(dtype), config, autocast_adapter_dtype=cast)
+    expected = {
+        name.removeprefix("base_model.model."): own for name, own in whole.named_parameters() if own.requires_grad
+    }
+    split = SplitModel.from_model(whole)
+    found = {name: own for part in split.parts for name, own in part.originals() if own.requires_grad}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(own, expected[name]) and own.dtype == expected[name].dtype for name, own in found.items())
+    assert next(iter(found.values())).dtype == (torch.float32 if cast else dtype)
+
+    fresh = SplitModel.from_model(decoder("llama").to(dtype))
+    fresh.add_adapter(config)
+    assert {own.dtype for own in fresh.parameters() if own.requires_grad} == {torch.float32}
+    assert fresh.dtype == dtype
+    assert fresh(**batch(None)).logits.dtype == dtype
 
 
 def test_parts_of_different_cuts_do_not_merge():
