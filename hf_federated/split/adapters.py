@@ -288,7 +288,7 @@ def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer
     own: dict[str, LoraLayer] = {}
     for original, layer in adapted.items():
         name = part.own_name(original)
-        if name is not None and _is_own(part, name):
+        if name is not None and part.owns(name):
             own[name] = layer
     if not own:
         return
@@ -302,15 +302,6 @@ def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer
     inject_adapter_in_model(config, part.model)
     # As in a PeftModel: over a base of half precision adapters are trained in float32.
     cast_adapter_dtype(part.model, _DEFAULT)
-
-
-def _is_own(part: Part, name: str) -> bool:
-    """Whether a module is there and not one that stands in for another part's."""
-    foreign = {"head": part.layout.of_tail, "tail": part.layout.of_head}
-    others = foreign.get(part.role) or {**part.layout.of_head, **part.layout.of_tail}
-    if any(name == path or name.startswith(f"{path}.") for path in others):
-        return False
-    return any(name == there for there, _ in part.model.named_modules())
 
 
 def _prefix_config(
@@ -337,7 +328,10 @@ def _prefix_config(
 def _load_prefix(part: Part, state: dict[str, torch.Tensor]) -> None:
     assert part.prefix is not None
     if part.prefix.config.prefix_projection:
-        raise ValueError("Prefixes made by an encoder (prefix_projection=True) cannot be turned back into one.")
+        raise ValueError(
+            "Prefixes that one encoder makes for all blocks (prefix_projection=True) have no parts: set "
+            "prefix_projection=False, or call add_adapter of a SplitModel, whose parts have an encoder each."
+        )
     if _PROMPT in state:
         columns = state[_PROMPT].chunk(part.cut.num_blocks, dim=1)
         state = {f"{_PROMPT}.{number}": own for number, own in enumerate(columns)}

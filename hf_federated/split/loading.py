@@ -17,6 +17,7 @@ from transformers.utils.hub import cached_file
 from .cut import Cut, Role
 from .layouts import Layout
 from .parts import Part
+from .whole import check_not_quantized
 
 
 def load_parts(
@@ -44,8 +45,9 @@ def load_parts(
         kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
 
     Raises:
-        ValueError: If weights are missing or do not fit the config.
+        ValueError: If weights are missing or quantized, or do not fit the config.
     """
+    check_not_quantized(config)
     parts = {role: Part(config, cut, role, layout, model_class) for role in roles}
     wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
     tied = {}

@@ -34,6 +34,7 @@ from .layouts import Layout, Places
 from .loading import load_parts
 from .parts import Part
 from .saving import rename_whole, whole_weights
+from .whole import base_weights, check_modules, check_not_quantized
 from .wire import Wire
 
 
@@ -132,7 +133,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             kwargs: For a checkpoint: `dtype`, and what `AutoConfig.from_pretrained` takes (`revision`, `token`, …).
 
         Raises:
-            ValueError: If there is no layout for the model, the cut does not fit it, or weights are missing.
+            ValueError: If there is no layout for the model, the cut does not fit it, weights are missing or quantized,
+                or a module of the model is not the one that its class makes.
         """
         if isinstance(model_or_name, str):
             dtype = kwargs.pop("dtype", None)
@@ -149,10 +151,17 @@ class SplitModel(PreTrainedModel, GenerationMixin):
                 check_peft_model(model_or_name)
                 whole = model_or_name.get_base_model()
             config = whole.config
+            check_not_quantized(config)
             cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
             parts = {role: Part(config, cut, role, layout, type(whole)) for role in ROLES}
+            weights = base_weights(whole)
             for part in parts.values():
-                part.take(_base_weights(whole))
+                part.take(weights)
+            check_modules(whole, parts.values())
+            # What was set on the model itself is no module's.
+            parts["tail"].model.loss_type = whole.loss_type
+            if hasattr(whole, "_loss_function"):
+                parts["tail"].model.loss_function = whole.loss_function
         wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
@@ -242,6 +251,10 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             self.generation_config.save_pretrained(save_directory)
         shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
         save_torch_state_dict(whole_weights(self.parts, self.config), Path(save_directory), **shards)
+
+    def _get_name(self) -> str:
+        # `Trainer` asks a model's name whether a smoothed loss is of the next token.
+        return type(self.client_tail.model).__name__
 
     @property
     def parts(self) -> list[Part]:
@@ -373,7 +386,8 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         settings, _ = self._prepare_generation_config(generation_config, **kwargs)
         mode = settings.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(f"A split model generates greedily or by sampling, not by {mode.value}: set num_beams=1.")
+            instead = "leave out what asks for it" if mode == GenerationMode.ASSISTED_GENERATION else "set num_beams=1"
+            raise ValueError(f"A split model generates greedily or by sampling, not by {mode.value}: {instead}.")
         if settings.cache_implementation not in (None, "dynamic"):
             raise ValueError(f"A split model has a dynamic cache, not {settings.cache_implementation!r}.")
         if settings.use_cache and kwargs.get("past_key_values") is None:
@@ -405,12 +419,6 @@ class SplitModel(PreTrainedModel, GenerationMixin):
                 f"A sequence of {length + taken} positions{' with its prefix' if taken else ''} came to a model of "
                 f"{positions}: shorten it."
             )
-
-
-def _base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's weights by name, without the adapters that PEFT put into it."""
-    weights = model.state_dict(keep_vars=True)
-    return {name.replace(".base_layer.", "."): value for name, value in weights.items() if ".lora_" not in name}
 
 
 def _num_blocks(config: PretrainedConfig, layout: Layout | None) -> int:

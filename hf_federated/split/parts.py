@@ -95,6 +95,14 @@ class Part(nn.Module):
         except ValueError:
             return None
 
+    def owns(self, name: str) -> bool:
+        """Whether `model` has a module of this name, and not one that stands in for another part's."""
+        foreign = {"head": self.layout.of_tail, "tail": self.layout.of_head}
+        others = foreign.get(self.role) or {**self.layout.of_head, **self.layout.of_tail}
+        if any(name == path or name.startswith(f"{path}.") for path in others):
+            return False
+        return any(name == there for there, _ in self.model.named_modules())
+
     def take(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """
         Use these parameters, without a copy.
@@ -209,8 +217,13 @@ class Part(nn.Module):
         `activation_checkpointing_enable` of its blocks.
 
         Raises:
-            ValueError: If it has prefixes, which go into a cache.
+            ValueError: If it has prefixes, which go into a cache, or checkpointing is to be reentrant.
         """
+        settings = kwargs.get("activation_checkpointing_kwargs", args[0] if args else None) or {}
+        if settings.get("use_reentrant"):
+            raise ValueError(
+                "Reentrant checkpointing cannot go through the boundary between parts: set use_reentrant=False."
+            )
         if self.prefix is not None:
             raise ValueError(
                 "Blocks whose activations are computed again take no cache, in which prefixes lie: set "

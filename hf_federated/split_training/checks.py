@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
 
 from ..data import FederatedDataset
 from ..split.model import SplitModel
@@ -17,6 +19,10 @@ from .control import Join
 
 # Their learning rate depends on evaluations.
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+# Methods of a trainer in whose place the clients' rows are planned for everybody at once.
+_SAMPLING = ("get_train_dataloader", "_get_train_sampler")
+# Methods of a trainer by which an optimizer is made.
+_OPTIMIZERS = ("create_optimizer", "create_scheduler", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 # Steps of a client in an epoch, beyond which it does not say how many it has.
 MAX_STEPS = 10_000_000
 
@@ -58,6 +64,8 @@ def check_split_arguments(
     """
     if others.get("model_init") is not None:
         raise ValueError("`model_init` is not supported in a split: pass the `model`.")
+    if others.get("optimizer_cls_and_kwargs") is not None:
+        check_optimizer_class(*others["optimizer_cls_and_kwargs"])
     if any(part is not None for part in others.get("optimizers") or ()):
         raise ValueError(
             "`optimizers=` holds one optimizer, and every party needs its own: use `optim` and `learning_rate` of the "
@@ -81,6 +89,16 @@ def check_split_arguments(
         (args.torch_compile, "torch_compile", "no compilation: a boundary of bytes ends every graph"),
         (args.lr_scheduler_type in _METRIC_SCHEDULES, f"lr_scheduler_type={args.lr_scheduler_type}", "another one"),
         (
+            _steps_by_itself(OptimizerNames(args.optim).value),
+            f"optim={OptimizerNames(args.optim).value!r}",
+            "one that steps when all parties do and has no mode of its own, as 'adamw_torch'",
+        ),
+        (
+            not args.accelerator_config.use_seedable_sampler,
+            "use_seedable_sampler=False",
+            "True: the order of every client's rows follows from the seed",
+        ),
+        (
             args.train_sampling_strategy not in ("random", "sequential"),
             f"train_sampling_strategy={args.train_sampling_strategy!r}",
             "'random' or 'sequential'",
@@ -94,6 +112,74 @@ def check_split_arguments(
     for wrong, what, instead in refused:
         if wrong:
             raise ValueError(f"{what} is not supported in a split: use {instead}.")
+
+
+def check_sampling(trainer_class: type, mixin: type) -> None:
+    """
+    Refuse a class that draws rows in its own way.
+
+    Args:
+        trainer_class (`type`): The class of a split trainer.
+        mixin (`type`): What makes it one.
+
+    Raises:
+        TypeError: If so.
+    """
+    overridden = _overridden(trainer_class, mixin, _SAMPLING)
+    if overridden:
+        raise TypeError(
+            f"{overridden[0]} draws rows in its own way, and a split plans those of all clients at once: use "
+            "train_sampling_strategy, or order each client's rows beforehand."
+        )
+
+
+def _overridden(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
+    """Which of these methods of `Trainer` a user's class has of its own."""
+    owners = [owner for owner in trainer_class.__mro__ if owner not in (mixin, Trainer)]
+    return [f"{owner.__name__}.{name}" for owner in owners for name in names if name in vars(owner)]
+
+
+def check_optimizer_class(optimizer_class: type, settings: Mapping[str, Any]) -> None:
+    """
+    Refuse an optimizer that could not be made for each party, or not step with the others.
+
+    Raises:
+        ValueError: If so.
+    """
+    named = sorted({"params", "model", "optimizer_dict"} & settings.keys())
+    if named:
+        raise ValueError(f"`optimizer_cls_and_kwargs` has {named[0]!r}: every party's optimizer is given its own.")
+    if hasattr(optimizer_class, "train"):
+        raise ValueError(
+            f"{optimizer_class.__name__} has modes for training and evaluation, which parties that hand over their "
+            "parts cannot have: use another optimizer."
+        )
+
+
+def _steps_by_itself(optim: str) -> bool:
+    """Whether an optimizer steps inside the backward pass, or has other values for evaluation than for training."""
+    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise") or optim.startswith("schedule_free")
+
+
+def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) -> None:
+    """
+    Refuse losses of the wrong tokens, or of tokens that the server could not count.
+
+    Raises:
+        ValueError: If `Trainer` does not know the model's class for one that predicts the next token, and is to smooth
+            its labels; or if clients meet whose model has a loss of its own.
+    """
+    name = model._get_name()
+    if args.label_smoothing_factor and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"label_smoothing_factor: Trainer does not know {name} for a causal language model, and would smooth the "
+            "loss of the same token in place of the next: leave it out, or override `compute_loss`."
+        )
+    if config.strategy == "client_batch" and "_loss_function" in vars(model.client_tail.model):
+        raise ValueError(
+            "A `loss_function` of the model's own is not supported with strategy='client_batch', whose server weighs "
+            "clients by their target tokens: use another strategy."
+        )
 
 
 def own_rows(client_id: str, rows: Any) -> dict[str, Any]:
@@ -140,6 +226,27 @@ def check_networked_evaluation(
             f"Clients have {', '.join(f'{own}: {steps}' for own, steps in (steps_of or {}).items())} steps in an "
             "epoch. While one that has no more evaluates, others train the server's body: set eval_strategy='epoch', "
             "after which all go on together, or 'no'."
+        )
+
+
+def check_networked_optimizer(trainer: Trainer, mixin: type) -> None:
+    """
+    Refuse optimizers of a client's own, which the server of a networked run would not have for its body.
+
+    Args:
+        trainer (`transformers.Trainer`): A split trainer.
+        mixin (`type`): What makes its class one.
+
+    Raises:
+        ValueError: If so.
+    """
+    own = _overridden(type(trainer), mixin, _OPTIMIZERS)
+    if trainer.optimizer_cls_and_kwargs is not None:
+        own.append("optimizer_cls_and_kwargs")
+    if own:
+        raise ValueError(
+            f"{own[0]} of a client does not reach the server of a networked run, whose body's optimizer is made from "
+            "the training arguments: use `optim`, `optim_args` and `lr_scheduler_type`."
         )
 
 

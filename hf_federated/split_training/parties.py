@@ -128,8 +128,11 @@ class JointOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.groups: Sequence[Sequence[str]] = []
         self.norm = 0.0
+        optimizers = [party.optimizer for party in parties.values() if party.optimizer is not None]
         # The same dictionaries as theirs: a schedule that sets a learning rate here sets it there.
-        super().__init__(self._param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}], {})
+        groups = self._param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}]
+        # Schedules read the first learning rate there; all were made from one set of arguments.
+        super().__init__(groups, optimizers[0].defaults if optimizers else {"lr": 0.0})
 
     def _param_groups(self) -> list[dict[str, Any]]:
         own = [party.optimizer for party in self.parties.values() if party.optimizer is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -31,7 +32,15 @@ from ..ledger import Ledger
 from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
 from .checkpoint import check_checkpoint, load_parties, resumable_checkpoints
-from .checks import as_split_model, check_networked_evaluation, check_split_arguments, own_rows
+from .checks import (
+    as_split_model,
+    check_loss,
+    check_networked_evaluation,
+    check_networked_optimizer,
+    check_sampling,
+    check_split_arguments,
+    own_rows,
+)
 from .config import SplitConfig
 from .digest import run_digest
 from .federation import ClientParty, SplitFederation
@@ -48,6 +57,7 @@ class SplitMixin(SplitSavingMixin):
     """What `split_federate()` puts before a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`]."""
 
     _joint_optimizer: JointOptimizer | None = None
+    _signature_columns: list[str] | None
 
     def __init__(
         self,
@@ -65,13 +75,16 @@ class SplitMixin(SplitSavingMixin):
         if train_dataset is not None and isinstance(model, SplitModel) and model.server_body is None:
             train_dataset = own_rows(model.boundary.client_id, train_dataset)
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
+        check_sampling(type(self), SplitMixin)
         check_split_arguments(args, self.split, clients, kwargs)
         if isinstance(eval_dataset, dict):
             eval_dataset = {name: _rows_together(own) for name, own in eval_dataset.items()}
         else:
             eval_dataset = _rows_together(eval_dataset)
         first = None if clients is None else clients[next(iter(clients))]
-        super().__init__(as_split_model(model, self.split), args, data_collator, first, eval_dataset, **kwargs)
+        cut = as_split_model(model, self.split)
+        super().__init__(cut, args, data_collator, first, eval_dataset, **kwargs)
+        check_loss(cut, self.args, self.split)
         self.clients = clients
         self.train_dataset = clients
         self.ledger = Ledger()
@@ -134,6 +147,7 @@ class SplitMixin(SplitSavingMixin):
         if self._remote is not None:
             raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
         check_networked_evaluation(self.args, self.split)
+        check_networked_optimizer(self, SplitMixin)
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
             raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
         paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
@@ -201,6 +215,20 @@ class SplitMixin(SplitSavingMixin):
         """Rows of a loader: of the training one those of all clients."""
         steps = dataloader.dataset
         return steps.num_rows if isinstance(steps, SplitSteps) else super().num_examples(dataloader)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows of a step in which every client takes part that may."""
+        rows = super().get_total_train_batch_size(self._user_args)
+        if self.clients is None or self.split.strategy == "serial":
+            return rows
+        return rows * len(self.clients)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        # Columns that the whole model takes and a split one has not are refused by name, and not dropped.
+        if self._signature_columns is None:
+            super()._set_signature_columns_if_needed()
+            whole = inspect.signature(self.model.client_tail.model.forward)
+            self._signature_columns = list(dict.fromkeys([*(self._signature_columns or []), *whole.parameters]))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -343,7 +371,9 @@ class SplitMixin(SplitSavingMixin):
                 logs["grad_norm"] = self._joint_optimizer.norm
         if self._remote is not None:
             self._remote.own_losses(logs)
-        super().log(logs, start_time)
+        # Of the user's arguments it depends whether tokens are logged, which the loop does not count.
+        with self._arguments(self._user_args):
+            super().log(logs, start_time)
 
     # ---- The model that is evaluated
 

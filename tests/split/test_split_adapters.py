@@ -159,9 +159,7 @@ def test_what_parts_cannot_have_is_refused():
     with pytest.raises(ValueError, match="LoRA or prefix tuning"):
         add_adapter(split.parts, split.config, IA3Config(task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="modules_to_save of a PrefixTuningConfig"):
-        add_adapter(
-            split.parts, split.config, PrefixTuningConfig(num_virtual_tokens=2, modules_to_save=["lm_head"])
-        )
+        add_adapter(split.parts, split.config, PrefixTuningConfig(num_virtual_tokens=2, modules_to_save=["lm_head"]))
     for name, value in (
         ("modules_to_save", ["lm_head"]),
         ("alora_invocation_tokens", [3, 4]),
