@@ -10,24 +10,27 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from .adapters import adapter_state, load_adapter, merge_adapters, whole_peft_config
+from .adapters import adapter_state, add_adapter, load_adapter, merge_adapters, whole_peft_config
 from .cut import ROLES, Cut
 from .parts import Part
 
 
 PARTS_NAME = "split_parts.json"
+_ADAPTER_CONFIG_NAME = "adapter_config.json"
 _SET_BY_TRAINERS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "use_cache"}
 
 
@@ -38,6 +41,7 @@ def save_parts(
     peft_config: PeftConfig | None = None,
     generation_config: GenerationConfig | None = None,
     tokenizer: Any = None,
+    run: Mapping[str, Any] | None = None,
 ) -> None:
     """
     Write the parts that one party holds.
@@ -49,6 +53,7 @@ def save_parts(
         peft_config (`PeftConfig`, *optional*): What the parts' adapters were made from; then they alone are written.
         generation_config (`GenerationConfig`, *optional*): The whole model's, which is written where its weights are.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The client's.
+        run (`Mapping`, *optional*): What says of which run they are, and of which step: parts of two are not merged.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,7 @@ def save_parts(
         "roles": [part.role for part in parts],
         "adapter": peft_config is not None,
         "tokenizer": sorted(Path(own).relative_to(path).as_posix() for own in files),
+        "run": None if run is None else dict(run),
     }
     (path / PARTS_NAME).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
@@ -108,11 +114,12 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
 
     Args:
         directories (`Sequence[str | os.PathLike]`): One for each party: together head, body and tail.
-        output_dir (`str` or `os.PathLike`): Where to. It is created.
+        output_dir (`str` or `os.PathLike`): Where to, which is none of them. It is created.
 
     Raises:
-        ValueError: If these are not the parts of one cut of one model, or one is missing or there twice, or a file of
-            the tokenizer is missing.
+        ValueError: If these are not the parts of one cut of one model after one step of one run, or one is missing or
+            there twice, or a weight or a file of the tokenizer is missing, or a file is damaged. Nothing is written
+            then.
 
     Example:
 
@@ -146,25 +153,27 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
                 raise ValueError(f"{path} has {name}={one[name]} and {paths[0]} has {described[0][name]}.")
         if _config(path) != _config(paths[0]):
             raise ValueError(f"{path} and {paths[0]} have the parts of different models: their {CONFIG_NAME} differ.")
+    runs = {str(path): one.get("run") for path, one in zip(paths, described, strict=True) if one.get("run")}
+    if len({json.dumps(own, sort_keys=True) for own in runs.values()}) > 1:
+        raise ValueError(f"These are parts of different runs or steps: {runs}.")
+    output = Path(output_dir)
+    if any(output.resolve() == path.resolve() for path in paths):
+        raise ValueError(f"{output} holds parts, which the whole would be written over: choose another directory.")
     client = next(path for path, one in zip(paths, described, strict=True) if "head" in one["roles"])
     tokenizer = _tokenizer_files(client, described[paths.index(client)])
-    output = Path(output_dir)
+    adapter = described[0]["adapter"]
+    states = [_read(path, adapter) for path in paths]
+    for path, one, state in zip(paths, described, states, strict=True):
+        _check_whole(path, one, state)
+    whole = merge_adapters(states, described[0]["cut"].num_blocks) if adapter else _merge_weights(paths, states)
     output.mkdir(parents=True, exist_ok=True)
     for name in tokenizer:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(client / name, output / name)
-    states = [_read(path, described[0]["adapter"]) for path in paths]
-    if described[0]["adapter"]:
-        _write(merge_adapters(states, described[0]["cut"].num_blocks), output / ADAPTER_NAME)
-        shutil.copyfile(client / "adapter_config.json", output / "adapter_config.json")
+    if adapter:
+        _write(whole, output / ADAPTER_NAME)
+        shutil.copyfile(client / _ADAPTER_CONFIG_NAME, output / _ADAPTER_CONFIG_NAME)
         return
-    whole: dict[str, torch.Tensor] = {}
-    for path, state in zip(paths, states, strict=True):
-        # A table of frequencies that is saved with the weights is in every part.
-        twice = sorted(name for name in whole.keys() & state.keys() if not torch.equal(whole[name], state[name]))
-        if twice:
-            raise ValueError(f"{path} has {twice[0]} too: these are not the parts of one cut.")
-        whole.update(state)
     shutil.copyfile(client / CONFIG_NAME, output / CONFIG_NAME)
     if (client / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(client / GENERATION_CONFIG_NAME, output / GENERATION_CONFIG_NAME)
@@ -210,7 +219,48 @@ def _read(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
     name = ADAPTER_NAME if adapter else SAFE_WEIGHTS_NAME
     if not (path / name).is_file():
         raise ValueError(f"{path} has no {name}: it is not a whole save of a party.")
-    return load_file(path / name)
+    try:
+        return load_file(path / name)
+    except SafetensorError as error:
+        raise ValueError(f"{path / name} is damaged, or no safetensors: {error}.") from error
+
+
+def _merge_weights(paths: Sequence[Path], states: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    for path, state in zip(paths, states, strict=True):
+        # A table of frequencies that is saved with the weights is in every part.
+        twice = sorted(name for name in whole.keys() & state.keys() if not torch.equal(whole[name], state[name]))
+        if twice:
+            raise ValueError(f"{path} has {twice[0]} too: these are not the parts of one cut.")
+        whole.update(state)
+    return whole
+
+
+def _check_whole(path: Path, described: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> None:
+    """Compare a party's weights with those that parts of its model, of a class that is known here, have."""
+    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    config = AutoConfig.from_pretrained(path)
+    parts = [Part(config, described["cut"], role) for role in described["roles"]]
+    if described["adapter"]:
+        peft_config = PeftConfig.from_pretrained(os.fspath(path))
+        # The weights are there: how they began does not matter.
+        peft_config.inference_mode = False
+        if isinstance(peft_config, LoraConfig):
+            peft_config.init_lora_weights = True
+        add_adapter(parts, config, peft_config)
+        expected = {name: own.shape for part in parts for name, own in adapter_state(part).items()}
+    else:
+        expected = {name: own.shape for name, own in whole_weights(parts, config).items()}
+    found = {name: own.shape for name, own in state.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        there, wanted = (tuple(own[name]) if name in own else "none" for own in (found, expected))
+        raise ValueError(
+            f"{path} is not what its {PARTS_NAME} says: the shape of {name} is {there}, and {wanted} in such parts."
+        )
 
 
 def _tokenizer_files(path: Path, described: dict[str, Any]) -> list[str]:

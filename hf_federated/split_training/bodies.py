@@ -24,6 +24,7 @@ from ..split.saving import save_parts
 from ..split.wire import Wire
 from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
+from .digest import run_and_step
 from .federation import SERVER
 from .parties import Party, total_norm
 from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
@@ -191,4 +192,5 @@ class ServerBodies:
         if len(self.parties) > 1:
             first.load(self._mean())
         assert isinstance(first.module, Part)
-        save_parts([first.module], self.config, self._directory, self.adapter)
+        run = run_and_step(self.config, self.split, self.args, self.adapter, self.max_steps)
+        save_parts([first.module], self.config, self._directory, self.adapter, run=run)

@@ -92,5 +92,12 @@ def run_digest(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def run_and_step(
+    config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None, step: int
+) -> dict[str, object]:
+    """Of which run a party's saved parts are, and after which step: what `merge_parts` compares."""
+    return {"digest": run_digest(config, split, args, adapter), "step": step}
+
+
 def _lasting(values: dict[str, object]) -> dict[str, object]:
     return {str(name): value for name, value in values.items() if name not in _VOLATILE}

@@ -19,6 +19,7 @@ from ..split.adapters import load_adapter
 from ..split.saving import save_parts
 from .checkpoint import load_parties, save_parties
 from .config import SplitConfig
+from .digest import run_and_step
 from .federation import SplitFederation
 from .remote import RemoteFederation
 from .schedule import kept_checkpoints
@@ -66,9 +67,15 @@ class SplitSavingMixin(LoopArgumentsMixin):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
             model = self.model
-            parts = [model.client_head, model.client_tail]
+            run = run_and_step(model.config, self.split, self.run_args, model.adapter_config, self.state.global_step)
             save_parts(
-                parts, model.config, output_dir, model.adapter_config, model.generation_config, self.processing_class
+                [model.client_head, model.client_tail],
+                model.config,
+                output_dir,
+                model.adapter_config,
+                model.generation_config,
+                self.processing_class,
+                run,
             )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

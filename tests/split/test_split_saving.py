@@ -10,7 +10,7 @@ import torch
 from causal import pieces_tokenizer
 from decoders import NUM_BLOCKS, batch, decoder
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated import SplitModel
@@ -172,6 +172,54 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path):
     split = changed("llama", cut=(2, 1))
     with pytest.raises(ValueError, match="is wanted"):
         load_saved_parts([split.server_body], server)
+
+
+def edited(folder: Path, name: str, change) -> None:
+    """Saves the weights of a folder anew, after a change."""
+    state = load_file(folder / name)
+    change(state)
+    save_file(state, folder / name, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA, PREFIX], ids=["whole", "lora", "prefix"])
+def test_parts_that_are_not_whole_are_refused_and_nothing_is_written(peft_config, tmp_path):
+    client, server = save(changed("llama-tied", peft_config), tmp_path, peft_config)
+    name = "model.safetensors" if peft_config is None else "adapter_model.safetensors"
+    merge_parts([client, server], tmp_path / "whole")
+    before = (server / name).read_bytes()
+
+    for change in (
+        lambda state: state.pop(next(iter(state))),
+        lambda state: state.update({next(iter(state)): torch.zeros(3)}),
+        lambda state: state.update(another=torch.zeros(3)),
+    ):
+        edited(server, name, change)
+        with pytest.raises(ValueError, match="server is not what its split_parts.json says"):
+            merge_parts([client, server], tmp_path / "out")
+        (server / name).write_bytes(before)
+    (server / name).write_bytes(before[:100])
+    with pytest.raises(ValueError, match="is damaged, or no safetensors"):
+        merge_parts([client, server], tmp_path / "out")
+    (server / name).write_bytes(before)
+    for folder in (client, server):
+        held = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(ValueError, match="choose another directory"):
+            merge_parts([client, server], f"{folder}/../{folder.name}")
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == held
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_two_runs_or_steps_are_refused(tmp_path):
+    split = changed("llama")
+    folders = [tmp_path / "client", tmp_path / "server"]
+    for step, merges in ((3, True), (4, False)):
+        save_parts([split.client_head, split.client_tail], split.config, folders[0], run={"digest": "a", "step": 3})
+        save_parts([split.server_body], split.config, folders[1], run={"digest": "a", "step": step})
+        if merges:
+            merge_parts(folders, tmp_path / "whole")
+            continue
+        with pytest.raises(ValueError, match="parts of different runs or steps"):
+            merge_parts(folders, tmp_path / "other")
 
 
 def test_the_command_builds_the_whole_model(tmp_path, capsys):

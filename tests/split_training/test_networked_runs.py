@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 
 import pytest
@@ -280,7 +281,10 @@ def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     assert not run.errors
     client = run.trainers["client 1"]
     client.save_model()
-    merge_parts([tmp_path / "client 1", tmp_path / "server"], tmp_path / "whole")
+    folders = [tmp_path / "client 1", tmp_path / "server"]
+    runs = [json.loads((folder / "split_parts.json").read_text())["run"] for folder in folders]
+    assert runs[0] == runs[1] and runs[0]["step"] == run.server.step and len(runs[0]["digest"]) == 64
+    merge_parts(folders, tmp_path / "whole")
     load_saved_parts([client.model.client_head, client.model.client_tail], tmp_path / "client 1")
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 

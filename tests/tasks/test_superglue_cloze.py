@@ -338,3 +338,14 @@ def test_a_row_takes_less_than_a_millisecond(tokenizer):
     )
     for task in (SuperGlueCloze(), SuperGlueCloze(max_length=64)):
         assert milliseconds_a_row(lambda task=task: task.encode(batch, tokenizer), 400) < 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_no_numbers_make_no_accuracy(value, tokenizer):
+    features = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
+    sums = np.full(len(features), -1.0)
+    compute(SimpleNamespace(predictions=sums))
+    sums[[number for number, own in enumerate(features["id"]) if own == features["id"][0]]] = value
+    with pytest.raises(ValueError, match="some are not numbers, or none is finite"):
+        compute(SimpleNamespace(predictions=sums))

@@ -332,6 +332,8 @@ def _metrics(rows: Mapping[str, Sequence[Any]], sums: Sequence[np.ndarray]) -> d
     labels: list[str | None] = []
     answers, targets = [], []
     for row, task in enumerate(rows["task"]):
+        if np.isnan(sums[row]).any() or not np.isfinite(sums[row].max()):
+            raise ValueError(f"Of the candidates' scores of row {row} some are not numbers, or none is finite.")
         best = int(np.argmax(score_candidates(task, sums[row])))
         answer, target, names = rows["candidates"][row][best], rows["target"][row], LABELS[task]
         if task == "record":  # the answer that was chosen, called correct, is so or is not

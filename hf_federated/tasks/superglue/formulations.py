@@ -199,6 +199,8 @@ class SuperGlueClassification(SuperGlueTask):
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
         """From logits of shape `(rows, labels)`. See [`SuperGlueTask.read_predictions`]."""
         logits = first_output(prediction.predictions)
+        if np.isnan(logits).any():
+            raise ValueError("There are logits that are not numbers: the model's outputs are not finite.")
         correct, wrong = LABEL_NAMES.index(LABELS["record"]["True"]), LABEL_NAMES.index(LABELS["record"]["False"])
         labels: list[str | None] = [LABEL_NAMES[number] for number in np.argmax(logits, axis=-1)]
         return labels, (logits[:, correct] - logits[:, wrong]).tolist()
