@@ -140,6 +140,8 @@ def attack_embedding(model: PreTrainedModel, rows: TokenRows, batch_size: int) -
     for start in range(0, len(rows), batch_size):
         of_batch = slice(start, start + batch_size)
         batch = TokenRows(rows.input_ids[of_batch], rows.attention_mask[of_batch], rows.scored[of_batch])
+        if int(batch.attention_mask.sum(1).max()) < 2:
+            continue  # no target, and no gradient
         gradient = embedding_gradient(model, batch)
         if gradient is None:
             return []

@@ -17,7 +17,7 @@ from ..split import Cut, layout_of
 from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding
 from .inversion import Inversion, chance_recall, invert, known_tokens, strongest
-from .rows import drop_shared, encode_rows
+from .rows import TokenRows, drop_shared, encode_rows
 from .targets import TargetRecovery, attack_targets
 
 
@@ -133,7 +133,8 @@ def audit_leakage(
         [`LeakageAudit`]: What was found.
 
     Raises:
-        ValueError: If the attacker has no rows, no victim is left, or a cut does not fit the model.
+        ValueError: If the attacker has no rows, no victim is left, a cut or a row does not fit the model, or gradients
+            are to be attacked of rows without a target.
     """
     if config.target_rows:
         # Now, and not after hours.
@@ -149,6 +150,10 @@ def audit_leakage(
         )
     attacker_rows = encode_rows(own, tokenizer, config.max_length)
     victim_rows = encode_rows(others, tokenizer, config.max_length)
+    for rows in (attacker_rows, victim_rows):
+        _check_rows(rows, model)
+    if (config.gradient_rows or config.target_rows) and victim_rows.input_ids.shape[1] < 2:
+        raise ValueError("Rows of one token have no targets, and no gradients: set gradient_rows=0 and target_rows=0.")
     model = model.to(config.device).eval()
     if victim_model is not None:
         victim_model = victim_model.to(config.device).eval()
@@ -175,6 +180,21 @@ def audit_leakage(
         shared_head=victim_model is None,
         **names,
     )
+
+
+def _check_rows(rows: TokenRows, model: PreTrainedModel) -> None:
+    """Refuse rows that the model cannot take."""
+    positions = getattr(model.config, layout_of(model.config).max_positions, None)
+    length, largest = rows.input_ids.shape[1], int(rows.input_ids.max())
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"A row has {length} tokens, and the model {positions} positions: set max_length={positions}."
+        )
+    known = len(model.get_input_embeddings().weight)
+    if largest >= known:
+        raise ValueError(
+            f"The tokenizer gives token {largest}, and the model has {known}: they do not belong together."
+        )
 
 
 def plot_leakage(audit: LeakageAudit, path: str | os.PathLike[str]) -> None:

@@ -75,9 +75,10 @@ def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
         f"with {plural(cut, 'block')} before the cut, {_percent(audit.strongest(cut).token_recall)} % of the tokens"
         for cut in cuts
     )
+    of_model = f" on `{audit.model_name}`" if audit.model_name else ""
     text = (
-        f"{HEADING}\n\n{_CLAIM} {_LENGTHS} Measured at the position of each token, the strongest of the attackers"
-        f" recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
+        f"{HEADING}\n\n{_CLAIM} {_LENGTHS} Measured{of_model} at the position of each token, the strongest of the"
+        f" attackers recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
     )
     return f"{text}\n\n{targets_text(audit)}\n\n{embedding_text(audit)}\n"
 

@@ -53,6 +53,8 @@ def audit(arguments: argparse.Namespace) -> None:
     _check_device(config.device)
     if arguments.card is not None and not Path(arguments.card).is_file():
         raise CommandError(f"--card: there is no file {arguments.card}.")
+    if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
+        raise CommandError(f"--output: {arguments.output} is a file, and no folder.")
     texts = load_texts(arguments)
     with command_errors(arguments.model):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
@@ -61,7 +63,11 @@ def audit(arguments: argparse.Namespace) -> None:
         order = np.random.default_rng(config.seed).permutation(len(texts))
         drawn = [texts[number] for number in order]
         own, others = drawn[: config.num_attacker_rows], drawn[config.num_attacker_rows :]
-        names = {"model_name": _shown(arguments.model), "data_name": _shown(arguments.data), "versions": _versions()}
+        names = {
+            "model_name": _shown(arguments.model),
+            "data_name": _shown_data(arguments.data),
+            "versions": _versions(),
+        }
         found = audit_leakage(model, tokenizer, own, others, config, victim_model, _tell, **names)
     print(f"\n{inversion_table(found.inversions)}\n\n{targets_text(found)}\n\n{embedding_text(found)}\n")
     with command_errors(f"--output {arguments.output}"):
@@ -121,6 +127,12 @@ def _check_device(device: str) -> None:
 def _shown(name: str) -> str:
     """A Hub id as it is; of a path of this machine its last part."""
     return Path(name).name if Path(name).exists() else name
+
+
+def _shown_data(name: str) -> str:
+    """As `_shown`; of a file with the folder that it is in, for many are called `train`."""
+    path = Path(name)
+    return f"{path.resolve().parent.name}/{path.name}" if path.is_file() else _shown(name)
 
 
 def _versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_federated.audits import attack_embedding, embedding_gradient, recover_tokens
 from hf_federated.audits.embedding_gradients import _first_adamw_step
+from hf_federated.audits.rows import TokenRows
 
 
 BATCH = rows(4, seed=3)
@@ -79,6 +80,13 @@ def test_batches_are_attacked_one_by_one():
     ]
     assert gradient.num_tokens == sum(sizes) / 2 and gradient.precision == adamw.precision == 1
     assert 0.8 < gradient.recall < 1
+
+
+def test_a_batch_without_a_target_has_nothing_to_find():
+    short = TokenRows(BATCH.input_ids.clone(), BATCH.attention_mask.clone(), BATCH.scored.clone())
+    short.attention_mask[3:, 1:] = 0
+    found = attack_embedding(tiny("llama"), short, batch_size=3)
+    assert found == attack_embedding(tiny("llama"), short.first(3), batch_size=3)
 
 
 def test_a_rule_that_is_not_known_is_refused():

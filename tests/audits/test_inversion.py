@@ -157,9 +157,10 @@ def test_scores_leave_out_what_a_tokenizer_puts_around_a_text():
 
 
 def test_chance_and_known_tokens_are_shares_of_the_victims_tokens():
-    own = encode_rows(["word1 word1 word2"], word_tokenizer(), 12)
+    # The attacker's most frequent token, and not the victims'.
+    own = encode_rows(["word2 word2 word1"], word_tokenizer(), 12)
     theirs = encode_rows(["word1 word3", "word2 word4 word1"], word_tokenizer(), 12)
-    assert chance_recall(own, theirs) == pytest.approx(2 / 5)
+    assert chance_recall(own, theirs) == pytest.approx(1 / 5)
     assert known_tokens(own, theirs) == pytest.approx(3 / 5)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from attacked import texts, tiny, word_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from hf_federated import SplitModel
 from hf_federated.audits import AuditConfig, LeakageAudit, audit_leakage, plot_leakage
@@ -73,6 +75,25 @@ def test_a_tail_that_does_not_fit_is_refused_before_anything_is_measured():
             dataclasses.replace(CONFIG, tail_blocks=4),
             on_result=found.append,
         )
+    assert not found
+
+
+def test_rows_that_do_not_fit_are_refused_before_anything_is_measured():
+    found = []
+    attack = functools.partial(audit_leakage, on_result=found.append)
+    long, alone = [" ".join(texts(9, seed=3))], [text.split()[0] for text in texts(4, seed=5)]
+    few = tiny()
+    few.config.max_position_embeddings = 11
+    with pytest.raises(ValueError, match="12 tokens, and the model 11 positions: set max_length=11"):
+        attack(few, word_tokenizer(), long, texts(3, seed=2), CONFIG)
+    small = tiny()
+    small.resize_token_embeddings(3)
+    with pytest.raises(ValueError, match="the model has 3: they do not belong together"):
+        attack(small, word_tokenizer(), texts(3, seed=1), texts(3, seed=2), CONFIG)
+    plain = word_tokenizer()
+    plain.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(ValueError, match="Rows of one token have no targets"):
+        attack(tiny(), plain, texts(3, seed=1), alone, CONFIG)
     assert not found
 
 

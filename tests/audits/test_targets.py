@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_federated import SplitModel
 from hf_federated.audits import attack_targets, recover_targets
+from hf_federated.audits.targets import _crossed
 
 
 BATCH = rows(4, seed=3)
@@ -82,3 +83,21 @@ def test_positions_that_are_named_wrongly_count_against_precision_alone():
 def test_other_targets_than_last_and_all_are_refused():
     with pytest.raises(ValueError, match='"last" or "all"|"all" or "last"'):
         attack_targets(tiny(), BATCH, 1, "float32", "first")
+
+
+def test_the_last_target_is_the_last_token_of_each_row(monkeypatch):
+    taken = []
+
+    def crossed(split, ids, mask, labels):
+        taken.extend(
+            (row[mark.bool()].tolist(), own.tolist()) for row, mark, own in zip(ids, mask, labels, strict=True)
+        )
+        return _crossed(split, ids, mask, labels)
+
+    monkeypatch.setattr("hf_federated.audits.targets._crossed", crossed)
+    attack_targets(tiny(), BATCH, 1, "float32", "last")
+    assert len({len(ids) for ids, _ in taken}) > 1
+    for ids, labels in taken:
+        expected = [-100] * len(labels)
+        expected[len(ids) - 1] = ids[-1]
+        assert labels == expected

@@ -15,7 +15,7 @@ from split_runs import LORA, clients_of, rows_of, split_trainer, whole_model
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_federated import SplitConfig
-from hf_federated.audits import AuditConfig, Inversion, LeakageAudit
+from hf_federated.audits import AuditConfig, Inversion, LeakageAudit, TargetRecovery
 from hf_federated.cards import SplitRecord, render_saved, render_split, render_split_card
 from hf_federated.cards.record import CardArguments
 from hf_federated.split.messages import Backward, Forward
@@ -191,6 +191,25 @@ def test_an_audit_of_another_cut_or_of_another_kind_of_run_is_refused(record, tm
         render_saved(tmp_path / "run.json", tmp_path / "audit.json")
     with pytest.raises(ValueError, match="quickstart.json is not the record of a split model"):
         render_saved(CARDS / "quickstart.json", tmp_path / "audit.json")
+
+
+def test_an_audit_of_another_wire_or_tail_is_refused_and_its_model_named(record, tmp_path):
+    record.save(tmp_path / "run.json")
+    found = [Inversion(1, "int8", "search", 0.9, 0.9, 0.8, 0.9, 0.8)]
+    config = AuditConfig(head_blocks=[1], wire_dtypes=["int8"])
+    audit = LeakageAudit(config, 300, 50, 2000, 0, 0.05, 0.9, found, [], model_name="another")
+    audit.save(tmp_path / "audit.json")
+    with pytest.raises(ValueError, match="give it --wire-dtypes float32"):
+        render_saved(tmp_path / "run.json", tmp_path / "audit.json")
+    own = dataclasses.replace(record, split={**record.split, "wire_dtype": "int8"})
+    own.save(tmp_path / "run.json")
+    assert "Measured on `another` at" in render_saved(tmp_path / "run.json", tmp_path / "audit.json")
+    targets = [TargetRecovery(2, "int8", "all", 0.9, 0.9, 0.9, 100)]
+    dataclasses.replace(audit, config=dataclasses.replace(config, tail_blocks=2), targets=targets).save(
+        tmp_path / "audit.json"
+    )
+    with pytest.raises(ValueError, match="tail has 1 block, and the audit's 2: give it --tail-blocks 1"):
+        render_saved(tmp_path / "run.json", tmp_path / "audit.json")
 
 
 def test_a_cut_at_the_embedding_is_called_what_it_is(record):

@@ -69,6 +69,7 @@ def test_victims_may_have_a_head_of_their_own(folder, capsys):
         (["--split", "test"], "rows has no split 'test'"),
         (["--card", "none.md"], "--card: there is no file none.md"),
         (["--device", "nowhere"], "--device nowhere:"),
+        (["--output", "rows/train.parquet"], "--output: rows/train.parquet is a file"),
     ],
 )
 def test_what_cannot_be_audited_is_said_in_one_line(folder, options, message, capsys):
