@@ -26,7 +26,7 @@ from hf_federated.split import SealedLink, SplitModel, Wire
 from hf_federated.split.certificates import client_certificate, client_fingerprints
 from hf_federated.split.encryption import ClientSession, Identity, ServerSession
 from hf_federated.split.envelope import PeerEnvelopes
-from hf_federated.split.keys import fingerprint
+from hf_federated.split.keys import check_fingerprint, fingerprint
 from hf_federated.split.network import GrpcLink, ModelFingerprint, SplitServer, Terms, TlsCredentials
 from hf_federated.split.network.protocol import DEFAULT_MAX_MESSAGE_BYTES
 from hf_federated.split.parts import Part
@@ -111,6 +111,7 @@ def split_server(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
+    _check_options(arguments)
     recipe, split, args, adapter = _settings(arguments, "server")
     with command_errors("split-server"):
         config, body, wire = server_body(recipe, split, adapter, args.seed)
@@ -146,6 +147,7 @@ def split_client(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the rows or the certificates cannot be used, or the run failed.
     """
+    _check_options(arguments)
     client_id = arguments.client
     recipe, split, args, adapter = _settings(arguments, escape_client_id(client_id))
     tokenizer = load_tokenizer(recipe.model)
@@ -265,18 +267,39 @@ def _terms(
     return Terms(model, cut, wire, adapter, run_settings(split, args))
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse, before anything is loaded, what no run could use."""
+    if not Path(arguments.certificates).is_dir():
+        raise CommandError(f"--certificates: there is no folder {arguments.certificates}.")
+    for name in ("max_message_bytes", "deadline", "heartbeat_timeout", "connect_timeout"):
+        value = getattr(arguments, name, None)
+        if value is not None and not value > 0:
+            raise CommandError(f"--{name.replace('_', '-')} is more than 0, got {value}.")
+    for given in arguments.peer:
+        _peer(given)
+    expected = getattr(arguments, "server_fingerprint", None)
+    if expected is not None:
+        with command_errors("--server-fingerprint"):
+            check_fingerprint(expected, "server")
+
+
+def _peer(given: str) -> tuple[str, str]:
+    """A client's id and fingerprint."""
+    client_id, equals, value = given.rpartition("=")
+    if not equals or not client_id:
+        raise CommandError(f"--peer {given!r} is not of the form ID=FINGERPRINT.")
+    with command_errors(f"--peer {given}"):
+        check_fingerprint(value, client_id)
+    return client_id, value
+
+
 def _key(arguments: argparse.Namespace, client_id: str) -> bytes:
     return client_certificate(arguments.certificates, client_id).with_suffix(".key").read_bytes()
 
 
 def _fingerprints(arguments: argparse.Namespace, needed: list[str]) -> dict[str, str]:
     """Clients' fingerprints: those that are given, and of certificates that are here."""
-    found = client_fingerprints(arguments.certificates)
-    for given in arguments.peer:
-        client_id, equals, value = given.rpartition("=")
-        if not equals or not client_id:
-            raise CommandError(f"--peer {given!r} is not of the form ID=FINGERPRINT.")
-        found[client_id] = value
+    found = {**client_fingerprints(arguments.certificates), **dict(_peer(given) for given in arguments.peer)}
     missing = [client_id for client_id in needed if client_id not in found]
     if missing:
         raise CommandError(f"--peer: no fingerprint of {missing[0]!r} was given, and its certificate is not here.")

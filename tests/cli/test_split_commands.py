@@ -257,7 +257,7 @@ def test_what_means_nothing_for_a_part_is_refused(kwargs, message, split_recipe,
         (["--set", "split=null"], "has no section split"),
         (["--peer", "north"], "not of the form ID=FINGERPRINT"),
         (["--set", "split.strategy=serial", "--set", "split.steps_per_turn=0"], "at least 1"),
-        (["--max-message-bytes", "0"], "max_message_bytes is 0; it must be more than 0"),
+        (["--max-message-bytes", "0"], "--max-message-bytes is more than 0, got 0"),
     ],
     ids=["no split", "peer", "split", "bytes"],
 )
@@ -313,3 +313,25 @@ def test_a_client_that_the_recipe_does_not_have_is_named(split_recipe, certifica
     line = lines_of(split_recipe, certificates, free_port())["0"]
     with pytest.raises(CommandError, match="the recipe's clients are 0, 1"):
         split_client(build_parser().parse_args([*line[:-1], "west"]))
+
+
+@pytest.mark.parametrize(
+    ("party", "options", "message"),
+    [
+        ("server", ["--deadline", "-1"], "--deadline is more than 0, got -1.0"),
+        ("server", ["--deadline", "nan"], "--deadline is more than 0, got nan"),
+        ("server", ["--heartbeat-timeout", "0"], "--heartbeat-timeout is more than 0"),
+        ("server", ["--max-message-bytes", "0"], "--max-message-bytes is more than 0, got 0"),
+        ("server", ["--certificates", "nowhere"], "--certificates: there is no folder nowhere"),
+        ("0", ["--connect-timeout", "-3"], "--connect-timeout is more than 0"),
+        ("0", ["--peer", "1"], "'1' is not of the form ID=FINGERPRINT"),
+        ("0", ["--peer", "1=sha256:abc"], "--peer 1=sha256:abc: The fingerprint given for '1'"),
+        ("0", ["--server-fingerprint", "abc"], "--server-fingerprint: The fingerprint given for 'server'"),
+    ],
+)
+def test_options_that_no_run_can_use_are_refused_before_anything_is_read(
+    party, options, message, certificates, tmp_path, capsys
+):
+    command = lines_of(tmp_path / "none.yaml", certificates, 1)[party]
+    assert main([*command, *options]) == 2
+    assert message in capsys.readouterr().err
