@@ -94,6 +94,11 @@ def check_split_arguments(
             "one that steps when all parties do and has no mode of its own, as 'adamw_torch'",
         ),
         (
+            (getattr(args, "generation_num_beams", None) or 1) > 1,
+            "generation_num_beams",
+            "1: a split model generates greedily or by sampling",
+        ),
+        (
             not args.accelerator_config.use_seedable_sampler,
             "use_seedable_sampler=False",
             "True: the order of every client's rows follows from the seed",

@@ -347,3 +347,21 @@ def test_what_a_networked_client_is_given_must_be_its_own(tmp_path):
     alone.trainers["a"]._envelopes = None
     alone.train()
     assert not alone.errors
+
+
+def test_an_optimizer_of_a_clients_own_is_refused_before_it_joins(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
+    trainer = run.trainers["client 0"]
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs of a client does not reach the server"):
+        trainer.train()
+
+    class Decaying(type(trainer)):
+        def get_decay_parameter_names(self, model):
+            return []
+
+    other = run.trainers["client 1"]
+    other.__class__ = Decaying
+    with pytest.raises(ValueError, match=r"Decaying\.get_decay_parameter_names of a client"):
+        other.train()
+    assert run.server.step == 0

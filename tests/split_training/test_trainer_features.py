@@ -10,6 +10,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
 )
 from transformers.trainer_utils import SchedulerType
@@ -170,6 +172,12 @@ def test_rows_drawn_in_a_way_of_ones_own_are_refused(kind, tmp_path):
 def test_arguments_that_would_mean_something_else_are_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         SplitFederatedTrainer(whole_model(), arguments(tmp_path, **changes), train_dataset=rows_of(0))
+
+
+def test_a_beam_search_is_refused_before_the_first_evaluation(tmp_path):
+    args = Seq2SeqTrainingArguments(str(tmp_path), generation_num_beams=2, report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match="generation_num_beams is not supported in a split"):
+        split_federate(Seq2SeqTrainer)(whole_model(), args, train_dataset=rows_of(0))
 
 
 class WithModes(torch.optim.SGD):

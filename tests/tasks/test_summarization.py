@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -205,6 +207,18 @@ def test_predictions_that_do_not_belong_to_the_prompts_are_refused(tokenizer):
         compute(EvalPrediction(np.zeros((2, 5, 20)), labels))
     with pytest.raises(ValueError, match="There are 1 predictions, but 2 `rows`"):
         compute(EvalPrediction(generated[:1], labels[:1]))
+
+
+@pytest.mark.parametrize(("use_stemmer", "expected"), [(True, 1.0), (False, 0.0)])
+def test_words_are_compared_by_their_stems_where_that_is_asked_for(use_stemmer, expected, tokenizer):
+    task = dataclasses.replace(TASK, use_stemmer=use_stemmer)
+    data = Dataset.from_dict({"source": ["a"], "target": [["cities"]]})
+    compute = task.build_compute_metrics(tokenizer, rows=data)
+    prompt, written = tokenizer("a\nTL;DR:")["input_ids"], tokenizer(" city")["input_ids"]
+    labels = [-100] * (len(prompt) - 1) + prompt[-1:]
+    prediction = EvalPrediction(np.array([[*prompt, *written]]), np.array([labels]))
+    assert compute(prediction)["rouge1"] == expected
+    assert TASK.use_stemmer
 
 
 def test_a_row_takes_less_than_a_millisecond(tokenizer):
