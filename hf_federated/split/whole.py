@@ -14,9 +14,6 @@ from .parts import Part
 
 logger = logging.get_logger(__name__)
 
-# Set by `enable_input_require_grads`, which a split model needs not.
-_HARMLESS = "make_inputs_require_grads"
-
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A model's weights by name, without the adapters that PEFT put into it."""
@@ -39,7 +36,7 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
     """
     Compare a model's modules with those that its parts were built with, which come from its class and config.
 
-    Forward hooks are warned of: they stay on the model's own modules.
+    Hooks are warned of: they stay on the model's own modules.
 
     Args:
         model (`PreTrainedModel`): The whole model.
@@ -72,5 +69,6 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody hooked in; what transformers does for itself (hidden states, gradients of inputs) apart."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
-    return any(getattr(own, "__name__", "") != _HARMLESS for own in hooks)
+    return any(not str(getattr(own, "__module__", "")).startswith("transformers.") for own in hooks)

@@ -126,6 +126,8 @@ def test_a_replaced_module_is_refused_and_a_hook_is_told(monkeypatch):
     monkeypatch.setattr("hf_federated.split.whole.logger.warning", told.append)
     model = whole_model()
     model.enable_input_require_grads()
+    model(torch.tensor([[3, 4]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.model.layers)
     SplitModel.from_model(model)
     assert not told
     model.model.layers[2].register_forward_hook(lambda *given: None)
