@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -242,8 +242,8 @@ def read_targets(batch: Batch, column: str, indices: Sequence[int] | None) -> li
 
 
 def is_empty_target(value: Any) -> bool:
-    """Whether a target, or a list of them, is missing, or one is nothing but space."""
-    targets = [value] if isinstance(value, str) else list(value or [])
+    """Whether a target, or a list of them, is missing, or one is no text or nothing but space."""
+    targets = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     return not targets or any(map(is_blank, targets))
 
 

@@ -63,7 +63,13 @@ CASES = {
     "summary": (
         Summarization(),
         {"source": "in rome", "target": ["film"]},
-        [({}, False), ({"source": " "}, True), ({"target": ["film", ""]}, True)],
+        [
+            ({}, False),
+            ({"source": " "}, True),
+            ({"target": ["film", ""]}, True),
+            ({"target": None}, True),
+            ({"target": float("nan")}, True),  # as a table with gaps has it
+        ],
     ),
     "cloze": (
         SuperGlueCloze(),

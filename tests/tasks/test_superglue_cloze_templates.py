@@ -130,6 +130,7 @@ def test_a_query_without_answers_is_no_row_to_train_on():
         ("cb", {"label": "true"}, "Row 1 of 'cb' has the label 'true'; allowed are 'entailment'"),
         ("copa", {"question": "why"}, "Row 1 of 'copa' asks for 'why'; allowed are 'effect', 'cause'"),
         ("copa", {"choice2": ""}, "Row 1 of 'copa' has '' instead of a text in 'choice2'"),
+        ("copa", {"choice2": "..."}, "Row 1 of 'copa' has nothing but punctuation in 'choice2'"),
         ("wsc", {"text": "He left."}, "Row 1 of 'wsc' has span2_text 'she', which is not in its text"),
     ],
 )

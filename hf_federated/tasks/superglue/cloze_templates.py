@@ -221,7 +221,12 @@ def _yes_or_no(task: str, row: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _copa(row: Mapping[str, Any], where: str) -> Cloze:
-    choices = [_lower_first(_unended(read_text(row, column, where))) for column in ("choice1", "choice2")]
+    choices = []
+    for column in ("choice1", "choice2"):
+        choice = _unended(read_text(row, column, where))
+        if not choice:
+            raise ValueError(f"{where} has nothing but punctuation in {column!r}.")
+        choices.append(_lower_first(choice))
     joints = {"effect": ", so ", "cause": " because "}
     asked = read_text(row, "question", where)
     if asked not in joints:
