@@ -1,16 +1,20 @@
-"""Who has which rows in the two partitions of FL-GLM's figure 5."""
+"""Data of FL-GLM's recipes: who has which rows of figure 5, and the abstracts of SciTLDR."""
 
 from __future__ import annotations
 
+import json
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+import yaml
+from datasets import Dataset, load_dataset
 
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "fl_glm" / "prepare_data.py"))
+FOLDER = Path(__file__).parents[2] / "recipes" / "fl_glm"
+SCRIPT = runpy.run_path(str(FOLDER / "prepare_data.py"))
 
 
 def rows_of(*num_rows: int) -> Dataset:
@@ -59,3 +63,50 @@ def test_other_tasks_have_the_same_shares_and_a_third_label_that_of_the_second()
     rows = SCRIPT["with_owners"](rows_of(390, 410, 205), seed=0)
     assert counts(rows, "iid_owner") == {"first": (194, 204, 102), "second": (196, 206, 103)}
     assert counts(rows, "skewed_owner") == {"first": (390, 10, 5), "second": (0, 400, 200)}
+
+
+@pytest.mark.parametrize(("source", "column"), [(["One.", " Two."], "target"), ("One. Two.", "targets")])
+def test_abstracts_are_joined_and_keep_all_their_summaries(source, column):
+    raw = Dataset.from_dict({"source": [source], column: [[" First. ", "Second."]], "id": ["a"]})
+    assert SCRIPT["scitldr_rows"](raw).to_dict() == {"source": ["One. Two."], "targets": [["First.", "Second."]]}
+
+
+def test_an_abstract_without_text_or_summary_is_left_out():
+    raw = Dataset.from_dict({"source": [["One."], [], ["Two."]], "target": [["First."], ["Second."], [" "]]})
+    assert SCRIPT["scitldr_rows"](raw).to_dict() == {"source": ["One."], "targets": [["First."]]}
+
+
+def test_abstracts_lie_where_the_recipe_of_summaries_reads_them(tmp_path, monkeypatch):
+    recipe = yaml.safe_load((FOLDER / "summaries.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "dev"):
+        path = tmp_path / "data" / "SciTLDR-A" / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"source": ["One.", "Two."], "target": [split]}) + "\n")
+    output_dir = str(Path(recipe["data"]["path"]).parent)
+    argv = ["prepare_data.py", "--data-dir", "data", "--output-dir", output_dir, "--tasks", "scitldr"]
+    monkeypatch.setattr(sys, "argv", argv)
+    SCRIPT["main"]()
+    rows = load_dataset(recipe["data"]["path"], split=recipe["data"]["test_split"])
+    assert rows.to_dict() == {"source": ["One. Two."], recipe["task"]["target_column"]: [["dev"]]}
+
+
+def test_the_configuration_of_the_hub_is_that_of_abstracts(monkeypatch, tmp_path):
+    asked = []
+
+    def load(*args, **kwargs):
+        asked.append((args, kwargs))
+        return Dataset.from_dict({"source": [["One."]], "target": [["First."]]})
+
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "load_dataset", load)
+    argv = ["prepare_data.py", "--hub-id", "allenai/scitldr", "--revision", "r", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--tasks", "scitldr"])
+    SCRIPT["main"]()
+    assert asked == [
+        (("allenai/scitldr", "Abstract"), {"split": split, "revision": "r"}) for split in ("train", "validation")
+    ]
+
+
+def test_rows_that_are_not_of_the_data_set_are_refused_by_their_columns():
+    with pytest.raises(ValueError, match="no column.*source"):
+        SCRIPT["scitldr_rows"](Dataset.from_dict({"text": ["One."]}))
