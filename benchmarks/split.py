@@ -97,13 +97,14 @@ def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[
     server = clients["0"].boundary.link.server
     meeting = Meeting(server)
     inputs = {name: batch(options, int(name)) for name in clients}
-    trained = {id(p): p for part in [server.body, *clients.values()] for p in part.parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
     for name, client in clients.items():
         if name != "0":
             client.server_body = None
         client.boundary.link = meeting.link(name)
         client.boundary.defers_backward = True
+    # The first client's model has the body that all of them meet in.
+    trained = [p for client in clients.values() for p in client.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
     def work(name: str) -> None:
         clients[name].boundary.begin_step(0, total_targets=options.batch_size * (options.length - 1))
