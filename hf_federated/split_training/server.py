@@ -190,7 +190,11 @@ class TrainingServer:
     # ---- Beginning and end
 
     def _join(self, message: Join) -> Joined:
-        check_join(message, self.digest)
+        try:
+            check_join(message, self.digest)
+        except ValueError as error:
+            logger.warning(f"Client {message.client_id!r} cannot join: {error}")
+            raise
         if message.client_id in self._joined:
             raise ValueError(
                 f"Client {message.client_id!r} joined this run before. Start the server again to resume it."
@@ -346,7 +350,9 @@ class TrainingServer:
                 self._go_on_without(expected)
                 continue
             self._changed.wait(left)
-            self._check()
+            if not gathering.settled:
+                self._check()
+        # What was settled is told to everybody, also where the one that settled it was gone before the others woke up.
         if gathering.error is not None:
             raise ValueError(gathering.error)
         assert gathering.answers is not None

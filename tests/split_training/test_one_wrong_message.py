@@ -102,11 +102,23 @@ def test_who_sends_what_fits_nobody_elses_is_the_one_that_hears_it(kind, changes
         assert "client 'client 1' is gone" in str(run.errors[other])
 
 
-def test_who_breaks_everybodys_gradients_is_named(tmp_path):
+@pytest.mark.parametrize("gone_at_once", [False, True])
+def test_who_breaks_everybodys_gradients_is_named(gone_at_once, tmp_path):
     def explode(server, message):
-        if isinstance(message, Backward):
-            huge = {name: torch.full_like(values, 3e38) for name, values in message.gradient.items()}
-            return server.answer("client 1", dataclasses.replace(message, gradient=huge).to_bytes())
+        if not isinstance(message, Backward):
+            return None
+        huge = {name: torch.full_like(values, 3e38) for name, values in message.gradient.items()}
+        blob = dataclasses.replace(message, gradient=huge).to_bytes()
+        if not gone_at_once:
+            return server.answer("client 1", blob)
+        while "client 0" not in server._gathered.get(("backward", 0), Gathering()).messages:
+            time.sleep(0.01)
+        # Nobody else wakes up before this client is gone.
+        with server._changed:
+            try:
+                return server.answer("client 1", blob)
+            finally:
+                server.client_lost("client 1")
 
     run = with_instead(tmp_path, "client_batch", explode)
     assert "not finite; the longest is that of client 'client 1'" in str(run.errors["client 0"])
