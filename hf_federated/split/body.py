@@ -256,9 +256,10 @@ class BodyServer:
         limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
         runner = self.body.layout.runner
         prefix = 0 if self.body.prefix is None or runner is not None else self.body.prefix.length
-        if limit is not None and prefix + message.seen + length > limit:
-            raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")
         positions = message.position_ids
+        # Of sequences packed into one row each has positions of its own; runners count otherwise.
+        if (positions is None or runner is not None) and limit is not None and prefix + message.seen + length > limit:
+            raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")
         if positions is not None:
             if positions.ndim == 3 and runner is None:
                 raise ValueError("Positions in two dimensions came to a model that counts in one.")
@@ -350,21 +351,28 @@ def _join_places(
         positions.append(functional.pad(own, (0, width - length)))
     masked = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
     told = any(message.position_ids is not None for message in messages)
-    for message in messages:
-        given = message.position_ids
-        # Rows packed into one are told apart by their positions only where there is no mask.
-        if masked and len(messages) > 1 and message.mask is None and given is not None and given.ndim == 2:
-            if (given.diff(dim=1) != 1).any():
-                raise ValueError(
-                    f"Client {message.client_id!r} sends several sequences packed into one row, and others of the "
-                    "batch are padded: give all clients rows of one length, or pack nothing."
-                )
+    packed = [message.client_id for message in messages if _is_packed(message)]
+    if packed and masked and len(messages) > 1:
+        # Rows packed into one are told apart by their positions only where there is no mask. Without one the padding
+        # of the batch, at position 0 each, is as many sequences of their own behind the others.
+        if any(message.mask is not None for message in messages):
+            raise ValueError(
+                f"Client {packed[0]!r} sends several sequences packed into one row, and others padded ones: let all "
+                "clients pack their rows, or none."
+            )
+        masked = False
     contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
     return (
         _joined(masks).to(device) if masked else None,
         _joined(positions).to(device) if told else None,
         _joined(contexts).to(device) if contexts else None,
     )
+
+
+def _is_packed(message: Forward) -> bool:
+    """Whether rows are of several sequences, each of which begins its positions anew."""
+    given = message.position_ids
+    return message.mask is None and given is not None and given.ndim == 2 and bool((given.diff(dim=1) != 1).any())
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ reveal text, and gradients labels: how much is a thing to measure (`hf_federated
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from .families import layout_of
 from .layouts import Layout, Places
 from .loading import load_parts
 from .parts import Part
+from .per_token import PerTokenOutput, score_targets
 from .saving import rename_whole, whole_weights
 from .whole import base_weights, check_modules, check_not_quantized
 from .wire import Wire
@@ -40,6 +42,8 @@ from .wire import Wire
 
 # What a caller may pass that changes nothing here.
 _WITHOUT_EFFECT = ("return_dict", "cache_position")
+# What tells attention kernels where packed sequences begin; positions tell every part.
+_OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # What goes to the tail with the labels.
 _FOR_THE_LOSS = ("num_items_in_batch", "shift_labels")
 
@@ -296,7 +300,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | PerTokenOutput:
         """
         As the whole model's.
 
@@ -312,13 +316,18 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             use_cache (`bool`, *optional*): Whether to make a cache where none is given. By default none is made,
                 whatever the config says: the server would have to keep it.
             logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`): As in the whole model.
-            kwargs: `num_items_in_batch`, as the loss takes it.
+            kwargs: `num_items_in_batch`, as the loss takes it; `fused_lm_head`, by which TRL's `SFTTrainer` asks for
+                [`~split.per_token.PerTokenOutput`] in place of logits.
 
         Raises:
             ValueError: If the sequence has more tokens than the model has positions.
             TypeError: If an argument is given that a split model has not.
         """
-        loss_arguments = _loss_arguments(kwargs)
+        scores_targets = kwargs.pop("fused_lm_head", False)
+        # Tokenizers give it to every model; most decoders, unlike GPT-2, leave it out.
+        if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
+            kwargs.pop("token_type_ids", None)
+        loss_arguments = _loss_arguments(kwargs, packed=position_ids is not None)
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(f"attention_mask is (batch, sequence), got {tuple(attention_mask.shape)}.")
         states = input_ids if inputs_embeds is None else inputs_embeds
@@ -327,7 +336,12 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self._check_length(seen + states.shape[1])
+        runner = self.client_head.layout.runner
+        # Of sequences packed into one row each has positions of its own; runners count otherwise.
+        if position_ids is None or runner is not None:
+            self._check_length(seen + states.shape[1])
+        else:
+            self._check_length(int(position_ids.max()) + 1)
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None
         if position_ids is not None and attention_mask is None and _is_range(position_ids, seen):
@@ -335,7 +349,6 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         caches = (None, None) if past_key_values is None else (past_key_values.head, past_key_values.tail)
         caching = past_key_values is not None
         contexts = tokens = None
-        runner = self.client_head.layout.runner
         if runner is not None:
             if input_ids is None:
                 raise ValueError("This model's positions follow from its tokens: give input_ids.")
@@ -364,10 +377,12 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             caches[1],
             contexts,
             use_cache=caching,
-            labels=labels,
+            labels=None if scores_targets else labels,
             logits_to_keep=logits_to_keep,
-            **loss_arguments,
+            **({} if scores_targets else loss_arguments),
         )
+        if scores_targets:
+            return score_targets(output.logits, labels, **loss_arguments)
         if past_key_values is not None:
             past_key_values.end(len(states), seen + states.shape[1], tokens)
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
@@ -436,9 +451,10 @@ def _is_range(position_ids: torch.Tensor, start: int) -> bool:
     return bool((position_ids == expected).all())
 
 
-def _loss_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _loss_arguments(kwargs: dict[str, Any], packed: bool) -> dict[str, Any]:
     """What of a call's other arguments is for the loss; everything else is refused."""
-    left = {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT and value is not None}
+    without_effect = _WITHOUT_EFFECT + (_OF_PACKED if packed else ())
+    left = {name: value for name, value in kwargs.items() if name not in without_effect and value is not None}
     for name in ("output_attentions", "output_hidden_states"):
         if left.pop(name, False):
             raise ValueError(f"{name}=True: the server's are not sent. Look into the unsplit model.")

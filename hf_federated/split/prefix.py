@@ -72,7 +72,16 @@ class Prefix(nn.Module):
     def shift(
         self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Mask and positions with the prefix before the tokens."""
+        """
+        Mask and positions with the prefix before the tokens.
+
+        Raises:
+            ValueError: If a row is of several sequences, which are kept apart only where nothing is cached.
+        """
+        if attention_mask is None and position_ids is not None and (position_ids.diff(dim=-1) != 1).any():
+            raise ValueError(
+                "Sequences packed into one row would see each other behind a prefix: pack nothing, or use LoRA."
+            )
         if attention_mask is not None:
             ones = attention_mask.new_ones(attention_mask.shape[0], self.length)
             attention_mask = torch.cat((ones, attention_mask), dim=1)

@@ -31,7 +31,16 @@ from .parts import Part
 
 PARTS_NAME = "split_parts.json"
 _ADAPTER_CONFIG_NAME = "adapter_config.json"
-_SET_BY_TRAINERS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "use_cache"}
+_OF_ONE_PARTY = {
+    "base_model_name_or_path",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "peft_version",
+    "revision",
+    "transformers_version",
+    "use_cache",
+}
 
 
 def save_parts(
@@ -151,12 +160,15 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
         for name in ("cut", "adapter"):
             if one[name] != described[0][name]:
                 raise ValueError(f"{path} has {name}={one[name]} and {paths[0]} has {described[0][name]}.")
-        if _config(path) != _config(paths[0]):
-            raise ValueError(f"{path} and {paths[0]} have the parts of different models: their {CONFIG_NAME} differ.")
-    runs = {str(path): one.get("run") for path, one in zip(paths, described, strict=True) if one.get("run")}
+        for name in (CONFIG_NAME, *([_ADAPTER_CONFIG_NAME] if one["adapter"] else [])):
+            if _lasting(path / name) != _lasting(paths[0] / name):
+                raise ValueError(f"{path} and {paths[0]} have the parts of different models: their {name} differ.")
+    runs = {str(path): one.get("run") for path, one in zip(paths, described, strict=True)}
     if len({json.dumps(own, sort_keys=True) for own in runs.values()}) > 1:
         raise ValueError(f"These are parts of different runs or steps: {runs}.")
     output = Path(output_dir)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: choose a directory.")
     if any(output.resolve() == path.resolve() for path in paths):
         raise ValueError(f"{output} holds parts, which the whole would be written over: choose another directory.")
     client = next(path for path, one in zip(paths, described, strict=True) if "head" in one["roles"])
@@ -165,6 +177,9 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     states = [_read(path, adapter) for path in paths]
     for path, one, state in zip(paths, described, states, strict=True):
         _check_whole(path, one, state)
+        wrong = sorted(name for name, value in state.items() if not value.isfinite().all())
+        if wrong:
+            raise ValueError(f"{path}: {wrong[0]} has values that are not finite.")
     whole = merge_adapters(states, described[0]["cut"].num_blocks) if adapter else _merge_weights(paths, states)
     output.mkdir(parents=True, exist_ok=True)
     for name in tokenizer:
@@ -272,15 +287,23 @@ def _tokenizer_files(path: Path, described: dict[str, Any]) -> list[str]:
     return names
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """A config without what a trainer sets, which only some of the parties have."""
-    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
-    return {name: value for name, value in values.items() if name not in _SET_BY_TRAINERS}
+def _lasting(path: Path) -> dict[str, Any]:
+    """A config without what a trainer or the place of a base sets, which may differ between parties."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        lasting = {name: value for name, value in values.items() if name not in _OF_ONE_PARTY}
+        # Sets are written as lists, in any order.
+        return {name: sorted(own, key=str) if isinstance(own, list) else own for name, own in lasting.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is missing or damaged: {error}.") from error
 
 
 def _describe(path: Path) -> dict[str, Any]:
     try:
         described = json.loads((path / PARTS_NAME).read_text(encoding="utf-8"))
-        return {**described, "cut": Cut(**described["cut"])}
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        known = {name: described[name] for name in ("roles", "adapter")}
+        return {**described, **known, "cut": Cut(**described["cut"])}
+    except KeyError as error:
+        raise ValueError(f"{path / PARTS_NAME} is damaged: it has no {error}.") from error
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no save of a split model's party: {error}.") from error

@@ -166,9 +166,10 @@ class ServerBodies:
         if not saves_at(self.args, step, self.max_steps, self._steps_per_epoch):
             return
         state = {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
+        run = self._run_and_step(step)
         with staged_directory(self._directory) as staging:
             for party in self.parties.values():
-                save_party(party, self.config, party_directory(staging, party.name), self.adapter, state)
+                save_party(party, self.config, party_directory(staging, party.name), self.adapter, run, state)
             publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
         rotate(self._directory, kept_checkpoints(self.args), None, step)
 
@@ -192,5 +193,8 @@ class ServerBodies:
         if len(self.parties) > 1:
             first.load(self._mean())
         assert isinstance(first.module, Part)
-        run = run_and_step(self.config, self.split, self.args, self.adapter, self.max_steps)
+        run = self._run_and_step(self.max_steps)
         save_parts([first.module], self.config, self._directory, self.adapter, run=run)
+
+    def _run_and_step(self, step: int) -> dict[str, object]:
+        return run_and_step(self.config, self.split, self.args, self.adapter, step)

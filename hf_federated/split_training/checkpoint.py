@@ -10,6 +10,7 @@ Beside the files of `Trainer`, whose weights are the model as it is evaluated, `
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,24 @@ TRAINING_FILE = "training.safetensors"
 PARTIES_DIR = "parties"
 
 
-def save_parties(federation: SplitFederation | RemoteFederation, checkpoint: Path) -> None:
-    """Write every party's part and state into a checkpoint that is being made."""
+def save_parties(
+    federation: SplitFederation | RemoteFederation, checkpoint: Path, run_and_step: Mapping[str, Any]
+) -> None:
+    """
+    Write every party's part and state into a checkpoint that is being made.
+
+    Args:
+        federation ([`SplitFederation`] or [`RemoteFederation`]): Its parties.
+        checkpoint (`Path`): The directory.
+        run_and_step (`Mapping[str, Any]`): Of which run and step it is: `digest.run_and_step`.
+    """
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
     run = {**federation.state(), "ledger": federation.ledger.to_dict()}
     (directory / RUN_FILE).write_bytes(pack(run))
     model = federation.model
     for party in federation.parties.values():
-        save_party(party, model.config, party_directory(checkpoint, party.name), model.adapter_config)
+        save_party(party, model.config, party_directory(checkpoint, party.name), model.adapter_config, run_and_step)
 
 
 def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
@@ -91,7 +101,8 @@ def save_party(
     config: PretrainedConfig,
     directory: Path,
     adapter: PeftConfig | None,
-    run: dict[str, Any] | None = None,
+    run_and_step: Mapping[str, Any],
+    state: dict[str, Any] | None = None,
 ) -> None:
     """
     Write one party's part and state.
@@ -101,11 +112,12 @@ def save_party(
         config (`PretrainedConfig`): The whole model's.
         directory (`Path`): Where to. It is created.
         adapter (`PeftConfig`, *optional*): What its adapters were made from.
-        run (`dict[str, Any]`, *optional*): What else it keeps.
+        run_and_step (`Mapping[str, Any]`): Of which run and step they are: `digest.run_and_step`.
+        state (`dict[str, Any]`, *optional*): What else it keeps.
     """
-    save_parts(parts_of(party), config, directory, adapter)
+    save_parts(parts_of(party), config, directory, adapter, run=run_and_step)
     optimizer = None if party.optimizer is None else party.optimizer.state_dict()
-    training: dict[str, Any] = {"optimizer": optimizer, "run": run}
+    training: dict[str, Any] = {"optimizer": optimizer, "run": state}
     # What is saved of an adapter may be made from what is trained, and cannot be turned back.
     training["trained"] = party.state() if adapter is not None else None
     (directory / TRAINING_FILE).write_bytes(pack(training))

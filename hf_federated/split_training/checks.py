@@ -144,6 +144,38 @@ def _overridden(trainer_class: type, mixin: type, names: Iterable[str]) -> list[
     return [f"{owner.__name__}.{name}" for owner in owners for name in names if name in vars(owner)]
 
 
+def check_trainer_class(trainer_class: type) -> None:
+    """
+    Refuse trainers of TRL that do more with a model than to predict the next token.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    of_trl = [owner for owner in trainer_class.__mro__ if owner.__module__.partition(".")[0] == "trl"]
+    if of_trl and of_trl[0].__name__ != "SFTTrainer":
+        raise TypeError(
+            f"{of_trl[0].__name__} is not supported in a split, whose clients have no reference model and no reward: "
+            "use federate() with one of the other families, or SFTTrainer."
+        )
+
+
+def check_forward(trainer_class: type, model: SplitModel) -> None:
+    """
+    Undo or refuse a forward pass that a constructor gave the model: the models of other clients have none.
+
+    Raises:
+        TypeError: If it is not that of TRL's `SFTTrainer`, for which [`SplitModel`] has its own answer.
+    """
+    if "forward" not in vars(model):
+        return
+    if not any(owner.__module__.startswith("trl.") for owner in trainer_class.__mro__):
+        raise TypeError(
+            f"The constructor of {trainer_class.__name__} gives the model another forward pass, which the models of "
+            "other clients would not have: override `compute_loss` instead."
+        )
+    del model.forward
+
+
 def check_optimizer_class(optimizer_class: type, settings: Mapping[str, Any]) -> None:
     """
     Refuse an optimizer that could not be made for each party, or not step with the others.

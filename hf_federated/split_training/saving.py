@@ -67,7 +67,6 @@ class SplitSavingMixin(LoopArgumentsMixin):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
             model = self.model
-            run = run_and_step(model.config, self.split, self.run_args, model.adapter_config, self.state.global_step)
             save_parts(
                 [model.client_head, model.client_tail],
                 model.config,
@@ -75,8 +74,12 @@ class SplitSavingMixin(LoopArgumentsMixin):
                 model.adapter_config,
                 model.generation_config,
                 self.processing_class,
-                run,
+                self._run_and_step(),
             )
+
+    def _run_and_step(self) -> dict[str, object]:
+        model, step = self.model, self.state.global_step
+        return run_and_step(model.config, self.split, self.run_args, model.adapter_config, step)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""
@@ -100,7 +103,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             self.state.best_model_checkpoint = best
             self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
             if not self.args.save_only_model:
-                save_parties(self._federation, staged)
+                save_parties(self._federation, staged, self._run_and_step())
             publish(staged, final)
             rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:

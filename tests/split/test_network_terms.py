@@ -172,7 +172,9 @@ def test_terms_of_another_form_are_refused(damage):
         terms.differences(theirs)
 
 
-def test_a_client_with_another_revision_is_refused_when_it_connects(tls, tmp_path):
+def test_a_client_with_another_revision_is_refused_when_it_connects(tls, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("hf_federated.split.network.service.logger.warning", told.append)
     a, b = (fingerprint(save(tmp_path / name, seed)) for seed, name in enumerate("ab"))
     terms = Terms(a, Cut(5), Wire(), LoraConfig(r=4), {"strategy": "serial"})
     answered: list[bytes] = []
@@ -190,6 +192,8 @@ def test_a_client_with_another_revision_is_refused_when_it_connects(tls, tmp_pat
             with pytest.raises(ClientRefusedError, match=message):
                 join(tls, server, terms=dataclasses.replace(terms, **change))
         assert not connected and not server.is_alive("north")
+        # Others wait for it, and who looks after the server finds the reason there.
+        assert len(told) == len(others) and all("Client 'north'" in own for own in told)
         with join(tls, server, terms=dataclasses.replace(terms)) as link:
             assert link.exchange(b"1") == b"1"
     assert answered == [b"1"]

@@ -289,8 +289,12 @@ def test_a_sequence_longer_than_the_positions_is_refused():
 def test_what_is_not_declared_is_refused_before_it_leaves():
     split = SplitModel.from_model(decoder("llama"))
     ids = batch(None)["input_ids"]
+    with pytest.raises(TypeError, match="takes no \\['speaker'\\]"):
+        split(ids, speaker=ids)
     with pytest.raises(TypeError, match="takes no \\['token_type_ids'\\]"):
-        split(ids, token_type_ids=ids)
+        SplitModel.from_model(decoder("gpt2"))(ids, token_type_ids=ids)
+    # As the whole model, which has no embedding of them either.
+    assert torch.equal(split(ids, token_type_ids=ids).logits, decoder("llama")(ids, token_type_ids=ids).logits)
     with pytest.raises(ValueError, match="output_hidden_states=True"):
         split(ids, output_hidden_states=True)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):

@@ -235,3 +235,66 @@ def test_the_command_builds_the_whole_model(tmp_path, capsys):
     assert "one each of head, body, tail" in capsys.readouterr().err
     described = json.loads((tmp_path / "client" / "split_parts.json").read_text())
     assert described["cut"] == {"num_blocks": NUM_BLOCKS, "head_blocks": 1, "tail_blocks": 2}
+
+
+def test_parts_of_a_run_and_of_none_are_refused(tmp_path):
+    split = changed("llama")
+    save_parts([split.client_head, split.client_tail], split.config, tmp_path / "client", run={"digest": "a"})
+    save_parts([split.server_body], split.config, tmp_path / "server")
+    with pytest.raises(ValueError, match="parts of different runs or steps"):
+        merge_parts([tmp_path / "client", tmp_path / "server"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_alpha": 64}, {"r": 4}, {"use_rslora": True}], ids=["alpha", "rank", "rslora"]
+)
+def test_parts_of_different_adapters_are_refused(changes, tmp_path):
+    given = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    client, _ = save(changed("llama", LoraConfig(**given)), tmp_path / "one", LoraConfig(**given))
+    other = LoraConfig(**{**given, **changes})
+    _, server = save(changed("llama", other), tmp_path / "two", other)
+    with pytest.raises(ValueError, match="adapter_config.json differ"):
+        merge_parts([client, server], tmp_path / "out")
+    path = client / "adapter_config.json"
+    # The same set in another order, and another place of the base.
+    values = json.loads(path.read_text())
+    values["target_modules"].reverse()
+    path.write_text(json.dumps({**values, "base_model_name_or_path": "elsewhere"}))
+    merge_parts([client, tmp_path / "one" / "server"], tmp_path / "whole")
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA, PREFIX], ids=["whole", "lora", "prefix"])
+def test_values_that_are_not_finite_are_refused(peft_config, tmp_path):
+    folders = save(changed("llama", peft_config), tmp_path, peft_config)
+    name = "model.safetensors" if peft_config is None else "adapter_model.safetensors"
+    edited(folders[1], name, lambda state: next(iter(state.values())).view(-1)[:1].fill_(float("nan")))
+    with pytest.raises(ValueError, match="server: .* has values that are not finite"):
+        merge_parts(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("split_parts.json", '{"adapter": false, "cut": {}}', "split_parts.json is damaged: it has no 'roles'"),
+        ("split_parts.json", "{", "is no save of a split model's party"),
+        ("split_parts.json", "[]", "is no save of a split model's party"),
+        ("config.json", "{", "config.json is missing or damaged"),
+        ("config.json", "[]", "config.json is missing or damaged"),
+        ("config.json", None, "config.json is missing or damaged"),
+    ],
+)
+def test_damaged_descriptions_are_named(name, text, message, tmp_path):
+    folders = save(changed("llama"), tmp_path)
+    path = folders[1] / name
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        merge_parts(folders, tmp_path / "out")
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    folders = save(changed("llama"), tmp_path)
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out is a file"):
+        merge_parts(folders, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"

@@ -96,6 +96,19 @@ def test_every_party_saves_its_own_part_under_the_models_numbers(tmp_path):
     )
 
 
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["all", "lora"])
+def test_parties_of_two_checkpoints_do_not_become_one_model(adapter, tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1}
+    split_trainer(tmp_path, clients_of(4, 4), SplitConfig(), adapter, **given).train()
+    client, early, late = (
+        party_directory(tmp_path / f"checkpoint-{step}", party)
+        for step, party in ((2, "client/client 0"), (1, "server"), (2, "server"))
+    )
+    with pytest.raises(ValueError, match="different runs or steps"):
+        merge_parts([client, early], tmp_path / "mixed")
+    merge_parts([client, late], tmp_path / "merged")
+
+
 @pytest.mark.parametrize(("adapter", "save_only_model"), [(None, False), (LORA, False), (LORA, True)])
 def test_the_best_model_is_loaded_at_the_end_and_stays(adapter, save_only_model, tmp_path):
     name = "model.safetensors" if adapter is None else "adapter_model.safetensors"

@@ -132,12 +132,16 @@ def test_a_client_has_no_more_weight_than_rows_that_crossed(strategy, tmp_path):
     ],
     ids=["settings", "no step", "no end", "name", "step", "early", "begin", "sender", "self", "recipient"],
 )
-def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path):
+def test_messages_at_the_wrong_time_are_refused(message, error, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("hf_federated.split_training.server.logger.warning", told.append)
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
     if isinstance(message, Join) and not message.digest:
         message = dataclasses.replace(message, digest=run.server.digest)
     with pytest.raises(ValueError, match=error):
         run.server.answer("client 0", message.to_bytes())
+    # Others wait for who cannot join, and the server's log says why.
+    assert ["cannot join" in own for own in told] == [True] * isinstance(message, Join)
     run.train()
     assert not run.errors
 

@@ -13,12 +13,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from transformers.utils import logging
+
 from ..encryption import ServerSession
 from ..sealed import SealedEnd, SealedServer
 from .errors import Refusal
 from .presence import ClientSession, Presence
 from .protocol import VERSION, Grant, MessageHeader, Outcome, bad_request, gather, read_object
 from .terms import Terms, in_words
+
+
+logger = logging.get_logger(__name__)
 
 
 Answer = Callable[[str, bytes], bytes]
@@ -107,9 +112,10 @@ class Service:
         except ValueError as error:
             raise bad_request(error) from None
         if found:
-            raise Refusal(
-                "FAILED_PRECONDITION", f"Client {client_id!r} and the server do not agree. {in_words(found)}."
-            )
+            reason = f"Client {client_id!r} and the server do not agree. {in_words(found)}."
+            # Others wait for it, and somebody has to find out why.
+            logger.warning(reason)
+            raise Refusal("FAILED_PRECONDITION", reason)
         with self._connecting:
             session, is_new = self.presence.admit(client_id, process, functools.partial(self._make_end, client_id))
             if is_new and self._on_connected is not None:

@@ -1,0 +1,274 @@
+"""`split_federate(SFTTrainer)`: TRL's trainer with its own rows, loss and metrics, over a split model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import networked
+import pytest
+import torch
+from datasets import Dataset
+from language import WORDS, language_model, texts, tokenizer
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model, get_peft_model_state_dict
+from split_runs import STRATEGIES, assert_close
+from transformers import LlamaForCausalLM, Trainer
+
+from hf_federated import FederatedDataset, SplitConfig, SplitModel, split_federate
+from hf_federated.split.per_token import score_targets
+
+
+trl = pytest.importorskip("trl")
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+CLIENTS = {"north": texts("north", 10), "south": texts("south", 6)}
+LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss")
+
+
+def whole_model() -> LlamaForCausalLM:
+    """Four layers; the same weights at each call."""
+    config = language_model().config
+    config.num_hidden_layers = 4
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def lora_model() -> PeftModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(whole_model(), LORA)
+
+
+def prompts(client_id: str, num_rows: int) -> Dataset:
+    """Rows of which the completion alone is learnt."""
+    words = WORDS[client_id]
+    return Dataset.from_dict(
+        {
+            "prompt": [" ".join(words[i % 5 : i % 5 + 2]) for i in range(num_rows)],
+            "completion": [f" {words[(3 * i) % 12]} {words[i % 12]}" for i in range(num_rows)],
+        }
+    )
+
+
+def arguments(directory: Path, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-2,
+        "num_train_epochs": 2,
+        "max_length": 16,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        **changes,
+    }
+    return trl.SFTConfig(**values)
+
+
+def trained(trainer_class: type, directory, make=whole_model, rows=None, eval_rows=None, **changes) -> Any:
+    given = {name: changes.pop(name) for name in ("split", "peft_config") if name in changes}
+    trainer = trainer_class(
+        model=make(),
+        args=arguments(directory, **changes),
+        train_dataset=texts("north", 10) if rows is None else rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer(),
+        **given,
+    )
+    trainer.train()
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    model = trainer.model
+    if isinstance(model, PeftModel):
+        return get_peft_model_state_dict(model)
+    return dict(model.named_parameters())
+
+
+def assert_alike(split: Any, plain: Any, directory) -> None:
+    """What a plain trainer trained and logged."""
+    split.model.save_pretrained(directory)
+    if isinstance(plain.model, PeftModel):
+        found = get_peft_model_state_dict(PeftModel.from_pretrained(whole_model(), directory))
+    else:
+        found = dict(LlamaForCausalLM.from_pretrained(directory).named_parameters())
+    # TRL's kernel computes the loss in another order, which Adam makes larger where a gradient is nearly zero.
+    assert_close(found, weights(plain), 1e-4)
+    for name in LOGGED:
+        ours, theirs = ([own[name] for own in one.state.log_history if name in own] for one in (split, plain))
+        assert ours == pytest.approx(theirs, abs=2e-5), name
+        assert ours or name == "eval_loss"
+
+
+@pytest.mark.parametrize("make", [whole_model, lora_model])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_strategy": "epoch"},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        {"loss_type": "dft"},
+        {"packing": True, "max_length": 12},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_one_client_is_the_plain_trainer(make, changes, tmp_path):
+    eval_rows = texts("north", 5) if "eval_strategy" in changes else None
+    plain, split = (
+        trained(kind, tmp_path / kind.__name__, make, eval_rows=eval_rows, **changes)
+        for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+    )
+    assert isinstance(split.model, SplitModel)
+    assert_alike(split, plain, tmp_path / "saved")
+
+
+def test_completions_alone_are_learnt(tmp_path):
+    rows = prompts("north", 9)
+    plain, split = (
+        trained(kind, tmp_path / kind.__name__, rows=rows) for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+    )
+    assert_alike(split, plain, tmp_path / "saved")
+
+
+def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_path):
+    # A batch of packed rows is one row, of four times 16 tokens here, whose positions begin anew.
+    def short():
+        model = whole_model()
+        model.config.max_position_embeddings = 16
+        return model
+
+    rows = texts("north", 40)
+    plain, split = (
+        trained(kind, tmp_path / kind.__name__, short, rows, packing=True, max_length=16)
+        for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+    )
+    assert_alike(split, plain, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_clients_rows_are_prepared_once_and_apart(strategy, tmp_path):
+    class Noting(trl.SFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.prepared: list[tuple[str, int]] = []
+            super().__init__(*args, **kwargs)
+
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            self.prepared.append((args[-1], len(dataset)))
+            return super()._prepare_dataset(dataset, *args, **kwargs)
+
+    eval_rows = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
+    trainer = trained(
+        split_federate(Noting),
+        tmp_path,
+        rows=CLIENTS,
+        eval_rows=eval_rows,
+        eval_strategy="epoch",
+        split=SplitConfig(strategy, average_every=2),
+        peft_config=LORA,
+    )
+    assert sorted(trainer.prepared) == [("eval", 5), ("train", 6), ("train", 10)]
+    history = trainer.state.log_history
+    assert [own["eval_loss"] for own in history if "eval_loss" in own][1] < history[0]["loss"]
+    assert all(0 <= own["mean_token_accuracy"] <= 1 for own in history if "loss" in own)
+    assert all("eval_mean_token_accuracy" in own for own in history if "eval_loss" in own)
+    assert trainer.model.adapter_config.peft_type == "LORA"
+    assert trainer.evaluate(eval_rows)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_a_run_that_resumes_is_the_run_without_a_stop(tmp_path):
+    given = {"rows": CLIENTS, "peft_config": LORA, "split": SplitConfig(), "save_strategy": "epoch"}
+    whole = trained(split_federate(trl.SFTTrainer), tmp_path / "whole", **given)
+    resumed = trained(split_federate(trl.SFTTrainer), tmp_path / "other", **given)
+    resumed.args.output_dir = whole.args.output_dir
+    step = whole.state.global_step // 2
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert_close(dict(resumed.model.named_parameters()), dict(whole.model.named_parameters()), 0.0)
+    assert "SplitFederatedSFTTrainer" not in (tmp_path / "whole" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_networked_run_trains_as_one_in_a_process(strategy, tmp_path, monkeypatch):
+    split = SplitConfig(strategy, average_every=2)
+    packed = {"packing": True, "max_length": 12}
+    sft = functools.partial(split_federate(trl.SFTTrainer), processing_class=tokenizer())
+    monkeypatch.setattr(networked, "SplitFederatedTrainer", sft)
+    monkeypatch.setattr(networked, "arguments", arguments)
+    run = networked.Run(tmp_path, CLIENTS, split, LORA, model=whole_model(), **packed)
+    run.train()
+    assert not run.errors and run.server.finished.is_set()
+    model = SplitModel.from_model(whole_model())
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.add_adapter(copy.deepcopy(LORA))
+    args = arguments(tmp_path / "one", **packed)
+    one = sft(model=model, args=args, train_dataset=CLIENTS, split=split)
+    one.train()
+    expected = dict(one.model.named_parameters())
+    for own in CLIENTS:
+        assert all(torch.equal(value, expected[name]) for name, value in run.values()[own].items())
+
+
+def test_an_adapter_given_as_config_follows_from_the_seed(tmp_path):
+    one, same, other = (
+        trained(split_federate(trl.SFTTrainer), tmp_path / str(number), peft_config=LORA, seed=seed, max_steps=1)
+        for number, seed in enumerate((0, 0, 1))
+    )
+    of = [dict(trainer.model.named_parameters()) for trainer in (one, same, other)]
+    assert_close(of[0], of[1], 0.0)
+    assert any(not torch.equal(of[0][name], of[2][name]) for name in of[0] if "lora_A" in name)
+    with pytest.raises(ValueError, match="one adapter"):
+        trained(split_federate(trl.SFTTrainer), tmp_path, lora_model, peft_config=LORA)
+
+
+def test_what_a_split_cannot_keep_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="DPOTrainer is not supported in a split"):
+        split_federate(trl.DPOTrainer)
+    prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="packed into one row would see each other"):
+        trained(split_federate(trl.SFTTrainer), tmp_path, peft_config=prefix, packing=True, max_length=12)
+
+    class MapsFirst(trl.SFTTrainer):
+        def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
+            super().__init__(*args, train_dataset=train_dataset.map(lambda row: row), **kwargs)
+
+    with pytest.raises((ValueError, TypeError), match="MapsFirst"):
+        trained(split_federate(MapsFirst), tmp_path)
+
+    class Patches(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model.forward = lambda **inputs: None
+
+    with pytest.raises(TypeError, match="gives the model another forward pass"):
+        split_federate(Patches)(whole_model(), train_dataset=texts("north", 2))
+
+
+def test_scores_of_targets_are_those_of_the_logits():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 5, dtype=torch.float64)
+    labels = torch.tensor([[1, 2, -100, 4], [0, -100, -100, -100]])
+    found = score_targets(logits, labels)
+    probabilities = logits.softmax(-1)
+    assert found.label_mask.tolist() == [[True, False, True], [False, False, False]]
+    for position, target in ((0, 2), (2, 4)):
+        own = probabilities[0, position]
+        assert found.log_probs[0, position].item() == pytest.approx(own[target].log().item(), abs=1e-5)
+        assert found.entropy[0, position].item() == pytest.approx(-(own * own.log()).sum().item(), abs=1e-5)
+        assert found.is_top1[0, position].item() == float(own.argmax() == target)
+    assert found.log_probs[~found.label_mask].abs().sum() == 0 == found.entropy[~found.label_mask].sum()
+    assert found.loss.item() == pytest.approx(-found.log_probs.sum().item() / 2)
+    assert score_targets(logits, labels, num_items_in_batch=8).loss.item() == pytest.approx(found.loss.item() / 4)
+    shifted = score_targets(logits, None, labels)
+    assert shifted.log_probs[0, 1].item() == pytest.approx(probabilities[0, 1, 2].log().item(), abs=1e-5)
+    assert score_targets(logits, torch.full_like(labels, -100)).loss == 0
+    with pytest.raises(ValueError, match="give `labels`"):
+        score_targets(logits, None)
