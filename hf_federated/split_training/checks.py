@@ -49,7 +49,10 @@ def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
             )
         return model
     if not isinstance(model, (PreTrainedModel, PeftModel)):
-        raise ValueError(f"`model` is a SplitModel, or a model to be split, got {type(model).__name__}.")
+        raise ValueError(
+            f"`model` is a SplitModel, or a model to be split, got {type(model).__name__}. SplitModel.from_model cuts "
+            "a checkpoint by its name."
+        )
     return SplitModel.from_model(model, config.head_blocks, config.tail_blocks, wire_dtype=config.wire_dtype)
 
 
@@ -151,12 +154,21 @@ def check_trainer_class(trainer_class: type) -> None:
     Raises:
         TypeError: If it is one.
     """
-    of_trl = [owner for owner in trainer_class.__mro__ if owner.__module__.partition(".")[0] == "trl"]
+    of_trl = _of_trl(trainer_class)
     if of_trl and of_trl[0].__name__ != "SFTTrainer":
         raise TypeError(
             f"{of_trl[0].__name__} is not supported in a split, whose clients have no reference model and no reward: "
             "use federate() with one of the other families, or SFTTrainer."
         )
+
+
+def loads_by_name(trainer_class: type) -> bool:
+    """Whether a trainer takes the name of a model too: TRL's do."""
+    return bool(_of_trl(trainer_class))
+
+
+def _of_trl(trainer_class: type) -> list[type]:
+    return [owner for owner in trainer_class.__mro__ if owner.__module__.partition(".")[0] == "trl"]
 
 
 def check_forward(trainer_class: type, model: SplitModel) -> None:
@@ -168,7 +180,7 @@ def check_forward(trainer_class: type, model: SplitModel) -> None:
     """
     if "forward" not in vars(model):
         return
-    if not any(owner.__module__.startswith("trl.") for owner in trainer_class.__mro__):
+    if not _of_trl(trainer_class):
         raise TypeError(
             f"The constructor of {trainer_class.__name__} gives the model another forward pass, which the models of "
             "other clients would not have: override `compute_loss` instead."

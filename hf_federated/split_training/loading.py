@@ -1,4 +1,4 @@
-"""A party's own parts of a checkpoint, for a networked run: nobody reads the others' weights."""
+"""Parties' own parts of a checkpoint, for a networked run: nobody reads the others' weights. And the whole model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..generators import derived_seed, own_draws
 from ..quantization import TRAVEL_DTYPES
@@ -103,6 +103,26 @@ def load_client_model(
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(name, **file_arguments(kwargs))
     return model
+
+
+def load_named_model(name: str, settings: Any, quantization_config: Any = None) -> PreTrainedModel:
+    """
+    The whole model, of a name that TRL's `SFTTrainer` was given in its place, as it loads it.
+
+    Args:
+        name (`str`): A directory or a Hub id.
+        settings (`trl.SFTConfig`, *optional*): Its `model_init_kwargs` are those of `from_pretrained`, with `dtype`
+            `"float32"` unless they say another; its `trust_remote_code` is one of them.
+        quantization_config (`Any`, *optional*): What the trainer was given as such.
+
+    Raises:
+        ValueError: If the model is to be quantized.
+    """
+    kwargs = {"dtype": "float32", **(getattr(settings, "model_init_kwargs", None) or {})}
+    kwargs.setdefault("trust_remote_code", getattr(settings, "trust_remote_code", False))
+    if quantization_config is not None or kwargs.get("quantization_config") is not None:
+        raise ValueError("A quantized model cannot be split: leave `quantization_config` out.")
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
 def _load(

@@ -39,11 +39,13 @@ from .checks import (
     check_networked_optimizer,
     check_sampling,
     check_split_arguments,
+    loads_by_name,
     own_rows,
 )
 from .config import SplitConfig
 from .federation import ClientParty, SplitFederation
 from .joining import JoiningMixin
+from .loading import load_named_model
 from .parties import JointOptimizer
 from .steps import SplitSteps, StepBatches, only_item
 
@@ -59,7 +61,7 @@ class SplitMixin(JoiningMixin, PreparingMixin):
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel | SplitModel | None = None,
+        model: PreTrainedModel | PeftModel | SplitModel | str | None = None,
         args: TrainingArguments | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
@@ -80,6 +82,12 @@ class SplitMixin(JoiningMixin, PreparingMixin):
             eval_dataset = {name: _rows_together(own) for name, own in eval_dataset.items()}
         else:
             eval_dataset = _rows_together(eval_dataset)
+        if isinstance(model, str) and loads_by_name(type(self)):
+            model = load_named_model(model, args, kwargs.pop("quantization_config", None))
+            if getattr(args, "model_init_kwargs", None) is not None:
+                # A parent that is given a model would warn that they are ignored.
+                args = copy.copy(args)
+                vars(args)["model_init_kwargs"] = None
         cut = as_split_model(model, self.split)
         if peft_config is not None:
             if args is not None:

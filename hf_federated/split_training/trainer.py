@@ -26,7 +26,7 @@ class SplitFederatedTrainer(SplitMixin, Trainer):
 
     Args:
         model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is cut as `split` says; one
-            that is cut already stays as it is.
+            that is cut already stays as it is. Where TRL's `SFTTrainer` is the parent also a directory or a Hub id.
         split ([`SplitConfig`], *optional*): Who trains when, and where the model is cut.
         peft_config (`PeftConfig`, *optional*): Adapters for the model, as TRL's `SFTTrainer` takes it:
             `SplitModel.add_adapter`.

@@ -154,6 +154,27 @@ def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_pat
     assert_alike(split, plain, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_may_be_given_by_its_name(dtype, tmp_path):
+    whole_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    args = {"max_steps": 2, "model_init_kwargs": {"dtype": dtype} if dtype == "bfloat16" else None}
+    given = {"model": str(tmp_path / "model"), "train_dataset": texts("north", 10)}
+    plain, split = (
+        kind(args=arguments(tmp_path / kind.__name__, **args), **given)
+        for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+    )
+    for own in (plain, split):
+        assert {value.dtype for value in own.model.parameters()} == {getattr(torch, dtype)}
+        own.train()
+    losses = [[log["loss"] for log in own.state.log_history if "loss" in log] for own in (plain, split)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5 if dtype == "float32" else 2e-2)
+    with pytest.raises(ValueError, match="A quantized model cannot be split"):
+        split_federate(trl.SFTTrainer)(**given, args=arguments(tmp_path), quantization_config=object())
+    with pytest.raises(ValueError, match="got str. SplitModel.from_model cuts a checkpoint by its name"):
+        split_federate(Trainer)(**given)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_clients_rows_are_prepared_once_and_apart(strategy, tmp_path):
     class Noting(trl.SFTTrainer):
