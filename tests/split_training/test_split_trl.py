@@ -10,7 +10,7 @@ from typing import Any
 import networked
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from language import WORDS, language_model, texts, tokenizer
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model, get_peft_model_state_dict
 from split_runs import STRATEGIES, assert_close
@@ -116,6 +116,8 @@ def assert_alike(split: Any, plain: Any, directory) -> None:
         {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
         {"loss_type": "dft"},
         {"packing": True, "max_length": 12},
+        {"packing_strategy": "wrapped", "packing": True, "max_length": 12},
+        {"padding_free": True, "max_length": None},
         {"gradient_checkpointing": True},
         {"label_smoothing_factor": 0.1},
     ],
@@ -137,6 +139,52 @@ def test_completions_alone_are_learnt(tmp_path):
         trained(kind, tmp_path / kind.__name__, rows=rows) for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
     assert_alike(split, plain, tmp_path / "saved")
+
+
+def test_of_conversations_the_assistants_turns_are_learnt(tmp_path):
+    template = (
+        "{% for turn in messages %}{% if turn.role == 'assistant' %}{% generation %}{{ turn.content + ' ' }}"
+        "{% endgeneration %}{% else %}{{ turn.content + ' ' }}{% endif %}{% endfor %}"
+    )
+    words = WORDS["north"]
+    rows = Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": " ".join(words[i % 4 : i % 4 + 2])},
+                    {"role": "assistant", "content": " ".join(words[i % 3 : i % 3 + 1 + i % 2])},
+                ]
+            }
+            for i in range(7)
+        ]
+    )
+    changes = {"assistant_only_loss": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    runs = []
+    for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer)):
+        own = tokenizer()
+        own.chat_template = template
+        args = arguments(tmp_path / kind.__name__, **changes)
+        runs.append(kind(model=whole_model(), args=args, train_dataset=rows, processing_class=own))
+        runs[-1].train()
+    assert_alike(runs[1], runs[0], tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_type": "dft"}, {"packing": True, "max_length": 12}], ids=["nll", "dft", "packed"]
+)
+def test_clients_that_meet_make_one_step_over_all_rows(changes, tmp_path):
+    rows = {own: prompts(own, 8) for own in CLIENTS}
+    step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, **changes}
+    split = SplitConfig("client_batch", average_every=1)
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    met = trained(split_federate(trl.SFTTrainer), tmp_path / "met", rows=rows, split=split, **sizes, **step)
+    together = concatenate_datasets(list(rows.values()))
+    plain = trained(trl.SFTTrainer, tmp_path / "all", rows=together, per_device_train_batch_size=16, **step)
+    met.model.save_pretrained(tmp_path / "saved")
+    found = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    assert_close(found, weights(plain), 1e-6)
+    moved = {name: (own - weights(plain)[name]).abs().max() for name, own in whole_model().named_parameters()}
+    assert max(moved.values()) > 5e-5
 
 
 def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_path):
