@@ -204,7 +204,8 @@ def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_may_be_given_by_its_name(dtype, tmp_path):
-    whole_model().save_pretrained(tmp_path / "model")
+    # TRL loads in float32 whatever a checkpoint has.
+    whole_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     args = {"max_steps": 2, "model_init_kwargs": {"dtype": dtype} if dtype == "bfloat16" else None}
     given = {"model": str(tmp_path / "model"), "train_dataset": texts("north", 10)}
