@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, Value
+from peft import PeftConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_federated.audits import AuditConfig, Inversion, audit_leakage, plot_leakage
 from hf_federated.cards.leakage import add_leakage, embedding_text, inversion_table, leakage_report, targets_text
@@ -26,14 +30,18 @@ from hf_federated.tasks.metrics.base import require_extra
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("model", metavar="MODEL", help="a decoder model: a folder, or its id on the Hub")
+    parser.add_argument("model", metavar="MODEL", help="a decoder model or an adapter: a folder, or its id on the Hub")
     parser.add_argument("data", metavar="DATA", help="a data set of the Hub, a folder, or a CSV, JSON or Parquet file")
     parser.add_argument("--text-column", default="text", help="the column with the texts (default: %(default)s)")
     parser.add_argument("--name", metavar="CONFIG", help="the data set's configuration")
     parser.add_argument("--split", help="the split to take rows from (default: train, or the first)")
     parser.add_argument("--revision", help="a branch, tag or commit of a data set of the Hub")
     parser.add_argument("--model-revision", help="a branch, tag or commit of a model of the Hub")
-    parser.add_argument("--victim-model", metavar="MODEL", help="whose head the victims have, if it is another")
+    parser.add_argument(
+        "--victim-model",
+        metavar="MODEL",
+        help="whose head the victims have, if it is another, as one with a trained adapter",
+    )
     parser.add_argument("--output", metavar="DIR", required=True, help="where audit.json, report.md and audit.png go")
     parser.add_argument("--card", metavar="FILE", help="a model card, README.md, that gets a section with the result")
     add_dataclass_options(parser, AuditConfig)
@@ -59,7 +67,11 @@ def audit(arguments: argparse.Namespace) -> None:
     with command_errors(arguments.model):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
         model = _load_model(arguments.model, arguments.model_revision)
-        victim_model = None if arguments.victim_model is None else _load_model(arguments.victim_model, None)
+    victim_model = None
+    if arguments.victim_model is not None:
+        with command_errors(f"--victim-model {arguments.victim_model}"):
+            victim_model = _load_model(arguments.victim_model, None)
+    with command_errors(arguments.model):
         order = np.random.default_rng(config.seed).permutation(len(texts))
         drawn = [texts[number] for number in order]
         own, others = drawn[: config.num_attacker_rows], drawn[config.num_attacker_rows :]
@@ -113,8 +125,18 @@ def _tell(found: Inversion) -> None:
 
 
 def _load_model(name: str, revision: str | None) -> PreTrainedModel:
+    """A model, or that of an adapter with the adapter merged."""
     # In float32: what halves of the precision hide from an attacker is the wire's to say.
-    return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, use_safetensors=True)
+    as_read = {"dtype": torch.float32, "use_safetensors": True}
+    if find_adapter_config_file(name, revision=revision) is None:
+        return AutoModelForCausalLM.from_pretrained(name, revision=revision, **as_read)
+    # PEFT would unpickle an adapter that has no such file.
+    cached_file(name, SAFETENSORS_WEIGHTS_NAME, revision=revision)
+    config = PeftConfig.from_pretrained(name, revision=revision)
+    if config.is_prompt_learning:
+        raise ValueError("Prefixes are not part of the hidden states that are attacked: give the model without them.")
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **as_read)
+    return PeftModel.from_pretrained(base, name, revision=revision).merge_and_unload()
 
 
 def _check_device(device: str) -> None:

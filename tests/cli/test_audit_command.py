@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from causal import llama, pieces_tokenizer
 from datasets import Dataset
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from hf_federated.audits import LeakageAudit
 from hf_federated.cli.main import main
@@ -51,6 +55,33 @@ def test_victims_may_have_a_head_of_their_own(folder, capsys):
     capsys.readouterr()
     assert main([*COMMAND, "--victim-model", "none/at/all"]) == 2
     assert "none/at/all" in capsys.readouterr().err
+
+
+def test_victims_may_have_an_adapter(folder, capsys):
+    # At the embedding, which the adapter leaves alone, nothing would differ.
+    llama(LlamaForCausalLM.from_pretrained("model").config.vocab_size, num_layers=3).save_pretrained("model")
+    command = [*COMMAND[: COMMAND.index("--head-blocks")], "--head-blocks", "1", *COMMAND[COMMAND.index("0") + 1 :]]
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained("model"), config)
+    adapted.save_pretrained("adapter")
+    adapted.merge_and_unload().save_pretrained("merged")
+    found = {}
+    for victim in ("model", "adapter", "merged"):
+        assert main([*command, "--victim-model", victim]) == 0
+        found[victim] = LeakageAudit.load(folder / "out" / "audit.json").inversions
+    assert found["adapter"] == found["merged"] != found["model"]
+
+    weights = load_file("adapter/adapter_model.safetensors")
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save(weights, "adapter/adapter_model.bin")
+    capsys.readouterr()
+    assert main([*command, "--victim-model", "adapter"]) == 2
+    assert "adapter_model.safetensors" in capsys.readouterr().err
+
+    prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    get_peft_model(LlamaForCausalLM.from_pretrained("model"), prefix).save_pretrained("prefix")
+    assert main([*command, "--victim-model", "prefix"]) == 2
+    assert "--victim-model prefix: Prefixes are not part of the hidden states" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
