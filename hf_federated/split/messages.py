@@ -113,6 +113,14 @@ class Forward(Crossing):
     autocast: str | None = None
     cache_id: int | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """Rows, or of rows into which several were packed, whose positions begin anew, the sequences in them."""
+        given = self.position_ids
+        if self.mask is not None or given is None or given.ndim != 2:
+            return self.batch_size
+        return self.batch_size + int((given.diff(dim=1) != 1).sum()) * (self.batch_size // len(given))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_states(self, "hidden", self.hidden)

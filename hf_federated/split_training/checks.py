@@ -188,6 +188,33 @@ def check_forward(trainer_class: type, model: SplitModel) -> None:
     del model.forward
 
 
+def check_gradients(trainer_class: type, model: SplitModel) -> None:
+    """
+    Refuse a loss of another model than the one that it was given: each client has a model of its own.
+
+    Raises:
+        ValueError: If the clients' blocks of the whole model, which nobody steps, got gradients.
+    """
+    parts = (model.client_head, model.client_tail)
+    if any(parameter.grad is not None for part in parts for parameter in part.parameters()):
+        raise ValueError(
+            f"The loss of {trainer_class.__name__} has gradients in `self.model`, which the parties of a split do not "
+            "train: compute it from the `model` that compute_loss() is given, the client's own."
+        )
+
+
+def check_revision(args: TrainingArguments | None, others: Mapping[str, Any]) -> None:
+    """
+    Refuse a revision of a model by name that its tokenizer would not be of: the parent takes that of the main branch.
+
+    Raises:
+        ValueError: If so.
+    """
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
+    if revision is not None and others.get("processing_class") is None:
+        raise ValueError(f"Of a model's revision {revision!r} give the tokenizer too, as `processing_class`.")
+
+
 def check_optimizer_class(optimizer_class: type, settings: Mapping[str, Any]) -> None:
     """
     Refuse an optimizer that could not be made for each party, or not step with the others.

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
@@ -35,8 +34,10 @@ from .checkpoint import check_checkpoint, load_parties
 from .checks import (
     as_split_model,
     check_forward,
+    check_gradients,
     check_loss,
     check_networked_optimizer,
+    check_revision,
     check_sampling,
     check_split_arguments,
     loads_by_name,
@@ -78,11 +79,9 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
         check_sampling(type(self), SplitMixin)
         check_split_arguments(args, self.split, clients, kwargs)
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {name: _rows_together(own) for name, own in eval_dataset.items()}
-        else:
-            eval_dataset = _rows_together(eval_dataset)
+        eval_dataset = _rows_together(eval_dataset)
         if isinstance(model, str) and loads_by_name(type(self)):
+            check_revision(args, kwargs)
             model = load_named_model(model, args, kwargs.pop("quantization_config", None))
             if getattr(args, "model_init_kwargs", None) is not None:
                 # A parent that is given a model would warn that they are ignored.
@@ -90,8 +89,7 @@ class SplitMixin(JoiningMixin, PreparingMixin):
                 vars(args)["model_init_kwargs"] = None
         cut = as_split_model(model, self.split)
         if peft_config is not None:
-            if args is not None:
-                set_seed(args.seed)
+            set_seed(TrainingArguments.seed if args is None else args.seed)
             cut.add_adapter(peft_config)
         self._construct(cut, args, data_collator, clients, eval_dataset, kwargs)
         check_loss(cut, self.args, self.split)
@@ -189,6 +187,8 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         try:
             for client_id in self.clients:
                 self.train_dataset = self._rows[client_id]
+                if not len(self.train_dataset):
+                    raise ValueError(f"{type(self).__name__} leaves no row of client {client_id!r} to train on.")
                 loader = super().get_train_dataloader()
                 rows[client_id], collate[client_id] = loader.dataset, loader.collate_fn
         finally:
@@ -329,14 +329,18 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         self.model.train()
         self._is_behind = True
         self._count_tokens(batches)
-        return federation.run_step(
+        steps = self.callback_handler.train_dataloader.dataset
+        loss = federation.run_step(
             self.state.global_step,
             batches,
-            {client_id: sum(find_batch_size(batch) or 0 for batch in own) for client_id, own in batches.items()},
+            steps.rows_of_step(self.state.global_step % len(steps)),
             {client_id: None if number is None else int(number) for client_id, number in num_items.items()},
             lambda client, own: self._train_client(client, own, num_items[client.client_id]),
             self._joint_optimizer,
         )
+        if self._remote is None:
+            check_gradients(type(self), self.model)
+        return loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """`Trainer` leaves mixed precision to what it prepared, the whole model: clients' own are entered here."""
@@ -373,9 +377,10 @@ class SplitMixin(JoiningMixin, PreparingMixin):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """`Trainer.log`, with the norm of all parties' gradients and the bytes that crossed until then."""
+        crossed: dict[str, float] = {}
         if self._joint_optimizer is not None and "train_runtime" not in logs:
-            # Not into the metrics that an evaluation returns.
-            logs = {**logs, "federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
+            crossed = {"federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
+            logs.update(crossed)
             if "loss" in logs:
                 logs["grad_norm"] = self._joint_optimizer.norm
         if self._remote is not None:
@@ -383,6 +388,9 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         # Of the user's arguments it depends whether tokens are logged, which the loop does not count.
         with self._arguments(self._user_args):
             super().log(logs, start_time)
+        # What parents add is of the metrics that an evaluation returns; what crossed until then is of the log alone.
+        for name in crossed:
+            del logs[name]
 
     # ---- The model that is evaluated
 
@@ -391,13 +399,15 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         self.catch_up()
         return super().evaluate(_rows_together(eval_dataset), *args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.predict`."""
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.predict`, also of a [`FederatedDataset`]."""
         self.catch_up()
-        return super().predict(*args, **kwargs)
+        return super().predict(_rows_together(test_dataset), *args, **kwargs)
 
 
 def _rows_together(dataset: Any) -> Any:
+    if isinstance(dataset, dict):
+        return {name: _rows_together(own) for name, own in dataset.items()}
     return dataset.to_dataset() if isinstance(dataset, FederatedDataset) else dataset
 
 

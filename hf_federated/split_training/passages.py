@@ -91,6 +91,6 @@ class Passages:
     def count(self, message: Forward | Backward) -> None:
         """A passage was answered."""
         if isinstance(message, Forward):
-            self._rows.setdefault(message.client_id, []).append(message.batch_size)
+            self._rows.setdefault(message.client_id, []).append(message.num_sequences)
         else:
             self._returned.setdefault(message.client_id, set()).add(message.micro_step)

@@ -96,6 +96,18 @@ class SplitSteps(Dataset[StepBatches]):
         """Rows of an epoch, of all clients."""
         return sum(len(own) for own in self.rows.values())
 
+    def rows_of_step(self, index: int) -> dict[str, int]:
+        """Rows of each client that takes part in a step, in every epoch; of a batch that is one long row, too."""
+        found = {}
+        for client_id, number in self._plan[index].items():
+            if client_id in self.rows:
+                size = self.batch_size * self.num_batches
+                left = len(self.rows[client_id]) - number * size
+                if self.drop_last:
+                    left -= left % self.batch_size
+                found[client_id] = min(left, size)
+        return found
+
     def periods_of_one(self, average_every: int, num_steps: int) -> tuple[int, int]:
         """
         Between how many averages and the next one client alone trains, and how many such periods there are; of those

@@ -22,7 +22,10 @@ class SplitFederatedTrainer(SplitMixin, Trainer):
 
     Every party has an optimizer and, with `average_every` or `"server_hierarchical"`, values of its own; the schedule
     is one. What is evaluated and saved is the ordinary whole model: of clients that hand over, what the last of them
-    trained, otherwise the mean of all. Checkpoints hold each party's own part under `federated/parties`.
+    trained, otherwise the mean of all. Checkpoints hold each party's own part under `federated/parties`. Between
+    evaluations, checkpoints and ends of epochs `model` has the clients' blocks of the last of these: a callback that
+    looks at it then calls `trainer.catch_up()` before, and what it writes there is not trained. The `model` that
+    `compute_loss` is given is a client's own, without the server's blocks.
 
     Args:
         model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is cut as `split` says; one
