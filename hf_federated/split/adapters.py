@@ -92,6 +92,11 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
 
 def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
     if isinstance(peft_config, PrefixTuningConfig):
+        if parts[0].cut.head_blocks == 0 and "zero" in parts[0].layout.of_head.values():
+            raise ValueError(
+                f"Positions of {config.model_type} are looked up before the first block, and begin behind the prefix, "
+                "of which a head without blocks knows nothing: set head_blocks to 1 or more, or use LoRA."
+            )
         for part in parts:
             part.requires_grad_(False)
             if len(part.blocks):

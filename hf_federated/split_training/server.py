@@ -179,7 +179,7 @@ class TrainingServer:
     def _check(self) -> None:
         if self._failure is not None:
             raise RunFailedError(
-                f"The run ended at step {self.step}: {self._failure}. Start server and clients again with resume."
+                f"The run ended at step {self.step}: {self._failure}. Start all again, clients to resume."
             )
 
     def _wait(self, until: Callable[[], bool]) -> None:

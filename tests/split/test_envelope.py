@@ -6,7 +6,7 @@ import pytest
 
 from hf_federated.packing import pack, unpack
 from hf_federated.split.envelope import PeerEnvelopes
-from hf_federated.split.keys import EncryptionError, Identity
+from hf_federated.split.keys import EncryptionError, Identity, unwrap
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,11 @@ def test_an_envelope_opens_for_its_reader_and_purpose_alone(peers):
     for reader, sender, purpose in (("east", "north", "step 3"), ("south", "east", "step 3"), ("south", "north", "4")):
         with pytest.raises(EncryptionError, match="not signed by it"):
             peers[reader].open(sender, purpose, envelope)
+
+
+def test_its_key_has_256_bits(peers):
+    wrapped = unpack(peers["north"].seal("south", "step 3", b"parameters"))["wrapped"]
+    assert len(unwrap(bytes(wrapped.tolist()), peers["south"]._private_key)) == 32
 
 
 @pytest.mark.parametrize("field", ["wrapped", "nonce", "sealed", "signature"])

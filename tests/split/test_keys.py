@@ -15,6 +15,7 @@ from hf_federated.split.encryption import (
     fingerprint,
 )
 from hf_federated.split.handshake import Place
+from hf_federated.split.keys import encode_public_key, generate_rsa_key, wrap
 
 
 def test_rsa_keys_have_3072_bits_unless_said_otherwise(parties):
@@ -24,6 +25,18 @@ def test_rsa_keys_have_3072_bits_unless_said_otherwise(parties):
     hello = ClientSession(north, "center", center.fingerprint).hello()
     der = bytes.fromhex(unpack(bytes.fromhex(unpack(hello)["body"]))["encryption_key"])
     assert load_der_public_key(der).key_size == 3072
+
+
+def test_keys_of_a_session_have_256_bits_and_are_wrapped_by_oaep_with_sha256(parties):
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric.padding import MGF1, OAEP
+
+    keys = connected(parties)[0]._keys
+    assert len(keys.client_to_server) == len(keys.server_to_client) == 32
+    assert keys.client_to_server != keys.server_to_client
+    private, secret = generate_rsa_key(2048), bytes(range(32))
+    wrapped = wrap(secret, encode_public_key(private.public_key()))
+    assert private.decrypt(wrapped, OAEP(MGF1(hashes.SHA256()), hashes.SHA256(), label=None)) == secret
 
 
 def test_no_secret_is_in_a_text(parties, caplog):

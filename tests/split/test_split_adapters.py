@@ -257,3 +257,29 @@ def test_an_adapter_of_another_name_is_taken_and_the_users_model_is_left_as_it_i
     ids = batch(None)["input_ids"]
     assert (split(ids).logits - whole(ids).logits).abs().max() <= 1e-6
     assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+
+
+def with_prefix(name, cut):
+    split = SplitModel.from_model(decoder(name), *cut)
+    split.add_adapter(ADAPTERS["prefix"](name))
+    return split
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "glm", "gpt2", "opt"])
+def test_prefixes_at_any_cut_are_those_of_peft(name, cut):
+    torch.manual_seed(1)
+    whole = get_peft_model(decoder(name), ADAPTERS["prefix"](name)).eval()
+    torch.nn.init.normal_(whole.prompt_encoder["default"].embedding.weight)
+    if cut[0] == 0 and name in ("gpt2", "opt"):
+        # Their positions, which lie in the head, begin behind the prefix: they would begin at 0.
+        for split_it in (lambda: SplitModel.from_model(whole, *cut), lambda: with_prefix(name, cut)):
+            with pytest.raises(ValueError, match="a head without blocks knows nothing: set head_blocks to 1"):
+                split_it()
+        return
+    split = SplitModel.from_model(whole, *cut).eval()
+    for padding in (None, "left"):
+        inputs = batch(padding)
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        difference = (split(**inputs).logits - whole(**inputs).logits)[mask]
+        assert difference.abs().max() <= 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -212,6 +213,16 @@ def test_activation_checkpointing_in_the_parts_changes_no_gradient():
 def test_autocast_reaches_the_server():
     whole = decoder("llama")
     split = SplitModel.from_model(whole, wire_dtype="float32")
+    answer = split.boundary.link.exchange
+
+    class OfAThread(LocalLink):
+        """The threads that serve a network have no autocast of their own."""
+
+        def exchange(self, blob):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(answer, blob).result()
+
+    split.boundary.link = OfAThread(split.boundary.link.server)
     inputs = batch("right")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = whole(**inputs).logits

@@ -187,6 +187,72 @@ def test_clients_that_meet_make_one_step_over_all_rows(changes, tmp_path):
     assert max(moved.values()) > 5e-5
 
 
+@pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
+@pytest.mark.parametrize("networked_run", [False, True])
+def test_rows_in_one_long_row_weigh_as_much_as_padded_ones(networked_run, strategy, tmp_path, monkeypatch):
+    # Of 8 and 1 rows, averaged as 8 to 1: a batch without padding is one row.
+    rows = {"north": texts("north", 8), "south": texts("south", 1)}
+    step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "per_device_train_batch_size": 8, "max_length": None}
+    split = SplitConfig(strategy, average_every=1)
+    found = []
+    for padding_free in (False, True):
+        changes = {**step, "padding_free": padding_free}
+        if networked_run:
+            sft = functools.partial(split_federate(trl.SFTTrainer), processing_class=tokenizer())
+            monkeypatch.setattr(networked, "SplitFederatedTrainer", sft)
+            monkeypatch.setattr(networked, "arguments", arguments)
+            run = networked.Run(tmp_path / str(padding_free), rows, split, model=whole_model(), **changes)
+            run.train()
+            assert not run.errors
+            found.append({own: value for party in run.values().values() for own, value in party.items()})
+        else:
+            run = trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, split=split, **changes)
+            found.append(dict(run.model.named_parameters()))
+    assert_close(found[1], found[0], 1e-6)
+
+
+def test_the_best_model_is_found_by_what_trl_adds_to_an_evaluation(tmp_path):
+    best = {"metric_for_best_model": "eval_mean_token_accuracy", "load_best_model_at_end": True}
+    each = {"eval_strategy": "epoch", "save_strategy": "epoch", **best}
+    plain, split = (
+        trained(kind, tmp_path / kind.__name__, eval_rows=texts("north", 5), **each)
+        for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+    )
+    assert split.state.best_metric == pytest.approx(plain.state.best_metric) and split.state.best_metric > 0
+    assert not any(name.startswith("federated/") for name in split.evaluate())
+
+
+def test_rows_of_several_clients_are_evaluated_and_predicted_together(tmp_path):
+    tokens = {"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]}
+    both = FederatedDataset.from_dict({own: Dataset.from_dict(tokens) for own in CLIENTS})
+    trainer = trained(split_federate(trl.SFTTrainer), tmp_path, max_steps=1)
+    assert len(trainer.predict(both).predictions[0]) == 2 or len(trainer.predict(both).predictions) == 2
+    assert trainer.evaluate({"both": both})["eval_both_loss"] == trainer.evaluate(both)["eval_loss"]
+
+
+def test_losses_of_another_model_than_the_clients_are_refused(tmp_path):
+    class OfTheWhole(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return self.model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
+
+    class Regularized(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss + sum(own.square().sum() for own in self.model.parameters())
+
+    for own in (OfTheWhole, Regularized):
+        with pytest.raises(ValueError, match="has gradients in `self.model`"):
+            trained(split_federate(own), tmp_path)
+
+
+def test_a_client_of_whom_no_row_is_left_is_named(tmp_path):
+    # Nothing to learn is left of prompts alone that fill what is kept.
+    rows = {"north": prompts("north", 4), "south": Dataset.from_dict({"prompt": ["snow"], "completion": [""]})}
+    rows["south"] = Dataset.from_dict({"prompt": [" ".join(WORDS["south"][:6])] * 2, "completion": [" x"] * 2})
+    with pytest.raises(ValueError, match="leaves no row of client 'south'"):
+        trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, max_length=4)
+
+
 def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_path):
     # A batch of packed rows is one row, of four times 16 tokens here, whose positions begin anew.
     def short():
@@ -220,6 +286,9 @@ def test_a_model_may_be_given_by_its_name(dtype, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=2e-5 if dtype == "float32" else 2e-2)
     with pytest.raises(ValueError, match="A quantized model cannot be split"):
         split_federate(trl.SFTTrainer)(**given, args=arguments(tmp_path), quantization_config=object())
+    revision = arguments(tmp_path, model_init_kwargs={"revision": "v1"})
+    with pytest.raises(ValueError, match="'v1' give the tokenizer too"):
+        split_federate(trl.SFTTrainer)(**given, args=revision)
     with pytest.raises(ValueError, match="got str. SplitModel.from_model cuts a checkpoint by its name"):
         split_federate(Trainer)(**given)
 
