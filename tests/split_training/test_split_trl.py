@@ -214,12 +214,19 @@ def test_rows_in_one_long_row_weigh_as_much_as_padded_ones(networked_run, strate
 def test_the_best_model_is_found_by_what_trl_adds_to_an_evaluation(tmp_path):
     best = {"metric_for_best_model": "eval_mean_token_accuracy", "load_best_model_at_end": True}
     each = {"eval_strategy": "epoch", "save_strategy": "epoch", **best}
+    seen = []
+
+    class Noting(trl.SFTTrainer):
+        def evaluate(self, *args, **kwargs):
+            seen.append(super().evaluate(*args, **kwargs))
+            return seen[-1]
+
     plain, split = (
         trained(kind, tmp_path / kind.__name__, eval_rows=texts("north", 5), **each)
-        for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
+        for kind in (trl.SFTTrainer, split_federate(Noting))
     )
     assert split.state.best_metric == pytest.approx(plain.state.best_metric) and split.state.best_metric > 0
-    assert not any(name.startswith("federated/") for name in split.evaluate())
+    assert len(seen) == 2 and not any(name.startswith("federated/") for own in seen for name in own)
 
 
 def test_rows_of_several_clients_are_evaluated_and_predicted_together(tmp_path):
