@@ -10,8 +10,9 @@ import torch
 from decoders import NUM_BLOCKS, batch, decoder
 from safetensors.torch import load_file, save_file
 
-from hf_federated import SplitModel
+from hf_federated import SplitConfig, SplitModel
 from hf_federated.split import Cut, load_parts
+from hf_federated.split_training.loading import load_client_model, load_server_body
 
 
 NAMES = ["llama", "llama-tied", "gpt2", "opt-projected", "qwen2-windows"]
@@ -73,6 +74,26 @@ def test_no_party_opens_the_others_files(name, tmp_path):
     found = dict(body.originals())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_the_commands_parties_open_no_others_files(tmp_path):
+    folder = saved("llama", tmp_path, shards=True)
+    split = SplitConfig(head_blocks=1, tail_blocks=2)
+    servers = of_body(folder, Cut(NUM_BLOCKS, 1, 2))
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    for file in servers:
+        (folder / file).rename(hidden / file)
+    assert load_client_model(str(folder), split, "north").server_body is None
+    with pytest.raises(FileNotFoundError):
+        load_server_body(str(folder), split)
+    for file in folder.glob("model-*.safetensors"):
+        file.unlink()
+    for file in servers:
+        (hidden / file).rename(folder / file)
+    assert len(load_server_body(str(folder), split)[1].blocks) == NUM_BLOCKS - 3
+    with pytest.raises(FileNotFoundError):
+        load_client_model(str(folder), split, "north")
 
 
 def test_weights_are_read_in_the_dtype_that_is_asked_for(tmp_path):
