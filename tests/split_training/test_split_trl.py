@@ -233,7 +233,7 @@ def test_rows_of_several_clients_are_evaluated_and_predicted_together(tmp_path):
     tokens = {"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]}
     both = FederatedDataset.from_dict({own: Dataset.from_dict(tokens) for own in CLIENTS})
     trainer = trained(split_federate(trl.SFTTrainer), tmp_path, max_steps=1)
-    assert len(trainer.predict(both).predictions[0]) == 2 or len(trainer.predict(both).predictions) == 2
+    assert trainer.predict(both).label_ids.tolist() == [[3, 4, 5]] * 2
     assert trainer.evaluate({"both": both})["eval_both_loss"] == trainer.evaluate(both)["eval_loss"]
 
 
@@ -252,10 +252,23 @@ def test_losses_of_another_model_than_the_clients_are_refused(tmp_path):
             trained(split_federate(own), tmp_path)
 
 
+def test_gradients_of_before_the_training_are_no_reason_to_refuse_it(tmp_path):
+    class Tried(trl.SFTTrainer):
+        def train(self, *args, **kwargs):
+            self.model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
+            return super().train(*args, **kwargs)
+
+    assert_close(
+        weights(trained(split_federate(Tried), tmp_path)),
+        weights(trained(split_federate(trl.SFTTrainer), tmp_path)),
+        0.0,
+    )
+
+
 def test_a_client_of_whom_no_row_is_left_is_named(tmp_path):
     # Nothing to learn is left of prompts alone that fill what is kept.
-    rows = {"north": prompts("north", 4), "south": Dataset.from_dict({"prompt": ["snow"], "completion": [""]})}
-    rows["south"] = Dataset.from_dict({"prompt": [" ".join(WORDS["south"][:6])] * 2, "completion": [" x"] * 2})
+    long = {"prompt": [" ".join(WORDS["south"][:6])] * 2, "completion": [" x"] * 2}
+    rows = {"north": prompts("north", 4), "south": Dataset.from_dict(long)}
     with pytest.raises(ValueError, match="leaves no row of client 'south'"):
         trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, max_length=4)
 
