@@ -351,7 +351,7 @@ def _join_places(
         positions.append(functional.pad(own, (0, width - length)))
     masked = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
     told = any(message.position_ids is not None for message in messages)
-    packed = [message.client_id for message in messages if _is_packed(message)]
+    packed = [message.client_id for message in messages if message.num_sequences > message.batch_size]
     if packed and masked and len(messages) > 1:
         # Rows packed into one are told apart by their positions only where there is no mask. Without one the padding
         # of the batch, at position 0 each, is as many sequences of their own behind the others.
@@ -367,12 +367,6 @@ def _join_places(
         _joined(positions).to(device) if told else None,
         _joined(contexts).to(device) if contexts else None,
     )
-
-
-def _is_packed(message: Forward) -> bool:
-    """Whether rows are of several sequences, each of which begins its positions anew."""
-    given = message.position_ids
-    return message.mask is None and given is not None and given.ndim == 2 and bool((given.diff(dim=1) != 1).any())
 
 
 @contextlib.contextmanager

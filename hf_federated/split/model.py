@@ -325,8 +325,9 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         """
         scores_targets = kwargs.pop("fused_lm_head", False)
         # Tokenizers give it to every model; most decoders, unlike GPT-2, leave it out.
-        if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
-            kwargs.pop("token_type_ids", None)
+        if "token_type_ids" in kwargs:
+            if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
+                del kwargs["token_type_ids"]
         loss_arguments = _loss_arguments(kwargs, packed=position_ids is not None)
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(f"attention_mask is (batch, sequence), got {tuple(attention_mask.shape)}.")
