@@ -25,8 +25,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated import SplitModel
-from hf_federated.split import LocalLink, Meeting, SealedLink, SealedServer
-from hf_federated.split.encryption import ClientSession, Identity, ServerSession
+from hf_federated.security.encryption import ClientSession, Identity, ServerSession
+from hf_federated.security.sealed import SealedLink, SealedServer
+from hf_federated.split import LocalLink, Meeting
 
 
 def build(options: argparse.Namespace) -> LlamaForCausalLM:

@@ -2,7 +2,6 @@
 
 from .adapters import freeze_layers
 from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, LocalOnly, MutualKD, Scaffold
-from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
 from .clients import ClientSpec
 from .config import FederatedConfig
 from .data import (
@@ -35,12 +34,13 @@ from .distillation import (
     FedMD,
     text_generation,
 )
-from .ledger import Ledger
-from .postprocessing import ClipUpdate, Postprocessor
+from .messages.ledger import Ledger
+from .messages.validation import RoundFailedError
+from .postprocessing.postprocessing import ClipUpdate, Postprocessor
+from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
 from .split import SplitModel
 from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
-from .trainer import FederatedTrainer, federate
-from .validation import RoundFailedError
+from .trainer.federate import FederatedTrainer, federate
 
 
 __version__ = "0.1.0.dev0"

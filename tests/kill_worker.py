@@ -22,8 +22,8 @@ from tiny import arguments, rows, tiny_model
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-import hf_federated.mixin
-import hf_federated.saving
+import hf_federated.trainer.mixin
+import hf_federated.trainer.saving
 from hf_federated import Aggregation, FedAUX, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
 from hf_federated.clients import Student
 from hf_federated.distillation import pseudo_sampler
@@ -164,7 +164,7 @@ def half_deleted(path: Any, **kwargs: Any) -> bool:
 
 def arm(moment: str | None) -> list[TrainerCallback]:
     """Prepare the death at a moment. Returns callbacks to run inside clients."""
-    library = hf_federated.mixin
+    library = hf_federated.trainer.mixin
     if moment is None:
         pass
     elif moment.startswith("file event "):
@@ -195,13 +195,13 @@ def arm(moment: str | None) -> list[TrainerCallback]:
     elif moment == "before client states":
         kill_around(library.FederationRuntime, "save", nth_call(2), before=True)
     elif moment == "before rename":
-        kill_around(hf_federated.saving, "publish", nth_call(2), before=True)
+        kill_around(hf_federated.trainer.saving, "publish", nth_call(2), before=True)
     elif moment == "after rename":
-        kill_around(hf_federated.saving, "publish", nth_call(2), before=False)
+        kill_around(hf_federated.trainer.saving, "publish", nth_call(2), before=False)
     elif moment == "rotation":
         kill_around(shutil, "rmtree", half_deleted, before=True)
     elif moment == "after last round":
-        kill_around(hf_federated.saving, "publish", nth_call(NUM_ROUNDS), before=False)
+        kill_around(hf_federated.trainer.saving, "publish", nth_call(NUM_ROUNDS), before=False)
     else:
         raise ValueError(f"There is no moment {moment!r}.")
     return []

@@ -51,7 +51,7 @@ from hf_federated import (
     federate,
 )
 from hf_federated.messages import ClientUpdate
-from hf_federated.packing import pack
+from hf_federated.messages.serialization import pack
 
 
 NUM_ROUNDS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import re
 import subprocess
@@ -17,80 +18,100 @@ import hf_federated
 
 PACKAGE = Path(hf_federated.__file__).parent
 
-# From the ground up. A module may import from its own floor and from those below.
-FLOORS: list[set[str]] = [
-    {"packing", "messages", "config", "garbage", "generators", "ledger", "metrics", "quantization"},
-    {"notices", "processes"},
-    {"validation", "postprocessing", "checkpoint", "loop_arguments", "round_steps"},
-    {"adapters", "clients", "data", "tasks"},
-    {"aggregation", "distillation", "split"},
-    {"client_models"},
-    {"agreement", "audits", "callbacks", "cards", "checks", "engines"},
-    {"algorithms", "client_files", "federation_builder", "rounds"},
-    {"runtime"},
-    {"preparation", "roles", "saving"},
-    {"mixin", "split_training", "trainer"},
-    {"cli"},
-]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# From the bottom up. A module imports from its own layer and from the layers below it.
+LAYERS = (
+    "config utils",
+    "messages distributed",
+    "adapters data tasks transport security",
+    "clients postprocessing",
+    "aggregation distillation split",
+    "engines",
+    "server cards audits",
+    "trainer split_training",
+    "experiments reporting",
+    "cli",
+)
+LAYER = {folder: number for number, folders in enumerate(LAYERS) for folder in folders.split()}
 
 
 def modules() -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Every module and its dotted place below the package; a package's own is that of its `__init__`."""
+    """Every module with the parts of its dotted name below the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path, path.relative_to(PACKAGE).with_suffix("").parts
 
 
-def imported_rooms(path: Path, place: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """The rooms of the package that a module imports, also inside functions, with the line."""
+def imported_folders(path: Path, name: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line number and top-level folder of each import from the package, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[tuple[str, ...]] = []
+        imported: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
+            imported = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = tuple(node.module.split(".")) if node.module else ()
             if node.level:
-                module = ("hf_federated", *place[: len(place) - node.level], *module)
-            # `from . import room` names the room behind the import.
-            names = [(*module, alias.name) for alias in node.names]
-        for name in names:
-            if name[0] == "hf_federated" and len(name) > 1:
-                yield node.lineno, name[1]  # type: ignore[attr-defined]
+                module = ("hf_federated", *name[: len(name) - node.level], *module)
+            # `from . import folder` names the folder after the import.
+            imported = [(*module, alias.name) for alias in node.names]
+        for parts in imported:
+            if parts[0] == "hf_federated" and len(parts) > 1:
+                yield node.lineno, parts[1]  # type: ignore[attr-defined]
 
 
-def test_every_room_has_a_floor():
-    rooms = {place[0] for _, place in modules()} - {"__init__"}
-    assert rooms <= set(FLOOR), f"add {sorted(rooms - set(FLOOR))} to FLOORS"
+def imports_between_folders() -> dict[tuple[str, str], str]:
+    """One example (file and line) for each pair of folders of which the first imports the second."""
+    found: dict[tuple[str, str], str] = {}
+    for path, name in modules():
+        for line, imported in imported_folders(path, name) if name[0] != "__init__" else ():
+            if imported != name[0]:
+                found.setdefault((name[0], imported), f"{path.relative_to(PACKAGE)}:{line}")
+    return found
+
+
+def test_every_folder_has_a_layer():
+    folders = {name[0] for _, name in modules()} - {"__init__"}
+    assert folders == set(LAYER)
 
 
 def test_imports_point_down():
-    wrong = []
-    for path, place in modules():
-        room = place[0]
-        if room in ("__init__", "__main__"):
-            continue
-        for line, imported in imported_rooms(path, place):
-            # `from .. import name` takes a public name from the roof, whatever it is.
-            if FLOOR.get(imported, len(FLOORS)) > FLOOR[room]:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line} ({room}) imports {imported}")
+    # `from .. import name` imports a public name of the package, which is above all layers.
+    wrong = [
+        f"{place}: {folder} imports {imported}"
+        for (folder, imported), place in imports_between_folders().items()
+        if LAYER.get(imported, len(LAYERS)) > LAYER[folder]
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_direction_is_really_read():
-    places = [("clients", "worker"), ("federation_builder",)]
-    found = [{room for _, room in imported_rooms(PACKAGE.joinpath(*p).with_suffix(".py"), p)} for p in places]
+def test_no_two_folders_import_each_other():
+    pairs = imports_between_folders()
+    both = [f"{pairs[pair]} and {pairs[pair[::-1]]}" for pair in pairs if pair[::-1] in pairs]
+    assert not both, "\n".join(both)
+
+
+def test_folders_form_no_import_cycle():
+    graph: dict[str, set[str]] = {}
+    for folder, imported in imports_between_folders():
+        graph.setdefault(folder, set()).add(imported)
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # Raises CycleError.
+
+
+def test_import_scan_finds_known_imports():
+    names = [("clients", "worker"), ("trainer", "federation")]
+    found = [
+        {folder for _, folder in imported_folders(PACKAGE.joinpath(*name).with_suffix(".py"), name)} for name in names
+    ]
     assert {"messages", "config", "postprocessing"} <= found[0]
-    assert {"engines", "clients", "config"} <= found[1]
+    assert {"clients", "config", "server"} <= found[1]
 
 
 def test_algorithms_see_tensors_and_messages_only():
-    seen = {"aggregation", "messages", "postprocessing"}
-    # One of them is a distillation too, and trains a model of the client's.
-    others = {"mutual_kd": {"distillation", "generators", "validation"}}
-    for path, place in modules():
-        if place[0] == "aggregation":
-            allowed = seen | others.get(path.stem, set())
-            assert {room for _, room in imported_rooms(path, place)} <= allowed, path.name
+    allowed = {"aggregation", "messages", "postprocessing", "utils"}
+    # MutualKD distils too, and trains a private model of the client.
+    exceptions = {"mutual_kd": {"distillation"}}
+    for path, name in modules():
+        if name[0] == "aggregation":
+            folders = {folder for _, folder in imported_folders(path, name)}
+            assert folders <= allowed | exceptions.get(path.stem, set()), path.name
 
 
 def test_public_names_are_sorted_and_there():
@@ -106,8 +127,9 @@ def loaded_by_import() -> set[str]:
     names = "{name.partition('.')[0] for name in sys.modules}"
     # PEFT imports bitsandbytes wherever it is installed.
     # Those that need the extra `split` are named, whether the package imports them or not.
-    rooms = ("certificates", "encryption", "network")
-    package = ", ".join(["hf_federated", *(f"hf_federated.split.{room}" for room in rooms)])
+    package = (
+        "hf_federated, hf_federated.security.certificates, hf_federated.security.encryption, hf_federated.transport"
+    )
     code = f"import sys, peft, transformers; before = {names}; import {package}; print(*({names} - before))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(result.stdout.split())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_federated.split import SealedServer
+from hf_federated.security.sealed import SealedServer
 
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split.py"))

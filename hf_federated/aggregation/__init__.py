@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
 from .fedavg import FedAvg
 from .fedopt import FedOpt
@@ -9,7 +10,6 @@ from .fedprox import FedProx
 from .local_only import LocalOnly
 from .mutual_kd import LowRankUpdates, MutualKD
 from .scaffold import Scaffold
-from .weighted_mean import WeightedMean
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {

@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Fit
-from ..postprocessing import Postprocessor
-from .weighted_mean import State, WeightedMean
+from ..messages.messages import ClientUpdate, Fit
+from ..postprocessing.postprocessing import Postprocessor
+from ..utils.weighted_mean import State, WeightedMean
 
 
 WEIGHTINGS = ("examples", "tokens", "uniform")

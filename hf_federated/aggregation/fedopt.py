@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
+from ..utils.weighted_mean import State, wide_dtype
 from .base import Accumulator, Aggregation
-from .weighted_mean import State, wide_dtype
 
 
 class Yogi(Optimizer):

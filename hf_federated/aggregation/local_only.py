@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ..utils.weighted_mean import State
 from .base import Accumulator, Aggregation
-from .weighted_mean import State
 
 
 class LocalOnly(Aggregation):

@@ -22,12 +22,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
-from ..generators import own_draws
-from ..messages import ClientUpdate, Fit
-from ..postprocessing import Postprocessor
-from ..validation import InvalidUpdateError
+from ..messages.messages import ClientUpdate, Fit
+from ..messages.validation import InvalidUpdateError
+from ..postprocessing.postprocessing import Postprocessor
+from ..utils.random import own_draws
+from ..utils.weighted_mean import State
 from .base import Accumulator, Aggregation, LocalHook
-from .weighted_mean import State
 
 
 # The label of a position that no loss counts.

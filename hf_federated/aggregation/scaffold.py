@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import Fit
+from ..messages.messages import Fit
+from ..utils.weighted_mean import State, wide_dtype
 from .base import Accumulator, Aggregation, LocalHook
-from .weighted_mean import State, wide_dtype
 
 
 class Scaffold(Aggregation):

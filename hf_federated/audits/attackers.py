@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from ..generators import own_draws
 from ..split import Part
+from ..utils.random import own_draws
 from .config import AuditConfig
 from .rows import TokenRows
 

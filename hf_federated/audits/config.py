@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..quantization import TRAVEL_DTYPES
+from ..messages.quantization import TRAVEL_DTYPES
 
 
 ATTACKERS = ("nearest", "decoder", "transformer", "search")

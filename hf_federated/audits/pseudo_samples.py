@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ..callbacks import FederatedCallback, ServerState
-from ..data.figures import COLORS, new_figure
+from ..data.plots.figures import COLORS, new_figure
 from ..distillation import FedDRS
 from ..distillation.pseudo_samples import token_embeddings
+from ..server.callbacks import FederatedCallback, ServerState
 
 
 @dataclass(frozen=True)

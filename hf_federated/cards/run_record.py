@@ -16,7 +16,7 @@ from ..adapters import Exchange
 from ..audits import PseudoSampleAudit
 from ..config import FederatedConfig
 from ..data import FederatedDataset
-from ..ledger import Ledger
+from ..messages.ledger import Ledger
 from .facts import DataFacts
 from .logged import is_metric, of_final_weights, plain, rows_by_step, training_seconds
 from .record import CardArguments, CardRecord, CardRun, common_fields

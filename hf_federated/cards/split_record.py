@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..data import FederatedDataset
-from ..ledger import Ledger
+from ..messages.ledger import Ledger
 from ..split import SplitModel
 from ..split.cut import ROLES
 from .logged import plain, rows_by_step, training_seconds

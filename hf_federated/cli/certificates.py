@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_federated.cli.errors import CommandError, command_errors
-from hf_federated.split.certificates import create_certificates
-from hf_federated.split.keys import DEFAULT_RSA_BITS, fingerprint
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.security.certificates import create_certificates
+from hf_federated.security.keys import DEFAULT_RSA_BITS, fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

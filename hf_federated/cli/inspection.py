@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_federated.cli.errors import CommandError, command_errors
-from hf_federated.cli.files import is_absent
 from hf_federated.data import (
     FederatedDataset,
     PartitionFile,
@@ -20,7 +18,9 @@ from hf_federated.data import (
 )
 from hf_federated.data.hub import fetch_rows, read_hub_partition
 from hf_federated.data.labels import read_labels
-from hf_federated.data.storage import open_folder, read_rows
+from hf_federated.data.storage.folder import open_folder, read_rows
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.files import is_absent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.cli import audit, benchmark, certificates, inspection, partition, split_merge, split_run
-from hf_federated.cli.errors import CommandError
-from hf_federated.cli.grid import BenchmarkSection, PlannedRun
-from hf_federated.cli.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
-from hf_federated.cli.recipe_file import read_values
-from hf_federated.cli.schema import RecipeField, dataclass_fields, type_name
-from hf_federated.rounds import RoundFailedError
+from hf_federated.cli import audit, certificates, inspection, partition, split_merge, split_run
+from hf_federated.experiments import benchmark
+from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.grid import BenchmarkSection, PlannedRun
+from hf_federated.experiments.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
+from hf_federated.experiments.recipe_file import read_values
+from hf_federated.experiments.schema import RecipeField, dataclass_fields, type_name
+from hf_federated.server.round_loop import RoundFailedError
 
 
 INTRODUCTIONS = {
@@ -163,7 +164,9 @@ def _add_train(commands: Any) -> None:
 
 def _benchmark(arguments: argparse.Namespace) -> int:
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-        from hf_federated.cli.runs import measure  # takes a second, which reports and mistakes need not wait for
+        from hf_federated.experiments.runs import (
+            measure,  # takes a second, which reports and mistakes need not wait for
+        )
 
         # A folder for each recipe that the run ever had: what is found in it is of this one.
         return measure(planned.values, planned.method, folder / planned.digest[:12])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_federated.cli.errors import command_errors
+from hf_federated.experiments.errors import command_errors
 from hf_federated.split import merge_parts
 
 

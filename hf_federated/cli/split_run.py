@@ -15,25 +15,26 @@ from typing import Any
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
 from transformers import PretrainedConfig, TrainingArguments
 
-from hf_federated.cli.errors import CommandError, command_errors
-from hf_federated.cli.inputs import load_inputs, load_tokenizer
-from hf_federated.cli.recipe import Choice, Recipe, build, load_recipe
-from hf_federated.cli.recipe_sections import ModelSection
-from hf_federated.cli.runs import evaluate_further
-from hf_federated.data.names import escape_client_id
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.split import SealedLink, SplitModel, Wire
-from hf_federated.split.certificates import client_certificate, client_fingerprints
-from hf_federated.split.encryption import ClientSession, Identity, ServerSession
-from hf_federated.split.envelope import PeerEnvelopes
-from hf_federated.split.keys import check_fingerprint, fingerprint
-from hf_federated.split.network import GrpcLink, ModelFingerprint, SplitServer, Terms, TlsCredentials
-from hf_federated.split.network.protocol import DEFAULT_MAX_MESSAGE_BYTES
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.inputs import load_inputs, load_tokenizer
+from hf_federated.experiments.recipe import Choice, Recipe, build, load_recipe
+from hf_federated.experiments.recipe_sections import ModelSection
+from hf_federated.experiments.runs import evaluate_further
+from hf_federated.security.certificates import client_certificate, client_fingerprints
+from hf_federated.security.encryption import ClientSession, Identity, ServerSession
+from hf_federated.security.envelope import PeerEnvelopes
+from hf_federated.security.keys import check_fingerprint, fingerprint
+from hf_federated.security.sealed import SealedLink
+from hf_federated.split import ModelFingerprint, SplitModel, Terms, Wire
 from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
 from hf_federated.split_training.digest import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
+from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
+from hf_federated.transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
+from hf_federated.utils.client_names import escape_client_id
 
 
 RESULTS_NAME = "results.json"

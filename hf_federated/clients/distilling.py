@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..generators import derived_seed, own_draws
-from ..messages import CLASS_COUNT, Distill, Feedback, Metrics, Predict, Predictions, PublicRowsMessage, public_order
+from ..messages.messages import (
+    CLASS_COUNT,
+    Distill,
+    Feedback,
+    Metrics,
+    Predict,
+    Predictions,
+    PublicRowsMessage,
+    public_order,
+)
+from ..utils.random import derived_seed, own_draws
 from .models import ClientModel, OwnModel
 from .positions import Positions
 from .student import LABEL_COLUMNS, Rows, Student

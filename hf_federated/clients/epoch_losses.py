@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..generators import own_draws
+from ..utils.random import own_draws
 
 
 class EpochLosses(TrainerCallback):

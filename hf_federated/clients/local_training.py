@@ -31,7 +31,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from ..generators import derived_seed, own_draws, seed_generators
+from ..utils.random import derived_seed, own_draws, seed_generators
 from .epoch_losses import EpochLosses
 from .sampling import at_most
 

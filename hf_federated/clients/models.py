@@ -19,7 +19,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from ..adapters import Exchange
-from ..validation import first_non_finite
+from ..messages.validation import first_non_finite
 from .store import ClientStore
 from .student import Student
 

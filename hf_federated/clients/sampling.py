@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..generators import derived_seed
+from ..utils.random import derived_seed
 
 
 def client_seed(seed: int, client_id: str, round: int) -> int:

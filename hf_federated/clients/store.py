@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..packing import pack, unpack
+from ..messages.serialization import pack, unpack
 
 
 SUFFIX = ".safetensors"

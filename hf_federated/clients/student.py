@@ -17,9 +17,9 @@ from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
-from ..generators import derived_seed, own_draws
-from ..messages import public_order
+from ..messages.messages import public_order
 from ..tasks.base import NUM_POSITIONS
+from ..utils.random import derived_seed, own_draws
 from .features import pooled_features
 from .local_training import place_schedule
 from .positions import Positions

@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from ..adapters import AnotherModelError, Exchange
 from ..config import FederatedConfig
-from ..generators import derived_seed, preserved_generators, seed_torch
-from ..messages import (
+from ..distributed.process_group import PeerFailedError
+from ..messages.messages import (
     ClientFailure,
     ClientUpdate,
     Distill,
@@ -29,9 +29,9 @@ from ..messages import (
     Metrics,
     Predict,
 )
-from ..postprocessing import Postprocessor, run_client_side
-from ..processes import PeerFailedError
-from ..validation import first_non_finite
+from ..messages.validation import first_non_finite
+from ..postprocessing.postprocessing import Postprocessor, run_client_side
+from ..utils.random import derived_seed, preserved_generators, seed_torch
 from .distilling import class_counts, compare_features, distill, predict, take_feedback
 from .epoch_losses import EpochLosses
 from .local_training import (

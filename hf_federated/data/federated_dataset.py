@@ -21,13 +21,13 @@ from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, 
 from .columns import check_columns
 from .fednlp import read_fednlp
 from .hub import fetch_rows, read_hub_partition
-from .partition_file import PartitionFile
 from .partitioners.base import Partition, Partitioner, check_client_ids
 from .partitioners.flower import adopt
 from .partitioners.natural import NaturalPartitioner
-from .publishing import push_splits, save_splits
 from .source import DatasetSource
-from .storage import SplitToStore, open_folder, read_rows
+from .storage.folder import SplitToStore, open_folder, read_rows
+from .storage.partition_file import PartitionFile
+from .storage.publishing import push_splits, save_splits
 
 
 class FederatedDataset(Mapping[str, ClientData]):

@@ -13,11 +13,11 @@ from huggingface_hub import CommitInfo
 from .federated_dataset import FederatedDataset, check_is_partitioner, load_source
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_rows, read_hub_partition
-from .partition_file import PartitionFile, check_split_name
 from .partitioners.base import Partitioner
 from .partitioners.flower import adopt
-from .publishing import push_splits, save_splits
-from .storage import check_asked_for, open_folder, read_rows
+from .storage.folder import check_asked_for, open_folder, read_rows
+from .storage.partition_file import PartitionFile, check_split_name
+from .storage.publishing import push_splits, save_splits
 
 
 class FederatedDatasetDict(dict[str, FederatedDataset]):

@@ -25,10 +25,10 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 from tqdm.contrib.concurrent import thread_map
 
-from .card import config_names
 from .client_rows import ClientRows
-from .partition_file import PARTITION_FILE, PartitionFile, PartitionFileError, StoredFile
-from .storage import PICTURES, README, choose_clients, read_rows
+from .storage.card import config_names
+from .storage.folder import PICTURES, README, choose_clients, read_rows
+from .storage.partition_file import PARTITION_FILE, PartitionFile, PartitionFileError, StoredFile
 
 
 # The Hub takes this many large files in one commit.

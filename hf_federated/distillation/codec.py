@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)

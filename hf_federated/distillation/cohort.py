@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils import logging
 
-from ..aggregation.weighted_mean import WeightedMean
 from ..clients.positions import Positions
-from ..generators import derived_seed
-from ..messages import (
+from ..messages.messages import (
     CLASS_COUNT,
     ClientFailure,
     Distill,
@@ -29,7 +27,9 @@ from ..messages import (
     Predictions,
     public_order,
 )
-from ..validation import RoundFailedError
+from ..messages.validation import RoundFailedError
+from ..utils.random import derived_seed
+from ..utils.weighted_mean import WeightedMean
 from .client_weights import ClientReport, summarize_logits
 from .packed import PackedRows, packed
 from .teachers import Teachers

@@ -14,18 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..generators import derived_seed
+from ..utils.random import derived_seed
 from .base import Distillation
 from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
-from .pseudo_samples import (
-    ADVERSARIES,
-    IGNORED,
-    INITIALIZATIONS,
-    KINDS,
-    check_takes_embeddings,
-    word_embeddings,
-)
+from .pseudo_samples import ADVERSARIES, IGNORED, INITIALIZATIONS, KINDS, check_takes_embeddings, word_embeddings
 from .server import DistillationServer
 from .teachers import Teachers
 

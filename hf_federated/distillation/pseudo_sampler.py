@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..generators import derived_seed, own_draws
+from ..utils.random import derived_seed, own_draws
 from .feedback import evaluation_mode
 from .losses import kl_divergence
 from .pseudo_samples import (

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..adapters import Exchange, copy_model
-from ..aggregation.weighted_mean import State, WeightedMean
 from ..clients.store import ClientStore
-from ..messages import CLASS_COUNT, ClientUpdate
+from ..messages.messages import CLASS_COUNT, ClientUpdate
+from ..utils.weighted_mean import State, WeightedMean
 
 
 # `gather(place, tree)`: that of all processes, in their order.

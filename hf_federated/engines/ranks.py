@@ -17,8 +17,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
-from ..messages import ClientFailure, Message, message_from_tree
-from ..processes import Processes
+from ..distributed.process_group import Processes
+from ..messages.messages import ClientFailure, Message, message_from_tree
 from .base import Plan
 from .local import LocalEngine
 

@@ -5,8 +5,8 @@ from .body import BodyServer
 from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
 from .cut import Cut
-from .envelope import PeerEnvelopes
 from .families import LAYOUTS, layout_of
+from .fingerprint import ModelFingerprint
 from .layouts import BlockRunner, Layout, Places
 from .loading import load_parts
 from .meeting import Meeting
@@ -15,7 +15,7 @@ from .model import SplitModel
 from .parts import Part
 from .prefix import Prefix
 from .saving import load_saved_parts, merge_parts, save_parts
-from .sealed import SealedCarrier, SealedEnd, SealedLink, SealedServer
+from .terms import Terms
 from .wire import Wire
 
 
@@ -34,16 +34,13 @@ __all__ = [
     "Link",
     "LocalLink",
     "Meeting",
+    "ModelFingerprint",
     "Part",
-    "PeerEnvelopes",
     "Places",
     "Prefix",
-    "SealedCarrier",
-    "SealedEnd",
-    "SealedLink",
-    "SealedServer",
     "SplitCache",
     "SplitModel",
+    "Terms",
     "Wire",
     "adapter_state",
     "add_adapter",

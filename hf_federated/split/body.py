@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
-from ..generators import derived_seed, own_draws
+from ..utils.random import derived_seed, own_draws
 from .layouts import Places
 from .messages import Backward, Crossing, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
 from .parts import Part

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..generators import set_torch_state, torch_state
+from ..utils.random import set_torch_state, torch_state
 from .body import BodyServer
 from .messages import Backward, Forget, Forward, read_request
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from ..messages import Packed
-from ..packing import unpack
+from ..messages.messages import Packed
+from ..messages.serialization import unpack
 
 
 def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from transformers.generation import GenerationMode
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..quantization import TRAVEL_DTYPES
+from ..messages.quantization import TRAVEL_DTYPES
 from .adapters import add_adapter, check_peft_model, save_adapter, take_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
-from ..checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from ..split.body import BodyServer
 from ..split.messages import Backward, Forward
 from ..split.parts import Part
 from ..split.saving import save_parts
 from ..split.wire import Wire
+from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from .checkpoint import load_party, party_directory, save_party
 from .config import SplitConfig
 from .digest import run_and_step

@@ -17,12 +17,12 @@ from typing import Any
 from peft import PeftConfig
 from transformers import PretrainedConfig
 
-from ..checkpoint import FEDERATED_DIR, check_weights, list_checkpoints, step_of
-from ..data.names import escape_client_id
-from ..ledger import Ledger
-from ..packing import pack, unpack
+from ..messages.ledger import Ledger
+from ..messages.serialization import pack, unpack
 from ..split.parts import Part
 from ..split.saving import load_saved_parts, save_parts
+from ..trainer.checkpoint import FEDERATED_DIR, check_weights, list_checkpoints, step_of
+from ..utils.client_names import escape_client_id
 from .federation import SplitFederation
 from .parties import Party
 from .remote import RemoteFederation

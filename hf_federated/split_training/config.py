@@ -8,7 +8,7 @@ from typing import ClassVar
 from transformers import TrainingArguments
 
 from ..config import SavedConfig
-from ..quantization import TRAVEL_DTYPES
+from ..messages.quantization import TRAVEL_DTYPES
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..messages import Packed
-from ..packing import unpack
+from ..messages.messages import Packed
+from ..messages.serialization import unpack
 from ..split.messages import REQUESTS
 
 

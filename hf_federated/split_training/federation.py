@@ -15,14 +15,14 @@ from torch import nn
 
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_generators
-from ..ledger import Ledger
+from ..messages.ledger import Ledger
+from ..security.encryption import Identity
 from ..split.body import BodyServer
 from ..split.boundary import Boundary, Link, LocalLink
-from ..split.encryption import Identity
 from ..split.meeting import Meeting
 from ..split.model import SplitModel
 from ..split.parts import Part
+from ..utils.random import derived_seed, own_draws, seed_generators
 from .config import SplitConfig
 from .links import counted, sealed
 from .parties import JointOptimizer, Party

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..split.envelope import PeerEnvelopes
+from ..security.envelope import PeerEnvelopes
 from .checkpoint import resumable_checkpoints
 from .checks import check_networked_evaluation
 from .digest import run_digest

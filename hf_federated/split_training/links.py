@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..security.encryption import ClientSession, Identity, ServerSession
+from ..security.sealed import SealedCarrier, SealedLink, SealedServer
 from ..split.boundary import Link
-from ..split.encryption import ClientSession, Identity, ServerSession
-from ..split.sealed import SealedCarrier, SealedLink, SealedServer
 
 
 # Client, bytes up, bytes down.

@@ -10,8 +10,7 @@ import torch
 from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from ..generators import derived_seed, own_draws
-from ..quantization import TRAVEL_DTYPES
+from ..messages.quantization import TRAVEL_DTYPES
 from ..split.adapters import add_adapter
 from ..split.boundary import Boundary, Link
 from ..split.cut import Cut, Role
@@ -20,6 +19,7 @@ from ..split.loading import load_parts
 from ..split.model import SplitModel
 from ..split.parts import Part
 from ..split.wire import Wire
+from ..utils.random import derived_seed, own_draws
 from .config import SplitConfig
 
 

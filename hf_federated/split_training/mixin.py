@@ -22,14 +22,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import TrainOutput, set_seed
 from transformers.utils import logging
 
-from ..checkpoint import checkpoint_to_resume, clear_staging, rotate
-from ..checks import as_federated_dataset
 from ..config import FederatedConfig
 from ..data import FederatedDataset
-from ..ledger import Ledger
-from ..preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
-from ..split.envelope import PeerEnvelopes
+from ..messages.ledger import Ledger
+from ..security.envelope import PeerEnvelopes
 from ..split.model import SplitModel
+from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
+from ..trainer.checks import as_federated_dataset
+from ..trainer.dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
 from .checkpoint import check_checkpoint, load_parties
 from .checks import (
     as_split_model,

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..aggregation import WeightedMean
-from ..generators import derived_seed, own_draws, seed_generators
-from ..ledger import Ledger
-from ..packing import packed_kind
+from ..messages.ledger import Ledger
+from ..messages.serialization import packed_kind
+from ..security.envelope import PeerEnvelopes
+from ..security.sealed import SealedLink
 from ..split.boundary import Link
-from ..split.envelope import PeerEnvelopes
 from ..split.model import SplitModel
-from ..split.sealed import SealedLink
+from ..utils.random import derived_seed, own_draws, seed_generators
 from .config import SplitConfig
 from .control import (
     Begin,

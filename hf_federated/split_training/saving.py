@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..cards import render_split_card
-from ..checkpoint import name_checkpoint, publish, rotate, staged_arguments, staged_directory
 from ..data import FederatedDataset
-from ..ledger import Ledger
-from ..loop_arguments import LoopArgumentsMixin
+from ..messages.ledger import Ledger
 from ..split.adapters import load_adapter
 from ..split.saving import save_parts
+from ..trainer.checkpoint import name_checkpoint, publish, rotate, staged_arguments, staged_directory
+from ..trainer.loop_arguments import LoopArgumentsMixin
 from .checkpoint import load_parties, save_parties
 from .config import SplitConfig
 from .digest import run_and_step

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset as RowDataset
 from torch.utils.data import Dataset
 
-from ..generators import derived_seed
+from ..utils.random import derived_seed
 
 
 # What a client does in an optimizer step: batches, each with the numbers of its rows.

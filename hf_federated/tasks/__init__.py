@@ -6,13 +6,7 @@ from .question_answering import QuestionAnswering
 from .seq2seq import Seq2Seq
 from .sequence_tagging import SequenceTagging
 from .summarization import Summarization
-from .superglue import (
-    SuperGlueClassification,
-    SuperGlueCloze,
-    SuperGlueSeq2Seq,
-    superglue_cloze_rows,
-    superglue_rows,
-)
+from .superglue import SuperGlueClassification, SuperGlueCloze, SuperGlueSeq2Seq, superglue_cloze_rows, superglue_rows
 from .text_classification import TextClassification
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hf_federated.cards.tables import table
-from hf_federated.cli.run_log import read_records
-from hf_federated.data.figures import new_figure, shown_name
+from hf_federated.data.plots.figures import new_figure, shown_name
+from hf_federated.experiments.run_log import read_records
 
 
 PREFIX = "weight/"

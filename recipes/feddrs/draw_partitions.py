@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_federated.cli.recipe import load_recipe
-from hf_federated.cli.rows import load_rows
 from hf_federated.data import label_counts, plot_label_shares
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.rows import load_rows
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

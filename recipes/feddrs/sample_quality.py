@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from hf_federated.cards.tables import table
-from hf_federated.cli.recipe import load_recipe
-from hf_federated.cli.runs import build_run
-from hf_federated.data import CurvePanel, plot_learning_curves
 from hf_federated.distillation import pseudo_sampler
 from hf_federated.distillation.pseudo_samples import Logits, adversarial_loss, descend, label_loss
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.runs import build_run
+from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

@@ -11,7 +11,7 @@ import torch
 from hf_federated import FedAvg, FedOpt
 from hf_federated.aggregation.fedopt import SERVER_OPTIMIZERS
 from hf_federated.messages import ClientUpdate
-from hf_federated.packing import pack, unpack
+from hf_federated.messages.serialization import pack, unpack
 
 
 NUM_ROUNDS = 5

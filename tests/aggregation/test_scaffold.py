@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_federated import FedAvg, FederatedCallback, FederatedConfig, FederatedTrainer, Scaffold
 from hf_federated.messages import ClientUpdate, Fit
-from hf_federated.packing import pack, unpack
+from hf_federated.messages.serialization import pack, unpack
 
 
 CLIENTS = {"a": rows(4), "b": rows(4, seed=1), "c": rows(4, seed=2)}

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
-from hf_federated.cli.benchmark import add_arguments, benchmark
-from hf_federated.cli.errors import CommandError
-from hf_federated.cli.run_log import RunLog, read_records
+from hf_federated.experiments.benchmark import add_arguments, benchmark
+from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.run_log import RunLog, read_records
 
 
 ROOT = Path(__file__).parents[2]

@@ -21,16 +21,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated.cli import split_run
-from hf_federated.cli.errors import CommandError
 from hf_federated.cli.main import build_parser, main
-from hf_federated.cli.recipe import load_recipe
-from hf_federated.cli.runs import build_run
 from hf_federated.cli.split_run import _settings, _terms, client_model, server_body, split_client, split_server
+from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.runs import build_run
+from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
-from hf_federated.split.certificates import create_certificates
-from hf_federated.split.network import SplitServer, TlsCredentials
 from hf_federated.split_training.digest import run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
+from hf_federated.transport import SplitServer, TlsCredentials
 
 
 CLIENTS = ("0", "1")

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from hf_federated import FederatedConfig, FederatedDatasetDict, LabelDirichletPartitioner
-from hf_federated.cli.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
-from hf_federated.cli.inputs import load_inputs, load_model, load_tokenizer
 from hf_federated.cli.main import main
-from hf_federated.cli.recipe import load_recipe
-from hf_federated.cli.rows import load_rows
 from hf_federated.cli.train import closing_table, train
 from hf_federated.clients import ClientSampler
+from hf_federated.experiments.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
+from hf_federated.experiments.inputs import load_inputs, load_model, load_tokenizer
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.rows import load_rows
 
 
 def set_all(*values: str) -> list[str]:

@@ -21,8 +21,8 @@ from hf_federated.audits import nearest_tokens
 from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers
 from hf_federated.distillation.pseudo_sampler import PseudoSampler
-from hf_federated.federation_builder import FederationBuilder
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
+from hf_federated.trainer.builder import FederationBuilder
 
 
 def test_task_parameters_learn_and_word_embeddings_stay_as_averaged(tmp_path):

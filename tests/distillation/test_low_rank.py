@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_federated.distillation import compress, decompress, energy_schedule
-from hf_federated.messages import pack, unpack
+from hf_federated.messages.serialization import pack, unpack
 
 
 def normal(*shape, seed=0, dtype=torch.float32):

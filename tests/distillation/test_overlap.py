@@ -7,7 +7,7 @@ from distilled import NUM_PUBLIC, distilled
 from tiny import rows
 
 from hf_federated import FederatedDataset
-from hf_federated.client_models import Participants, count_overlap
+from hf_federated.clients.participants import Participants, count_overlap
 from hf_federated.tasks import TextClassification
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_federated.distillation import PredictionCodec
-from hf_federated.messages import pack, unpack
+from hf_federated.messages.serialization import pack, unpack
 
 
 DTYPES = ["float32", "float16", "bfloat16", "int8"]

@@ -23,8 +23,8 @@ from hf_federated.clients.positions import Positions
 from hf_federated.distillation import PredictionCodec, packed
 from hf_federated.distillation.cohort import Cohort, PublicRows
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
+from hf_federated.messages.validation import RoundFailedError
 from hf_federated.tasks import LanguageModeling, Seq2Seq
-from hf_federated.validation import RoundFailedError
 
 
 VOCABULARY, TOP_K = 27, 8

@@ -7,7 +7,7 @@ from distilled import distilled
 from tiny import rows
 from transformers.testing_utils import CaptureLogger
 
-from hf_federated import client_models
+from hf_federated.clients import participants as client_models
 
 
 @pytest.mark.parametrize("with_transform", [False, True])

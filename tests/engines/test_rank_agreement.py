@@ -9,9 +9,9 @@ from launches import logs, same_bits, weights
 from tiny import arguments, rows, tiny_model
 
 from hf_federated.aggregation import FedAvg
-from hf_federated.agreement import describe
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
+from hf_federated.trainer.launch_consistency import describe
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from launches import last_error, logs, notes, same_bits, weights
 from workers import without_timings
 
-from hf_federated.checkpoint import list_checkpoints
+from hf_federated.trainer.checkpoint import list_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launches import Launch, last_error, logs, notes, same_bits, weights
 
-from hf_federated.checkpoint import list_checkpoints
+from hf_federated.trainer.checkpoint import list_checkpoints
 
 
 SOON = 20
@@ -56,7 +56,7 @@ def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) 
 def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path, scenario: str, failing: int) -> None:
     errors = failed_in_every_process(launch, tmp_path, scenario, 3, trouble="callback", rank=failing)
     first = "ValueError: the callback gave up"
-    elsewhere = f"hf_federated.processes.PeerFailedError: Process {failing} failed: {first}"
+    elsewhere = f"hf_federated.distributed.process_group.PeerFailedError: Process {failing} failed: {first}"
     assert errors == [first if rank == failing else elsewhere for rank in range(3)]
 
 

@@ -9,8 +9,8 @@ import pytest
 from launches import logs, notes, same_bits, weights
 from workers import without_timings
 
-from hf_federated.checkpoint import read_server_state
 from hf_federated.engines.ranks import assign
+from hf_federated.trainer.checkpoint import read_server_state
 
 
 SCENARIOS = [

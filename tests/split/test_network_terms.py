@@ -14,10 +14,10 @@ from decoders import decoder
 from loopback import certificates, join, serve
 from peft import LoraConfig, PrefixTuningConfig
 
-from hf_federated.split import Cut, Wire
-from hf_federated.split.network import ClientRefusedError, ModelFingerprint, Terms
-from hf_federated.split.network.fingerprint import SAMPLE_BYTES
-from hf_federated.split.network.terms import describe_adapter
+from hf_federated.split import Cut, ModelFingerprint, Terms, Wire
+from hf_federated.split.fingerprint import SAMPLE_BYTES
+from hf_federated.split.terms import describe_adapter
+from hf_federated.transport import ClientRefusedError
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_terms_of_another_form_are_refused(damage):
 
 def test_a_client_with_another_revision_is_refused_when_it_connects(tls, tmp_path, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr("hf_federated.split.network.service.logger.warning", told.append)
+    monkeypatch.setattr("hf_federated.transport.service.logger.warning", told.append)
     a, b = (fingerprint(save(tmp_path / name, seed)) for seed, name in enumerate("ab"))
     terms = Terms(a, Cut(5), Wire(), LoraConfig(r=4), {"strategy": "serial"})
     answered: list[bytes] = []

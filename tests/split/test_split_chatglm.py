@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
-from hf_federated.packing import unpack
+from hf_federated.messages.serialization import unpack
 from hf_federated.split import merge_parts, save_parts
 from hf_federated.split.adapters import load_adapter
 from hf_federated.split.chatglm import ChatGlmRunner

@@ -11,7 +11,7 @@ from decoders import batch, decoder
 from safetensors.torch import load
 
 from hf_federated import SplitModel
-from hf_federated.packing import pack, unpack
+from hf_federated.messages.serialization import pack, unpack
 from hf_federated.split import Backward, Forward, Hidden, LocalLink, Wire
 from hf_federated.split.messages import pack_mask, unpack_mask
 

@@ -15,11 +15,11 @@ from split_runs import arguments, whole_model
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.adapters.copying import copy_model
-from hf_federated.split import SealedLink, SealedServer
+from hf_federated.security.encryption import ClientSession, ServerSession
+from hf_federated.security.envelope import PeerEnvelopes
+from hf_federated.security.keys import Identity
+from hf_federated.security.sealed import SealedLink, SealedServer
 from hf_federated.split.boundary import Boundary
-from hf_federated.split.encryption import ClientSession, ServerSession
-from hf_federated.split.envelope import PeerEnvelopes
-from hf_federated.split.keys import Identity
 from hf_federated.split_training.bodies import ServerBodies
 from hf_federated.split_training.digest import run_digest
 from hf_federated.split_training.server import TrainingServer

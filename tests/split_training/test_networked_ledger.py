@@ -8,8 +8,8 @@ from networked import Run, sealed
 from split_runs import LORA, clients_of
 
 from hf_federated import SplitConfig
-from hf_federated.ledger import Ledger
-from hf_federated.packing import unpack
+from hf_federated.messages.ledger import Ledger
+from hf_federated.messages.serialization import unpack
 from hf_federated.split_training.checkpoint import FEDERATED_DIR, RUN_FILE
 
 

@@ -1,0 +1,1 @@
+"""Plots of a partition. Needs matplotlib (extra `plots`)."""

@@ -1,0 +1,1 @@
+"""How unlike clients are: counts of labels, words, and one summary of both."""

@@ -1,0 +1,194 @@
+"""The codec of everything that travels or is kept: a tree of scalars and tensors as one blob of bytes.
+
+A blob is a safetensors file whose metadata holds the JSON of everything that is not a tensor. Nothing is ever pickled,
+so a blob from the network or from a file can be read without trusting it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+
+TREE_KEY = "tree"
+
+
+def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
+    """Replace every tensor of a tree by a reference, and every value that JSON would change by a tagged form."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in _LAYOUT:
+            raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialised.")
+        # The same tensor object in two places travels once, which is what keeps tied weights cheap.
+        if id(value) not in names:
+            names[id(value)] = str(len(tensors))
+            tensors[names[id(value)]] = value
+        return {"$tensor": names[id(value)]}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        # Of one width, so that the size of a message tells nothing of its numbers.
+        return {"$float": struct.pack(">d", value).hex()}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _flatten(item, tensors, names, f"{path}.{key}") for key, item in value.items()}
+        pairs = [
+            [_flatten(key, tensors, names, path), _flatten(item, tensors, names, f"{path}.{key}")]
+            for key, item in value.items()
+        ]
+        return {"$pairs": pairs}
+    if isinstance(value, (list, tuple)):
+        items = [_flatten(item, tensors, names, f"{path}[{i}]") for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    raise TypeError(
+        f"{path or 'the value'} is a {type(value).__name__}, which cannot be serialised: a message holds tensors, "
+        "None, bool, int, float, str and dictionaries, lists and tuples of them."
+    )
+
+
+def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (tag, content), *_ = value.items()
+        if tag == "$tensor":
+            return tensors[content]
+        if tag == "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        if tag == "$tuple":
+            return tuple(_unflatten(item, tensors) for item in content)
+        if tag == "$pairs":
+            return {_unflatten(key, tensors): _unflatten(item, tensors) for key, item in content}
+    return {key: _unflatten(item, tensors) for key, item in value.items()}
+
+
+def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a tree, ready for safetensors, and the metadata that holds the rest."""
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _flatten(tree, tensors, {}, "")
+    metadata = {TREE_KEY: json.dumps(skeleton, separators=(",", ":"), allow_nan=False)}
+    return tensors, metadata
+
+
+def pack(tree: Any) -> bytes:
+    """
+    Serialise a tree of dictionaries, lists, tuples, scalars and tensors into one blob.
+
+    Args:
+        tree (`Any`):
+            Tensors of any shape and dtype that safetensors knows, on any device; `None`, `bool`, `int`, `float`
+            (also infinite and NaN), `str`; dictionaries with keys of these scalar types, lists and tuples of all that.
+
+    Returns:
+        `bytes`: A safetensors file.
+
+    Raises:
+        TypeError: If the tree holds anything else. The message names the place.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.messages.serialization import pack, unpack
+
+    >>> unpack(pack({"step": 3, "betas": (0.9, 0.999), "state": {0: torch.ones(2)}}))
+    {'step': 3, 'betas': (0.9, 0.999), 'state': {0: tensor([1., 1.])}}
+    ```
+    """
+    tensors, metadata = _split(tree)
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # safetensors refuses two names over one storage; a view of a shared storage becomes a copy of its own here.
+    seen: set[int] = set()
+    for name, tensor in own.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and (pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes):
+            own[name] = tensor.clone()
+        seen.add(pointer)
+    return safetensors.torch.save(own, metadata)
+
+
+def unpack(blob: bytes) -> Any:
+    """
+    The tree that [`pack`] serialised.
+
+    Args:
+        blob (`bytes`): What `pack` returned.
+
+    Returns:
+        `Any`: The tree; tensors are on the CPU.
+
+    Raises:
+        ValueError: If the blob is not one of ours or is cut short.
+    """
+    try:
+        return _unflatten(_skeleton(blob), safetensors.torch.load(blob))
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
+
+
+def packed_kind(blob: bytes) -> str | None:
+    """What stands under `kind` in a tree that `pack` serialised, without reading its tensors; `None` where nothing."""
+    try:
+        skeleton = _skeleton(blob)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    kind = skeleton.get("kind") if isinstance(skeleton, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _skeleton(blob: bytes) -> Any:
+    """A packed tree with references in the place of its tensors."""
+    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    return json.loads(header["__metadata__"][TREE_KEY])
+
+
+def packed_size(tree: Any) -> int:
+    """
+    `len(pack(tree))` in bytes, computed from shapes without copying a tensor.
+
+    It follows the safetensors layout: eight bytes of length, a JSON header padded to a multiple of eight, the tensors
+    ordered by dtype, widest first, and then by name.
+    """
+    tensors, metadata = _split(tree)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (_LAYOUT[item[1].dtype][0], item[0])):
+        offsets = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": _LAYOUT[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": offsets}
+        offset += tensor.nbytes
+    header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return 8 + math.ceil(len(header_bytes) / 8) * 8 + offset
+
+
+# safetensors' name of each dtype, and its place in the file.
+_LAYOUT: dict[torch.dtype, tuple[int, str]] = {
+    dtype: (place, name)
+    for place, (dtype, name) in enumerate(
+        [
+            (torch.uint64, "U64"),
+            (torch.int64, "I64"),
+            (torch.float64, "F64"),
+            (torch.complex64, "C64"),
+            (torch.float32, "F32"),
+            (torch.uint32, "U32"),
+            (torch.int32, "I32"),
+            (torch.bfloat16, "BF16"),
+            (torch.float16, "F16"),
+            (torch.uint16, "U16"),
+            (torch.int16, "I16"),
+            (torch.float8_e4m3fn, "F8_E4M3"),
+            (torch.float8_e5m2, "F8_E5M2"),
+            (torch.int8, "I8"),
+            (torch.uint8, "U8"),
+            (torch.bool, "BOOL"),
+        ]
+    )
+}

@@ -1,0 +1,1 @@
+"""Curves and plots of runs. Needs matplotlib (extra `plots`)."""

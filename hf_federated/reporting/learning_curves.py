@@ -1,0 +1,204 @@
+"""PNG plot of the learning curves of a benchmark. Needs matplotlib (extra `plots`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..data.plots.figures import COLORS, new_figure, shown_name
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Six colours and no grey, which is that of baselines; then the same with other dashes. A marker is one curve's only.
+CURVE_COLORS = COLORS[:6]
+CURVE_DASHES = ("-", "-.", ":")
+MARKERS = "osD^vPX*hd<>p8|x+1"
+MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
+# The baselines' greys and dashes: length drawn and left out, in widths of the line.
+REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
+MAX_REFERENCES = len(REFERENCE_STYLES)
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """
+    The learning curves of one benchmark.
+
+    Args:
+        title (`str`):
+            Heading of the panel.
+        metric (`str`):
+            Name of the metric, for the vertical axis.
+        curves (`Mapping[str, Sequence[Mapping[int, float | None]]]`):
+            Name of a run to its curve under each seed: round to value. Values that are not finite, or `None`, are left
+            out.
+        references (`Mapping[str, Sequence[float | None]]`, *optional*):
+            Name of a baseline to its value under each seed.
+        step_name (`str`, *optional*, defaults to `"round"`):
+            What curves run over, for the horizontal axis.
+    """
+
+    title: str
+    metric: str
+    curves: Mapping[str, Sequence[Mapping[int, float | None]]]
+    references: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    step_name: str = "round"
+
+
+def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[str]) -> None:
+    """
+    Draws a metric over the rounds, one panel a benchmark (figure 4 of FedNLP: one line a method).
+
+    A line is the mean over seeds, its band reaches from the lowest to the highest of them. It has the rounds that
+    every seed was evaluated at; a seed without a single finite value counts not. Runs that were evaluated at different
+    rounds keep their own. Baselines are dashed horizontal lines at their mean. A name has one colour, dash and marker
+    in all panels.
+
+    Args:
+        panels (`Sequence[CurvePanel]`):
+            The benchmarks.
+        path (`str`):
+            The PNG file to write.
+
+    Raises:
+        ValueError: If there is nothing to draw, or there are more names than can be told apart (18 runs, 4 baselines).
+        ImportError: If matplotlib is not installed.
+
+    Example:
+
+    ```python
+    >>> import os, tempfile
+    >>> from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
+
+    >>> curves = {"FedAvg": [{1: 0.4, 2: 0.5}, {1: 0.3, 2: 0.6}], "FedOpt": [{1: 0.5, 2: 0.6}, {1: 0.5, 2: 0.7}]}
+    >>> path = os.path.join(tempfile.mkdtemp(), "learning_curves.png")
+    >>> plot_learning_curves([CurvePanel("20 Newsgroups", "accuracy", curves, {"centralized": [0.8, 0.7]})], path)
+    >>> os.path.exists(path)
+    True
+
+    ```
+    """
+    drawn = [
+        (
+            panel,
+            {name: curve for name, seeds in panel.curves.items() if len((curve := _mean_curve(seeds))[0])},
+            {name: values for name, seeds in panel.references.items() if (values := _finite(seeds))},
+        )
+        for panel in panels
+    ]
+    if not all(curves for _, curves, _ in drawn) or not drawn:
+        empty = [panel.title for panel, curves, _ in drawn if not curves]
+        raise ValueError(f"plot_learning_curves: nothing to draw{f' for {empty[0]!r}' if empty else ''}.")
+    styles = _curve_styles(name for _, curves, _ in drawn for name in curves)
+    reference_styles = _reference_styles(name for _, _, references in drawn for name in references)
+    columns = len(drawn) if len(drawn) <= 3 else 2 if len(drawn) == 4 else 3
+    rows = -(-len(drawn) // columns)
+    names = [*styles, *reference_styles]
+    width = 6.5 if columns == 1 else 4.6 * columns
+    legend_columns = max(1, min(len(names), int(width / 1.9)))
+    height = 3.4 * rows + 0.22 * -(-len(names) // legend_columns)
+    figure, axes = new_figure(width, height, nrows=rows, ncols=columns, squeeze=False)
+    for unused in axes.flat[len(drawn) :]:
+        unused.remove()
+    lines: dict[str, Any] = {}
+    reference_lines: dict[str, Any] = {}
+    for axis, (panel, curves, references) in zip(axes.flat, drawn, strict=False):
+        _prepare(axis, panel)
+        for name, values in references.items():
+            mean = float(np.mean(values))
+            reference_lines[name] = axis.axhline(mean, linewidth=1.5, zorder=1, **reference_styles[name])
+        for name, curve in curves.items():
+            lines[name] = _draw(axis, curve, styles[name])
+        first, last = (bound(bound(rounds) for rounds, _, _ in curves.values()) for bound in (min, max))
+        if first == last:  # else there would be fractions of a round
+            axis.set_xlim(first - 1, first + 1)
+    figure.legend(
+        [*(lines[name] for name in styles), *(reference_lines[name] for name in reference_styles)],
+        [shown_name(name) for name in names],
+        loc="outside lower center",
+        ncols=legend_columns,
+        handlelength=3.2,
+        frameon=False,
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [float(value) for value in values if value is not None and np.isfinite(value)]
+
+
+def _mean_curve(
+    seeds: Sequence[Mapping[int, float | None]],
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    """Rounds, means over seeds, and the lowest and highest of several seeds; all of shape `(rounds,)`."""
+    finite = [{number: value for number, value in seed.items() if _finite([value])} for seed in seeds]
+    finite = [seed for seed in finite if seed]
+    rounds = sorted(set.intersection(*(set(seed) for seed in finite))) if finite else []
+    values = np.array([[seed[number] for number in rounds] for seed in finite], dtype=float)
+    if len(finite) < 2 or not rounds:
+        return np.array(rounds), values.ravel(), None
+    return np.array(rounds), values.mean(axis=0), (values.min(axis=0), values.max(axis=0))
+
+
+def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) > MAX_CURVES:
+        raise ValueError(
+            f"plot_learning_curves: {len(distinct)} runs, but {MAX_CURVES} can be told apart. Draw fewer."
+        )
+    return {
+        name: {
+            "color": CURVE_COLORS[number % len(CURVE_COLORS)],
+            "linestyle": CURVE_DASHES[number // len(CURVE_COLORS)],
+            "marker": MARKERS[number],
+        }
+        for number, name in enumerate(distinct)
+    }
+
+
+def _reference_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) > MAX_REFERENCES:
+        raise ValueError(
+            f"plot_learning_curves: {len(distinct)} baselines, but {MAX_REFERENCES} can be told apart. Draw fewer."
+        )
+    return {
+        name: {"color": color, "linestyle": (0, dashes)}
+        for name, (color, dashes) in zip(distinct, REFERENCE_STYLES, strict=False)
+    }
+
+
+def _prepare(axis: Axes, panel: CurvePanel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_title(shown_name(panel.title, max_length=60), fontsize=10)
+    axis.set_xlabel(panel.step_name)
+    axis.set_ylabel(shown_name(panel.metric.replace("_", " ")))
+    axis.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axis.set_axisbelow(True)  # a baseline on a line of the grid stays whole
+    axis.margins(y=0.08)
+
+
+def _draw(
+    axis: Axes,
+    curve: tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None],
+    style: Mapping[str, Any],
+) -> Any:
+    rounds, means, band = curve
+    # About ten markers a line; more would hide it.
+    (line,) = axis.plot(rounds, means, linewidth=1.6, markersize=5, markevery=max(1, len(rounds) // 10), **style)
+    if band is not None:
+        lower, upper = band
+        if len(rounds) == 1:  # a band has no width there
+            axis.vlines(rounds, lower, upper, color=style["color"], alpha=0.4, linewidth=2)
+        else:
+            axis.fill_between(rounds, lower, upper, color=style["color"], alpha=0.15, linewidth=0)
+    return line

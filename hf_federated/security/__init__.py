@@ -1,0 +1,1 @@
+"""Keys, handshakes, sealed messages and certificates. Needs cryptography (extra `split`)."""

@@ -1,0 +1,15 @@
+"""The server's side of a round: the round loop, the state it works on, and the events that callbacks receive."""
+
+from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState, call_event
+from .round_loop import RoundLoop, RoundSummary
+
+
+__all__ = [
+    "AggregationCallback",
+    "DistillationCallback",
+    "FederatedCallback",
+    "RoundLoop",
+    "RoundSummary",
+    "ServerState",
+    "call_event",
+]

@@ -1,0 +1,119 @@
+"""What a federated trainer saves: the global model, checkpoints that are complete or absent, a card."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cards import render_model_card
+from .base import RoleMixin
+from .checkpoint import (
+    check_weights,
+    clients_directory,
+    name_checkpoint,
+    publish,
+    rotate,
+    staged_arguments,
+    staged_directory,
+)
+
+
+class SavingMixin(RoleMixin):
+    """The overrides that write to the output directory."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`; `federated_config.json` and the ledger lie beside the global model."""
+        if self.federation is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        if self.args.should_save:
+            self.federation.save_pretrained(output_dir)
+            self.ledger.save(output_dir)
+        with self._arguments(self._user_args):
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The parent's checkpoint and the federation's state, written aside and put in place by one rename."""
+        if not self._is_federating:
+            super()._save_checkpoint(model, trial)
+            return
+        final = name_checkpoint(self.args.output_dir, self.state)
+        best = self.state.best_model_checkpoint
+        runtime = self._federation
+        processes = runtime.processes
+        with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
+            processes.wait(f"{final.name}: its directory")
+            if processes.is_main or not runtime.spreads_clients:
+                with self._arguments(staged_arguments(self.args, staging)):
+                    super()._save_checkpoint(model, trial)
+            else:
+                self.store_flos()
+            staged = staging / final.name
+            self.state.best_model_checkpoint = best
+            if processes.is_main:
+                self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
+                if not self.args.save_only_model:
+                    clients_directory(staged).mkdir(parents=True)
+            processes.wait(f"{final.name}: room for clients, and all other files")
+            if not self.args.save_only_model:
+                runtime.save(staged)
+            if processes.is_main:
+                publish(staged, final)
+                rotate(self.args.output_dir, self._user_args.save_total_limit, best, self.state.global_step)
+            processes.wait(f"{final.name}: finished")  # Anyone may want to load it.
+        if self.args.push_to_hub:
+            with self._arguments(self._user_args):
+                self._push_from_checkpoint(os.fspath(final))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # PEFT saves prompt-learning adapters materialised; the trainable values come with the server's state.
+        if self._is_federating and isinstance(self.model, PeftModel):
+            return
+        # Not every trainer's method knows the second argument.
+        given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+        if self._is_federating:
+            check_weights(resume_from_checkpoint)
+        super()._load_from_checkpoint(*given)
+
+    def _load_best_model(self) -> None:
+        if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
+            super()._load_best_model()
+            return
+        self._federation.load_weights(self.state.best_model_checkpoint)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """`Trainer.create_model_card`; of a federation, a card that tells what the run logged."""
+        arguments: dict[str, Any] = {
+            "language": language,
+            "license": license,
+            "tags": tags,
+            "model_name": model_name,
+            "finetuned_from": finetuned_from,
+            "tasks": tasks,
+            "dataset_tags": dataset_tags,
+            "dataset": dataset,
+            "dataset_args": dataset_args,
+        }
+        # Models of other kinds, such as sentence-transformers', have cards of their own.
+        if self.federation is None or not isinstance(self.model, (PreTrainedModel, PeftModel)):
+            super().create_model_card(**arguments)
+            return
+        if self.is_world_process_zero():
+            card = render_model_card(self, **arguments)
+            card.save(os.path.join(self._user_args.output_dir, "README.md"))

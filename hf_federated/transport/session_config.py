@@ -1,0 +1,32 @@
+"""The configuration that a client and a server compare when a client connects."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+_MAX_SHOWN = 8
+
+
+class SessionConfig(Protocol):
+    """Settings that both parties of a session must share. The transport only compares them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+
+    def differences(self, theirs: Any) -> list[str]:
+        """
+        The settings in which the other party differs, one message per setting.
+
+        Args:
+            theirs (`dict[str, Any]`): The other party's `to_dict()`. It is untrusted input.
+
+        Raises:
+            ValueError: If `theirs` is not the output of `to_dict()`.
+        """
+
+
+def format_differences(differences: list[str]) -> str:
+    """The first differences as one line."""
+    more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
+    return "; ".join(differences[:_MAX_SHOWN]) + more

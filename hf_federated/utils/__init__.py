@@ -1,0 +1,1 @@
+"""Random generators, garbage collection, weighted means, client ids as file names."""

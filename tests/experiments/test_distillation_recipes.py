@@ -1,0 +1,93 @@
+"""Recipes of distillation: rows that are set aside, and models dealt out to clients."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_federated.experiments.inputs import load_tokenizer
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.rows import load_rows
+from hf_federated.experiments.runs import build_run, run_federated
+from hf_federated.experiments.schema import RecipeError
+
+
+SET_ASIDE = ["public={share: 0.25, server_share: 0.1}", "data.path={texts}", "data.test_split=test"]
+SET_ASIDE += ["data.test_clients=null", "partition={name: iid, num_clients: 3}", "federation.clients_per_round=3"]
+
+
+@pytest.fixture
+def recipe(recipe_path, texts_dir):
+    """The recipe with rows set aside and further settings."""
+    return lambda *settings: load_recipe(
+        recipe_path, [text.replace("{texts}", str(texts_dir)) for text in (*SET_ASIDE, *settings)]
+    )
+
+
+def test_rows_are_public_the_servers_or_a_clients(recipe):
+    raw = load_rows(recipe("federation.distillation=dsfl"))
+    assert (len(raw.public), len(raw.server), len(raw.train.to_dataset())) == (15, 6, 39)
+    parts = [set(rows["id"]) for rows in (raw.public, raw.server, raw.train.to_dataset())]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == 60
+    assert "label" not in raw.public.column_names and "label" in raw.server.column_names
+
+
+def test_public_rows_and_the_servers_can_be_fewer_and_clients_keep_theirs(recipe):
+    whole = load_rows(recipe("federation.distillation=dsfl"))
+    fewer = load_rows(recipe("public={share: 0.25, server_share: 0.1, max_rows: 4, max_server_rows: 2}"))
+    assert (len(fewer.public), len(fewer.server)) == (4, 2)
+    assert set(fewer.public["id"]) < set(whole.public["id"])
+    assert fewer.train.to_dataset()["id"] == whole.train.to_dataset()["id"]
+
+
+def test_a_run_without_distillation_has_the_same_private_rows(recipe):
+    with_it, without = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
+    assert with_it.inputs.raw.train.to_dataset()["id"] == without.inputs.raw.train.to_dataset()["id"]
+    assert without.trainer.distillation is None
+
+
+def test_models_are_dealt_out_in_turn_and_trained_as_each_says(recipe, model_dir):
+    models = f"[{{name_or_path: {model_dir}, kwargs: {{num_hidden_layers: 1}}}}, "
+    models += f"{{name_or_path: {model_dir}, training: {{learning_rate: 0.5}}}}]"
+    run = build_run(recipe("federation.distillation=adafd", f"client_models={models}"))
+    assert run_federated(run)["bytes_up"] > 0
+    opened = [run.trainer.engine.worker.models.open(client_id) for client_id in run.trainer.clients]
+    assert [model.trainer.model.config.num_hidden_layers for model in opened] == [1, 3, 1]
+    assert [model.args.learning_rate for model in opened] == [0.01, 0.5, 0.01]
+    assert {model.trainer.model.config.id2label[0] for model in opened} == {run.trainer.model.config.id2label[0]}
+    assert load_tokenizer(run.recipe.model).vocab == opened[0].trainer.processing_class.vocab
+
+
+def test_tags_are_distilled_from_raw_rows(recipe):
+    run = build_run(recipe("federation.distillation=dsfl", "task=null", "task.name=sequence-tagging"))
+    assert "tokens" in run.inputs.raw.public.column_names
+    assert {"ner_tags", "labels"}.isdisjoint(run.inputs.raw.public.column_names)
+    assert run_federated(run)["bytes_up"] > 0
+    logged = [entry for entry in run.trainer.state.log_history if "federated/public_positions" in entry]
+    assert logged[0]["federated/public_positions"] == sum(map(len, run.inputs.raw.public["tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("public={share: 1.5}", "public_share must be a number"),
+        ("public={server_share: 0.1}", "public.share is missing"),
+        ("public={share: 0.2, rows: 3}", "public.rows is not a field"),
+        ("public={share: 0.2, max_rows: 0}", "public.max_rows is 0"),
+        ("client_models=[{path: x}]", r"client_models\[0\].path is not a field"),
+        ("client_models=[{name_or_path: x, training: {lr: 1}}]", r"client_models\[0\].training.lr is not a field"),
+        ("client_models=bert", "client_models is 'bert'"),
+    ],
+)
+def test_what_is_wrong_is_named(recipe, setting, message):
+    with pytest.raises(RecipeError, match=message):
+        load_rows(recipe(setting))
+
+
+def test_public_rows_of_clients_that_are_there_already_are_refused(recipe_path):
+    with pytest.raises(RecipeError, match="name a partition"):
+        load_recipe(recipe_path, ["public={share: 0.2}", "partition=null"])
+
+
+def test_a_method_that_needs_labelled_rows_says_so(recipe):
+    with pytest.raises(RecipeError, match="server_dataset"):
+        build_run(recipe("federation.distillation=fedid", "public={share: 0.2}"))

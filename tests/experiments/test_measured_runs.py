@@ -1,0 +1,139 @@
+"""`hf-federated benchmark` over real runs of a tiny recipe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from transformers import TrainerCallback
+
+from hf_federated.cli.main import main
+from hf_federated.experiments.recipe import parse_recipe
+from hf_federated.experiments.recipe_file import read_values
+from hf_federated.experiments.runs import build_run, measure, run_federated
+
+
+@pytest.fixture
+def grid_path(recipe_path, texts_dir):
+    recipe = yaml.safe_load(recipe_path.read_text())
+    recipe["data"] = {"path": str(texts_dir), "test_split": "test"}
+    recipe["partition"] = {"name": "label-dirichlet", "num_clients": 4, "alpha": 1.0}
+    recipe["federation"] = {"num_rounds": 2, "clients_per_round": 2}
+    recipe["local_clients"] = 2
+    recipe["benchmark"] = {
+        "seeds": [0, 1],
+        "runs": {
+            "centralized": {"method": "centralized"},
+            "local-only": {"method": "local"},
+            "FedAvg": {},
+            "FedOpt": {"federation.aggregation": "fedopt"},
+        },
+        "paper": {"FedAvg": 0.5142},
+        "claims": ["FedOpt > FedAvg"],
+    }
+    recipe_path.write_text(yaml.safe_dump(recipe))
+    return recipe_path
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "recipe" / "runs.jsonl").read_text().splitlines()]
+
+
+def test_a_grid_of_real_runs_is_measured_reported_and_not_made_twice(grid_path, tmp_path, capsys):
+    command = ["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "FedOpt > FedAvg" in printed and "0.514" in printed and "not comparable" in printed
+    assert "{'" not in printed  # the logs of rounds stay out of the way
+    found = records(tmp_path / "out")
+    assert [(record["run"], record["seed"]) for record in found] == [
+        (run, seed) for seed in (0, 1) for run in ("FedAvg", "FedOpt", "centralized", "local-only")
+    ]
+    for record in found:
+        federated = record["method"] == "federated"
+        assert 0 <= record["value"] == record["metrics"]["accuracy"] <= 1
+        assert [entry["round"] for entry in record["history"]] == ([1, 2] if federated else [])
+        assert (record["num_rounds"], bool(record["bytes_up"])) == ((2, True) if federated else (None, False))
+        assert record["num_clients"] == {"centralized": 1, "local": 2, "federated": 4}[record["method"]]
+        if federated:
+            assert record["history"][-1]["accuracy"] == record["value"]
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    assert (tmp_path / "out" / "recipe" / "learning_curves.png").is_file()
+    assert main(command) == 0
+    assert "8 found done" in capsys.readouterr().out and records(tmp_path / "out") == found
+
+
+def test_the_seed_draws_the_partition_and_the_training(grid_path, tmp_path):
+    def losses(seed):
+        values = read_values(grid_path, [f"training.seed={seed}", f"partition.seed={seed}"])
+        return [entry["loss"] for entry in measure(values, "federated", tmp_path / f"{seed}")["history"]]
+
+    assert losses(0) == losses(0) != losses(1)
+
+
+class CutOff(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_and_leaves_none(grid_path, tmp_path):
+    values = read_values(grid_path, ["federation.num_rounds=3", "training.save_strategy=steps"])
+    whole = measure(values, "federated", tmp_path / "whole")
+    run = build_run(parse_recipe(values), str(tmp_path / "cut"))
+    run.trainer.add_callback(CutOff())
+    with pytest.raises(KeyboardInterrupt):
+        run_federated(run)
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
+    again = measure(values, "federated", tmp_path / "cut")
+    for name in ("history", "metrics", "bytes_up", "test_rows"):
+        assert again[name] == whole[name]
+    assert again["seconds"] is None and whole["seconds"] > 0
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_refused_updates_and_other_test_rows_are_reported(grid_path, tmp_path, capsys):
+    recipe = yaml.safe_load(grid_path.read_text())
+    recipe["benchmark"] = {
+        "seeds": [0],
+        "runs": {
+            "wild": {"training": {"learning_rate": 1e20, "max_grad_norm": 0}, "federation.clients_per_round": 4},
+            "fewer": {"data.max_test_rows": 5},
+            "broken": {"data.path": "nowhere/to/be/found"},
+        },
+    }
+    recipe["partition"] = {"name": "quantity-dirichlet", "num_clients": 4, "beta": 0.3}
+    recipe["federation"]["num_rounds"] = 1
+    grid_path.write_text(yaml.safe_dump(recipe))
+    assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert "broken, seed 0: data.path: there is no file or folder" in printed
+    assert "Under seed 0 the runs were tested on different rows" in printed
+    failed = next(record["num_failed"] for record in records(tmp_path / "out") if record["run"] == "wild")
+    assert 0 < failed < 4 and f"With updates that failed or were refused: wild, seed 0 ({failed})." in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("federation.aggregation=fedsum", ["run 'FedAvg'", "fedsum", "fedavg"]),
+        ("federation.aggregation_kwargs={momentum: 1}", ["momentum"]),
+        ("federation.clients_per_round=0", ["clients_per_round", "at least one"]),
+        ("training.learning_rate=high", ["learning_rate", "'high'"]),
+    ],
+)
+def test_a_grid_that_cannot_run_is_refused_before_its_first_run(grid_path, tmp_path, capsys, override, words):
+    assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out"), "--set", override]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in error for word in words), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_the_fields_of_the_section(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["benchmark", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    for field in ("runs: mapping (required)", "seeds: list of int (default [0, 1, 2])", "claims: list of str"):
+        assert f"    benchmark.{field}" in printed

@@ -1,0 +1,282 @@
+"""A recipe is read, changed and refused before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_federated import FederatedConfig, IidPartitioner
+from hf_federated.cli.main import main, recipe_help
+from hf_federated.experiments import recipe as recipe_module
+from hf_federated.experiments.recipe import choices, load_recipe, sections
+from hf_federated.experiments.recipe_file import lay_over, read_values
+from hf_federated.experiments.recipe_sections import DataSection, ModelSection
+from hf_federated.experiments.schema import RecipeError, fits, type_name
+
+
+MINIMAL = "model: {name_or_path: m}\ndata: {path: d}\npartition: {name: iid, num_clients: 4}\n"
+
+
+def load(folder: Path, text: str, *overrides: str):
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_recipe(path, overrides)
+
+
+def test_a_recipe_without_options_has_the_defaults(tmp_path):
+    recipe = load(tmp_path, MINIMAL)
+    assert recipe.model == ModelSection("m")
+    assert recipe.data == DataSection("d")
+    assert (recipe.task.name, recipe.task.arguments) == ("text-classification", {})
+    assert (recipe.partition.cls, recipe.partition.arguments) == (IidPartitioner, {"num_clients": 4})
+    assert (recipe.training, recipe.federation, recipe.compare, recipe.plots) == ({}, {}, [], False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5e-4", 5e-4), ("1E3", 1000.0), ("-.5", -0.5), ("1.", 1.0), ("10", 10), ("1.5.2", "1.5.2"), ("e4", "e4")],
+)
+def test_numbers_are_read_as_people_write_them(tmp_path, text, value):
+    recipe = load(tmp_path, MINIMAL + f"card: {{tags: {text}}}")
+    assert recipe.card["tags"] == value and type(recipe.card["tags"]) is type(value)
+
+
+def test_no_is_a_word_and_false_a_truth_value(tmp_path):
+    recipe = load(tmp_path, MINIMAL + "training: {eval_strategy: no, bf16: false}")
+    assert recipe.training == {"eval_strategy": "no", "bf16": False}
+
+
+def test_set_replaces_adds_and_opens_sections(tmp_path):
+    recipe = load(
+        tmp_path,
+        MINIMAL,
+        "data.path=other",
+        "training.learning_rate=1e-3",
+        "model.lora.r=4",
+        "compare=[local]",
+        "federation.aggregation_kwargs={server_lr: 0.5}",
+    )
+    assert recipe.data.path == "other"
+    assert recipe.training == {"learning_rate": 0.001}
+    assert recipe.model.lora == {"r": 4}
+    assert recipe.compare == ["local"]
+    assert recipe.federation == {"aggregation_kwargs": {"server_lr": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["modle.task=x"], ["modle", "did you mean model"]),
+        (["data.testsplit=x"], ["data.testsplit", "did you mean test_split", "train_split"]),
+        (["training.learning_rte=1"], ["training.learning_rte", "did you mean learning_rate", "--help"]),
+        (["training.learning_rate=fast"], ["training.learning_rate", "'fast'", "float"]),
+        (["training.bf16=1"], ["training.bf16", "true | false"]),
+        (["training.optim=adam"], ["training.optim", "'adam'", "adamw_torch"]),
+        (["training.predict_with_generate=true"], ["training.predict_with_generate"]),
+        (["federation.num_rounds=1.5"], ["federation.num_rounds", "1.5", "int or null"]),
+        (["federation.num_rounds=true"], ["federation.num_rounds", "True", "int or null"]),
+        (["compare=[federated]"], ["compare", "federated", "centralized | local"]),
+        (["data.test_clients=1.5"], ["data.test_clients", "1.5", "share between 0 and 1"]),
+        (["data.test_clients=0"], ["data.test_clients", "0"]),
+        (["data.test_clients=2", "data.test_split=test"], ["either test_split", "test_clients"]),
+        (["data.max_test_rows=2"], ["data.max_test_rows", "test_split"]),
+        (["data.max_train_rows=0"], ["data.max_train_rows", "at least 1"]),
+        (["task.name=regression"], ["task.name", "'regression'", "sequence-tagging"]),
+        (["task=qa"], ["task.name", "'qa'", "question-answering"]),
+        (["task.max_length=0", "task.label_names=[a, b]"], ["task", "max_length", "at least 1"]),
+        (["task.tokens_column=words"], ["task.tokens_column", "text_column"]),
+        (["task={name: question-answering, max_length: 9, stride: 9}"], ["task", "max_length", "at least 10"]),
+        (
+            ["task.name=superglue-seq2seq", "training.predict_with_generate=false"],
+            ["predict_with_generate", "superglue-seq2seq"],
+        ),
+        (
+            ["task.name=summarization", "model.decoder_name_or_path=a"],
+            ["decoder_name_or_path is for tasks of seq2seq", "summarization"],
+        ),
+        (["task={name: superglue-classification, label_names: [a]}"], ["task.label_names", "max_length"]),
+        (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
+        (["partition.name=random"], ["partition.name", "'random'", "label-dirichlet"]),
+        (["partition.alpha=1"], ["partition.alpha", "num_clients"]),
+        (["partition.num_clients=0"], ["partition", "num_clients", "from 1"]),
+        (["partition.num_clients=two"], ["partition.num_clients", "'two'", "int"]),
+        (["partition={name: label-dirichlet}"], ["partition.num_clients is missing"]),
+        (["partition={name: feature-cluster, num_clients: 2, text_columns: a, embedder: 3}"], ["partition.embedder"]),
+        (["model.decoder_name_or_path=m"], ["model.decoder_name_or_path", "seq2seq"]),
+        (["scale=paper"], ["scale is 'paper'", "default"]),
+        (["scales.paper.data.path=e"], ["scales"]),
+        (["scale=[a]"], ["scale is ['a']", "name"]),
+        (["federation.num_rounds=010"], ["federation.num_rounds", "'010'"]),
+        (["federation.num_rounds=1:30"], ["federation.num_rounds", "'1:30'"]),
+        (["local_clients=0"], ["local_clients", "at least 1"]),
+        (["data=[1]"], ["data", "[1]", "mapping"]),
+        (["data.path.deep=1"], ["data.path.deep=1", "path"]),
+        (["data.path"], ["'data.path'", "section.field=value"]),
+        (["data.path=[1"], ["data.path=[1", "not YAML"]),
+        (["data.path=null"], ["data.path", "None", "str"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, overrides, words):
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, MINIMAL, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {path: d}", ["model.name_or_path is missing"]),
+        (MINIMAL + "scales: [paper]", ["scales must be a mapping"]),
+        (MINIMAL + "scales: {1: {}}", ["scales must be a mapping"]),
+        ("[" * 2000, ["not YAML"]),
+        ("model: !!int x", ["not YAML"]),
+        ("- model", ["list", "mapping"]),
+        ("model: {name_or_path: a, name_or_path: b}", ["stands twice"]),
+        ("model: [", ["not YAML"]),
+        ("", ["model.name_or_path is missing"]),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, words):
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_recipe_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes("model: {name_or_path: Müller}".encode("latin-1"))
+    with pytest.raises(RecipeError, match="it is not UTF-8"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_every_default_fits_its_own_type():
+    for section, fields in sections().items():
+        for item in fields.values():
+            if not item.required:
+                # transformers writes an empty list of debug options as "".
+                assert fits(item.default, item.annotation) or item.name == "debug", (section, item)
+
+
+def test_help_lists_every_field_with_type_and_default():
+    text = recipe_help()
+    for section, cls in [
+        ("model", ModelSection),
+        ("data", DataSection),
+        ("training", TrainingArguments),
+        ("federation", FederatedConfig),
+    ]:
+        for item in dataclasses.fields(cls):
+            assert f"    {section}.{item.name}: " in text
+    for line in [
+        "training.learning_rate: float (default 5e-05)",
+        "federation.clients_per_round: int or float (default 1.0)",
+        "federation.aggregation_kwargs: mapping or null (default null)",
+        "data.path: str (required)",
+        "compare: list of centralized | local (default [])",
+        "plots: true | false (default false)",
+    ]:
+        assert line in text
+
+
+def test_help_of_the_command_prints_it(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--output-dir" in printed and recipe_help() in printed
+
+
+def test_help_lists_what_every_task_and_partitioner_takes():
+    text = recipe_help()
+    for section, classes in choices().items():
+        for name, fields in classes.items():
+            assert f"with {section}.name: {name}\n" in text
+            for field in fields:
+                assert f"    {section}.{field}: " in text
+    for line in [
+        "task.text_column: str or list of str (default text)",
+        "task.label_names: list of str or null (default null)",
+        "partition.alpha: float (default 1.0)",
+        "partition.num_clients: int (required)",
+        "partition.embedder: str (default sentence-transformers/all-MiniLM-L6-v2)",
+    ]:
+        assert line in text
+
+
+SCALED = (
+    MINIMAL
+    + """
+training: {learning_rate: 1, seed: 3}
+scales:
+  paper:
+    model: {name_or_path: large}
+    training: {learning_rate: 2}
+    partition: {name: label-dirichlet, num_clients: 9}
+"""
+)
+
+
+def test_a_scale_is_laid_over_the_recipe_and_set_over_the_scale(tmp_path):
+    assert load(tmp_path, SCALED).model.name_or_path == "m"
+    paper = load(tmp_path, SCALED, "scale=paper", "training.seed=4", "partition.alpha=0.5")
+    assert (paper.scale, paper.model.name_or_path) == ("paper", "large")
+    assert paper.training == {"learning_rate": 2, "seed": 4}
+    assert paper.partition.arguments == {"num_clients": 9, "alpha": 0.5}
+    assert load(tmp_path, SCALED + "scale: paper", "scale=default").scale == "default"
+    # What is set comes last, wherever it stands on the command line.
+    assert load(tmp_path, SCALED, "training.learning_rate=3", "scale=paper").training["learning_rate"] == 3
+
+
+def test_a_scale_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(RecipeError, match="scale is 'papr'; this recipe has default, paper."):
+        load(tmp_path, SCALED, "scale=papr")
+
+
+def test_merging_copies_and_replaces_a_section_of_another_class():
+    values = {"partition": {"name": "iid", "num_clients": 4}, "card": {"tags": ["a"]}, "data": None}
+    result = lay_over(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
+    assert result == {"partition": {"name": "natural", "column": "c"}, "card": {"tags": ["a"]}, "data": {"path": "p"}}
+    result["card"]["tags"].append("b")
+    assert values["card"]["tags"] == ["a"]
+    assert lay_over(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
+
+
+def test_a_configuration_of_the_hub_is_no_class():
+    values = {"data": {"path": "p", "name": "a", "test_split": "test"}, "task": {"label_column": "y"}}
+    assert lay_over(values, {"data": {"name": "b"}})["data"] == {"path": "p", "name": "b", "test_split": "test"}
+    same_task = lay_over(values, {"task": {"name": "text-classification", "max_length": 8}})
+    assert same_task["task"] == {"label_column": "y", "name": "text-classification", "max_length": 8}
+
+
+def test_values_are_read_as_they_stand(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(SCALED)
+    values = read_values(tmp_path / "recipe.yaml", ["nothing.known=1"])
+    assert values["nothing"] == {"known": 1} and values["scale"] == "default" and "scales" not in values
+
+
+@pytest.mark.parametrize(
+    ("annotation", "name"),
+    [
+        (int | None, "int or null"),
+        (list[str], "list of str"),
+        (str | list[str], "str or list of str"),
+        (str | tuple[str, str], "str or list of str"),
+        (Sequence[str], "list of str"),
+        (str | Callable[[list[str]], int], "str"),
+    ],
+)
+def test_types_are_named_as_people_say_them(annotation, name):
+    assert type_name(annotation) == name
+
+
+def test_the_example_runs():
+    result = doctest.testmod(recipe_module)
+    assert result.attempted > 0 and result.failed == 0

@@ -1,0 +1,162 @@
+"""The log of runs loses no finished run, whatever ends the writer, and takes no other run for a planned one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_federated.experiments import run_log
+from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.grid import BenchmarkSection, plan
+from hf_federated.experiments.run_log import LOG_NAME, RunLog, finished, read_records
+
+
+ROOT = Path(__file__).parents[2]
+# Writes two runs, says so, and is then in the third for as long as it lives.
+WORKER = """
+import sys, time
+from pathlib import Path
+from hf_federated.experiments.run_log import RunLog
+with RunLog(Path(sys.argv[1])) as log:
+    for seed in (0, 1):
+        log.append({"run": "é", "seed": seed, "digest": "d"})
+    print("running", flush=True)
+    time.sleep(600)
+"""
+
+
+def record(seed: int, digest: str = "d", **more):
+    return {"run": "é", "seed": seed, "digest": digest, **more}
+
+
+def write(folder: Path, *records) -> Path:
+    with RunLog(folder) as log:
+        for item in records:
+            log.append(item)
+    return folder / LOG_NAME
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    given = record(0, value=0.5, history=[{"round": 1, "accuracy": 0.25}], bytes_up=None)
+    path = write(tmp_path / "new" / "folder", given)
+    assert read_records(path.parent) == [given]
+    assert path.read_text(encoding="utf-8").count("\n") == 1
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path = write(tmp_path, record(0, value=float("nan"), metrics={"loss": np.float32("inf"), "f1": np.float64(0.5)}))
+    line = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda text: pytest.fail(text))
+    assert line["value"] is None and line["metrics"] == {"loss": None, "f1": 0.5}
+
+
+def test_a_line_torn_anywhere_costs_its_own_run_only(tmp_path):
+    path = write(tmp_path, record(0), record(1))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
+        kept = [record(0)] if end < len(whole) - 1 else [record(0), record(1)]  # only the end of the line is missing
+        assert read_records(tmp_path) == kept and path.read_bytes() == whole[:end]  # reading repairs nothing
+        with RunLog(tmp_path) as log:
+            assert log.records == kept
+            log.append(record(2))
+        assert read_records(tmp_path) == [*kept, record(2)]
+
+
+def test_a_log_torn_in_its_first_line_is_empty(tmp_path):
+    (tmp_path / LOG_NAME).write_bytes(b'{"run": "\xc3')
+    with RunLog(tmp_path) as log:
+        assert log.records == [] and (tmp_path / LOG_NAME).read_bytes() == b""
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "[1]", "", '{"run": "a"', "\x00\x00", '{"run": "a", "seed": "1"}'])
+def test_damage_in_the_middle_is_an_error_with_its_line(tmp_path, damage):
+    path = write(tmp_path, record(0), record(1))
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    path.write_text(f"{first}\n{damage}\n{second}\n", encoding="utf-8")
+    before = path.read_bytes()
+    for read in (lambda: read_records(tmp_path), lambda: RunLog(tmp_path).__enter__()):
+        with pytest.raises(CommandError, match=r"runs.jsonl, line 2: is no"):
+            read()
+    assert path.read_bytes() == before
+
+
+def test_an_error_on_opening_lets_go_of_the_folder(tmp_path):
+    (tmp_path / LOG_NAME).write_text("damage\n", encoding="utf-8")
+    refused = RunLog(tmp_path)  # kept, for what is collected lets go by itself
+    with pytest.raises(CommandError, match="line 1"):
+        refused.__enter__()
+    (tmp_path / LOG_NAME).unlink()
+    with RunLog(tmp_path) as log:
+        log.append(record(0))
+
+
+def test_a_run_of_other_settings_is_stale(tmp_path):
+    runs = plan({"x": 1}, BenchmarkSection({"é": {}, "b": {}}, seeds=[0, 1]))
+    first, other, second, _ = runs
+    records = [
+        record(0, "another", value=1),
+        record(0, first.digest, value=2),
+        record(0, first.digest, value=3),
+        record(0, "another", value=4),
+        record(1, "another", value=5),
+        record(7, first.digest, value=6),
+        {**record(0, first.digest), "run": "c"},
+    ]
+    path = write(tmp_path, *records)
+    done = finished(read_records(tmp_path), runs)
+    assert {key: item["value"] for key, item in done.records.items()} == {("é", 0): 3}  # the last that matches
+    assert done.stale == [second] and other not in done.stale
+    assert len(path.read_text(encoding="utf-8").splitlines()) == len(records)  # all are kept
+
+
+def test_one_benchmark_at_a_time_writes_to_a_folder(tmp_path):
+    with RunLog(tmp_path):
+        with pytest.raises(CommandError, match="another benchmark is running in this folder: .*--output-dir"):
+            RunLog(tmp_path).__enter__()
+        with RunLog(tmp_path / "other") as other:
+            other.append(record(0))
+    with RunLog(tmp_path) as log:
+        assert log.records == []
+
+
+def test_without_locks_of_the_system_a_log_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "fcntl", None)
+    with RunLog(tmp_path), RunLog(tmp_path) as log:
+        log.append(record(0))
+    assert read_records(tmp_path) == [record(0)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_and_no_record(tmp_path):
+    with RunLog(tmp_path) as log:
+        (tmp_path / LOG_NAME).symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            log.append(record(0))
+        assert log.records == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no lock of this kind")
+def test_a_killed_writer_leaves_its_runs_and_no_lock(tmp_path):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)], stdout=subprocess.PIPE, env=env)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"running\n"
+        with pytest.raises(CommandError, match="another benchmark is running"):
+            RunLog(tmp_path).__enter__()
+        assert read_records(tmp_path) == [record(0), record(1)]  # beside the writer
+    finally:
+        process.kill()
+        process.wait()
+    with open(tmp_path / LOG_NAME, "ab") as file:
+        file.write(json.dumps(record(2)).encode()[:20])  # as far as the write of a third had come
+    with RunLog(tmp_path) as log:
+        assert log.records == [record(0), record(1)]
+        log.append(record(2))
+    assert [item["seed"] for item in read_records(tmp_path)] == [0, 1, 2]

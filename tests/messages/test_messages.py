@@ -1,0 +1,383 @@
+"""Messages and their codec: what went in comes out, its size is known beforehand, and nothing else is believed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import hf_federated
+from hf_federated.messages import (
+    KINDS,
+    ClientFailure,
+    ClientUpdate,
+    Distill,
+    Evaluate,
+    Feedback,
+    Fit,
+    Message,
+    Metrics,
+    Predict,
+    Predictions,
+    read_message,
+)
+from hf_federated.messages.serialization import TREE_KEY, pack, packed_size, unpack
+
+
+STATE = {"layer.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "layer.bias": torch.tensor([-0.0, 1e-30])}
+
+MESSAGES: list[Message] = [
+    Fit(3, "north", 2**32 - 1, STATE, extra={"layer.bias": torch.ones(2)}, settings={"weight": 0.1, "on": True}),
+    Fit(0, "", 0, {}),
+    Fit(1, "own model", 7, {}, returns_state=False),
+    Predict(2, "north", None, 0, 4, 9),
+    Predict(2, "north", 2**32 - 1, 4, 8, 9, keeps_graph=True),
+    Predictions(2, "north", {"values": torch.tensor([[1.5, -2.0]])}),
+    Distill(2, "north", None, 0, 1, 9, {"values": torch.ones(1, 2)}, 3, 60, settings={"weight": 0.5}),
+    Feedback(2, "north", 5, 0, 1, 9, {"values": torch.ones(1, 2)}, {"values": torch.zeros(1, 2)}, 7, 60),
+    ClientUpdate(3, "süd\n", STATE, 10, 0, 5, metrics={"loss": 0.5, "grad_norm": float("inf")}, extra=STATE),
+    Evaluate(1, "north", STATE),
+    Metrics(1, "north", 7, {"eval_loss": float("nan"), "eval_accuracy": 1.0}),
+    ClientFailure(2, "north", "RuntimeError: 'out of memory' \x00 €"),
+]
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal trees: types, order of keys, and tensors bit for bit."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    elif isinstance(a, dict):
+        assert list(a) == list(b) or any(isinstance(key, float) and math.isnan(key) for key in a)
+        for left, right in zip(a.values(), b.values(), strict=True):
+            assert_same(left, right)
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_same(left, right)
+    else:
+        assert repr(a) == repr(b)  # NaN equals NaN here, and 1 is not True
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_message_survives_its_bytes(message):
+    blob = message.to_bytes()
+    for copy in (read_message(blob), type(message).from_bytes(blob)):
+        assert type(copy) is type(message)
+        for item in dataclasses.fields(message):
+            assert_same(getattr(copy, item.name), getattr(message, item.name))
+        assert copy.to_bytes() == blob
+
+
+def test_every_kind_of_message_is_tried_above():
+    assert {type(message) for message in MESSAGES} == set(KINDS.values())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_num_bytes_is_the_length_of_the_bytes(message):
+    assert message.num_bytes == len(message.to_bytes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_survive_and_are_sized(dtype):
+    raw = torch.arange(48, dtype=torch.uint8)
+    full = raw % 2 == 0 if dtype is torch.bool else raw.view(dtype)
+    tree = {"full": full, "empty": full[:0], "scalar": full[0], "matrix": full[:2].reshape(1, 2, 1)}
+    blob = pack(tree)
+    assert_same(unpack(blob), tree)
+    assert packed_size(tree) == len(blob)
+
+
+def test_size_is_right_for_many_tensors_of_mixed_dtypes():
+    # More than ten, so that the order of names as text differs from their order as numbers.
+    tree = {f"name {i} é": torch.zeros(i, dtype=DTYPES[i % len(DTYPES)]) for i in range(40)}
+    assert packed_size(tree) == len(pack(tree))
+
+
+@pytest.mark.parametrize("second", DTYPES, ids=str)
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+def test_size_is_right_whichever_dtype_lies_first(first, second):
+    # The header holds offsets as text; a large tensor in front of many small ones makes it longer.
+    tree = [torch.zeros(2, dtype=first) for _ in range(20)] + [torch.zeros(5000, dtype=second)]
+    assert packed_size(tree) == len(pack(tree))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        True,
+        3,
+        2**80,
+        "text",
+        [],
+        (),
+        {},
+        {0: "a", -1: "b", None: "c", True: "d", 1.5: "e", (1, "x"): "f", "g": "h"},
+        {"$tensor": "0", "$pairs": 1, "$float": 2, "$tuple": []},
+        {"": {"": [{"a": ((), ((1,),), [()])}]}},
+        [float("nan"), float("inf"), -float("inf"), -0.0, 1e-320, 0.1],
+        {float("inf"): 1},
+        {"text": '\x00\x1f\x7f\\"/\u2028\U0001f600', "\x00\x7f\u2029": 1},
+        {"betas": (0.9, 0.999), "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}},
+    ],
+    ids=lambda tree: repr(tree)[:30],
+)
+def test_odd_trees_survive_and_are_sized(tree):
+    blob = pack(tree)
+    assert_same(unpack(blob), tree)
+    assert packed_size(tree) == len(blob)
+
+
+@pytest.mark.parametrize("value", [0.1, float("inf"), float("-inf"), float("nan")])
+def test_a_numpy_float_becomes_a_plain_one(value):
+    assert_same(unpack(pack({"metric": np.float64(value)})), {"metric": value})
+
+
+def test_a_tensor_in_two_places_travels_once_and_stays_one():
+    weight = torch.zeros(1000)
+    tree = {"embedding": weight, "head": weight}
+    blob = pack(tree)
+    assert len(blob) < 4000 + 300
+    assert packed_size(tree) == len(blob)
+    copy = unpack(blob)
+    assert copy["embedding"] is copy["head"]
+
+
+def test_views_travel_as_what_they_show():
+    base = torch.arange(12.0).reshape(3, 4)
+    tree = {
+        "whole": base,
+        "row": base[1],
+        "column": base[:, 2],
+        "transposed": base.T,
+        "tail": base.reshape(-1)[10:],
+        "expanded": torch.tensor([1.5]).expand(4),
+    }
+    blob = pack(tree)
+    assert_same(unpack(blob), tree)
+    assert packed_size(tree) == len(blob)
+
+
+def test_a_view_does_not_drag_its_storage_along():
+    assert len(pack(torch.zeros(100_000)[:2])) < 200
+
+
+def test_parameters_travel_without_their_gradients():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 7.0)
+    assert_same(unpack(pack(parameter)), torch.ones(2))
+
+
+def test_packing_leaves_the_tree_alone():
+    tree = {"a": torch.ones(2), "b": {1: (torch.zeros(1),)}}
+    tensors = (tree["a"], tree["b"][1][0])
+    pack(tree)
+    assert (tree["a"], tree["b"][1][0]) == tensors and list(tree) == ["a", "b"]
+
+
+def test_unpacked_tensors_are_writable_copies():
+    blob = pack({"a": torch.zeros(2)})
+    unpack(blob)["a"].add_(1)
+    assert_same(unpack(blob)["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"model": {"set": [0, {1}]}}, {"model": {"set": [0, object()]}}, {"model": {"set": [0, b"bytes"]}}],
+    ids=["set", "object", "bytes"],
+)
+def test_what_cannot_be_serialised_is_named_with_its_place(tree):
+    for function in (pack, packed_size):
+        with pytest.raises(TypeError, match=r"\.model\.set\[1\] is a (set|object|bytes), which cannot be serialised"):
+            function(tree)
+
+
+def test_a_dtype_that_cannot_travel_is_named_with_its_place():
+    for function in (pack, packed_size):
+        with pytest.raises(TypeError, match=r"\.weight is a tensor of torch\.complex128"):
+            function({"weight": torch.zeros(1, dtype=torch.complex128)})
+
+
+# ---- Blobs that are not ours
+
+
+@pytest.mark.parametrize("content", ['"aa"', '"xy"', '"3ff8000000000000ff"', "1.5", "null"])
+def test_a_damaged_number_is_refused(content):
+    blob = safetensors.torch.save({}, {TREE_KEY: f'{{"$float":{content}}}'})
+    with pytest.raises(ValueError, match="Not a packed tree"):
+        unpack(blob)
+
+
+def test_a_message_is_as_long_whatever_its_numbers():
+    def size(loss):
+        return Metrics(0, "a", num_examples=1, metrics={"loss": loss}).num_bytes
+
+    assert size(0.5) == size(0.123456789012345) == size(-1e-300) == size(float("nan"))
+
+
+def test_a_blob_cut_anywhere_is_refused():
+    blob = MESSAGES[0].to_bytes()
+    for length in range(len(blob)):
+        with pytest.raises(ValueError, match="Not a packed tree"):
+            unpack(blob[:length])
+
+
+def test_a_blob_with_something_behind_it_is_refused():
+    with pytest.raises(ValueError, match="Not a packed tree"):
+        unpack(MESSAGES[0].to_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("position", range(0, 40))
+def test_a_damaged_header_is_refused_or_read_without_another_error(position):
+    blob = bytearray(MESSAGES[0].to_bytes())
+    blob[position] ^= 0xFF
+    with pytest.raises(ValueError):
+        read_message(bytes(blob))
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        "",
+        "[1",
+        '{"$tensor":"7"}',
+        '{"$tensor":[]}',
+        '{"$float":"x"}',
+        '{"$float":[]}',
+        '{"$pairs":3}',
+        '{"$pairs":[[[],1]]}',
+        '{"$tuple":3}',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+    ids=lambda skeleton: skeleton[:20],
+)
+def test_a_header_that_makes_no_tree_is_refused(skeleton):
+    blob = safetensors.torch.save({"0": torch.zeros(1)}, {"tree": skeleton})
+    with pytest.raises(ValueError, match="Not a packed tree"):
+        unpack(blob)
+
+
+def test_a_foreign_safetensors_file_is_refused():
+    with pytest.raises(ValueError, match="Not a packed tree"):
+        unpack(safetensors.torch.save({"weight": torch.zeros(1)}, {"format": "pt"}))
+
+
+class Canary:
+    """Tells when it is unpickled."""
+
+    alive = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Canary.alive = True
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path):
+    canary = Canary()
+    canary.song = "tweet"  # type: ignore[attr-defined]
+    torch.save({"state": canary}, tmp_path / "saved.pt")
+    for blob in (pickle.dumps(canary), pickle.dumps(canary, protocol=0), (tmp_path / "saved.pt").read_bytes()):
+        for read in (unpack, read_message, Fit.from_bytes):
+            with pytest.raises(ValueError):
+                read(blob)
+    assert not Canary.alive
+    pickle.loads(pickle.dumps(canary))
+    assert Canary.alive  # the canary works
+
+
+def test_the_package_uses_no_pickle():
+    forbidden_modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    forbidden_calls = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
+    found = []
+    for path in sorted(Path(hf_federated.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            is_forbidden = any(name.split(".")[0] in forbidden_modules for name in names)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_forbidden = (node.value.id, node.attr) in forbidden_calls
+            if is_forbidden:
+                found.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not found
+
+
+# ---- Trees that are no message
+
+
+def test_another_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="Expected a message of kind 'fit', got 'evaluate'"):
+        Fit.from_bytes(Evaluate(0, "a", {}).to_bytes())
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"Unknown kind of message 'gossip'; known are \['client_failure'"):
+        read_message(pack({"kind": "gossip", "fields": {}}))
+
+
+@pytest.mark.parametrize("tree", [3, [], {}, {"kind": None}, {"kind": []}, {"fields": {}}], ids=repr)
+def test_a_tree_that_is_no_message_is_refused(tree):
+    with pytest.raises(ValueError, match="Unknown kind of message"):
+        read_message(pack(tree))
+    with pytest.raises(ValueError, match="Expected a message of kind 'fit'"):
+        Fit.from_bytes(pack(tree))
+
+
+@pytest.mark.parametrize("fields", [None, 3, [], "round"], ids=repr)
+def test_a_message_without_fields_is_refused(fields):
+    for read in (read_message, Metrics.from_bytes):
+        with pytest.raises(ValueError, match="A 'metrics' message has the fields"):
+            read(pack({"kind": "metrics", "fields": fields}))
+
+
+def test_missing_and_additional_fields_are_refused_by_name():
+    fields = {"round": 0, "client_id": "a", "num_examples": 1, "metrics": {}}
+    for wrong in ({**fields, "rows": []}, {key: value for key, value in fields.items() if key != "metrics"}):
+        blob = pack({"kind": "metrics", "fields": wrong})
+        with pytest.raises(ValueError, match="A 'metrics' message has the fields") as error:
+            read_message(blob)
+        assert str(list(wrong)) in str(error.value)
+
+
+def test_messages_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MESSAGES[0].round = 9  # type: ignore[attr-defined]
+
+
+def test_the_blob_is_a_safetensors_file_that_others_read():
+    blob = MESSAGES[0].to_bytes()
+    tensors = safetensors.torch.load(blob)
+    assert sorted(tuple(tensor.shape) for tensor in tensors.values()) == [(2,), (2,), (2, 3)]
+    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    assert json.loads(header["__metadata__"]["tree"])["kind"] == "fit"

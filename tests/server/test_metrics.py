@@ -1,0 +1,71 @@
+"""Clients' metrics summed up: each client counts once, and worst is worst."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hf_federated.server.client_metrics import less_is_better, spread_over_clients
+
+
+def test_each_metric_has_mean_worst_best_and_population_deviation():
+    accuracies, losses = [0.5, 1.0, 0.75], [2.0, 0.1, 0.4]
+    clients = {
+        name: {"eval_accuracy": accuracy, "eval_loss": loss}
+        for name, accuracy, loss in zip("abc", accuracies, losses, strict=True)
+    }
+    assert spread_over_clients(clients) == pytest.approx(
+        {
+            "federated/eval_accuracy_mean": np.mean(accuracies),
+            "federated/eval_accuracy_worst": min(accuracies),
+            "federated/eval_accuracy_best": max(accuracies),
+            "federated/eval_accuracy_spread": np.std(accuracies),
+            "federated/eval_loss_mean": np.mean(losses),
+            "federated/eval_loss_worst": max(losses),
+            "federated/eval_loss_best": min(losses),
+            "federated/eval_loss_spread": np.std(losses),
+        }
+    )
+
+
+def test_speed_is_no_result():
+    speed = dict.fromkeys(
+        ["eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time", "epoch"],
+        1.0,
+    )
+    assert set(spread_over_clients({"a": {**speed, "eval_f1": 0.5}})) == {
+        f"federated/eval_f1_{kind}" for kind in ("mean", "worst", "best", "spread")
+    }
+
+
+def test_a_metric_that_some_clients_lack_is_summed_up_over_the_others():
+    spread = spread_over_clients({"a": {"eval_f1": 0.2}, "b": {}, "c": {"eval_f1": 0.4}})
+    assert spread["federated/eval_f1_mean"] == pytest.approx(0.3)
+
+
+def test_no_clients_make_no_metrics():
+    assert spread_over_clients({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("metric", "less"),
+    [
+        ("eval_loss", True),
+        ("loss", True),
+        ("eval_wer", True),
+        ("eval_perplexity", True),
+        ("eval_mean_squared_error", True),
+    ]
+    + [("eval_accuracy", False), ("eval_f1", False), ("eval_rougeL", False), ("eval_power", False), ("gloss", False)],
+)
+def test_direction_follows_from_the_name(metric, less):
+    assert less_is_better(metric, None, None) is less
+
+
+def test_training_arguments_decide_for_their_metric():
+    assert less_is_better("eval_distance", "distance", False) is True
+    assert less_is_better("eval_distance", "eval_distance", False) is True
+    assert less_is_better("eval_loss", "loss", True) is False
+    assert less_is_better("eval_loss", "eval_distance", False) is True  # not theirs
+    spread = spread_over_clients({"a": {"eval_distance": 1.0}, "b": {"eval_distance": 3.0}}, "distance", False)
+    assert (spread["federated/eval_distance_worst"], spread["federated/eval_distance_best"]) == (3.0, 1.0)

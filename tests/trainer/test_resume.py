@@ -1,0 +1,295 @@
+"""Invariant 6: a run killed at any moment and resumed ends in the same bytes as one that was never killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import arguments, rows, same_weights, tiny_model
+from transformers import Trainer, TrainerCallback
+from workers import without_timings, worker
+
+from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated.trainer.checkpoint import list_checkpoints, read_server_state
+
+
+RUN_DIR = "run"
+STAGING_DIR = ".incomplete"
+NUM_ROUNDS = 3
+
+SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
+SCENARIOS += ["fedaux", "feddrs"]
+MOMENTS = [
+    "first round",
+    "client",
+    "aggregation",
+    "after model file",
+    "before trainer_state.json",
+    "before client states",
+    "before rename",
+    "after rename",
+    "after last round",
+]
+QUICK = [
+    ("fedopt", "client"),
+    ("scaffold_disk", "before trainer_state.json"),
+    ("one_client", "before rename"),
+    ("balanced", "client"),
+    ("lora", "aggregation"),
+    ("p_tuning", "client"),
+    ("best", "rotation"),
+    ("fedid", "exchange"),
+    ("adafd", "after rename"),
+    ("feddrs", "samples"),
+]
+THOROUGH = [("adafd", "exchange"), ("feddrs", "last samples")]
+THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
+# About as many file events as a run has; those beyond its end are not reached, and the run is simply resumed.
+FILE_EVENTS = range(1, 130)
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """`run(directory, scenario, moment=None, resume=False)` in a process of its own; returns its exit code."""
+    with worker("kill_worker.py") as ask:
+        yield lambda directory, scenario, moment=None, resume=False: ask(
+            {"directory": str(directory), "scenario": scenario, "moment": moment, "resume": resume}
+        )
+
+
+@pytest.fixture(scope="module")
+def never_killed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a scenario's run that was never killed."""
+    directories: dict[str, Path] = {}
+
+    def directory(scenario: str) -> Path:
+        if scenario not in directories:
+            directories[scenario] = tmp_path_factory.mktemp(scenario)
+            assert run(directories[scenario], scenario) == 0
+        return directories[scenario]
+
+    return directory
+
+
+def contents(directory: Path) -> dict[str, Any]:
+    """Every file below a directory, by path; JSON with a log is read and freed of timings."""
+    files: dict[str, Any] = {}
+    for path in sorted(directory.rglob("*")):
+        if not path.is_file():
+            continue
+        value: Any = path.read_bytes()
+        if path.name == "trainer_state.json":
+            value = json.loads(value)
+            value["log_history"] = without_timings(value["log_history"], "train_loss")
+        elif path.name == "log_history.json":
+            value = without_timings(json.loads(value), "train_loss")
+        files[str(path.relative_to(directory))] = value
+    return files
+
+
+def final_contents(directory: Path) -> dict[str, Any]:
+    """What a run left: the last checkpoint, the final model, the log."""
+    last = list_checkpoints(directory / RUN_DIR)[-1].name
+    skipped = tuple(f"{RUN_DIR}/{path.name}/" for path in list_checkpoints(directory / RUN_DIR)[:-1])
+    files = {path: value for path, value in contents(directory).items() if not path.startswith(skipped)}
+    assert f"{RUN_DIR}/{last}/federated/server.safetensors" in files
+    return files
+
+
+def assert_same_contents(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sorted(actual) == sorted(expected)
+    assert [path for path in expected if actual[path] != expected[path]] == []
+
+
+def assert_complete(checkpoint: Path, complete: Path) -> None:
+    """A checkpoint has the files of a complete one, and they can be read."""
+    is_clients_own = re.compile(r"^federated/clients/")
+    names, expected = (
+        {path for path in contents(directory) if not is_clients_own.match(path)}
+        for directory in (checkpoint, complete)
+    )
+    assert names == expected
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert f"checkpoint-{state['global_step']}" == checkpoint.name
+    read_server_state(checkpoint)
+
+
+def check_killed_run(
+    run: Run, never_killed: Callable[[str], Path], directory: Path, scenario: str, moment: str
+) -> None:
+    reference = never_killed(scenario)
+    assert run(directory, scenario, moment=moment) == -signal.SIGKILL
+    left = list_checkpoints(directory / RUN_DIR)
+    for checkpoint in left:
+        assert_complete(checkpoint, list_checkpoints(reference / RUN_DIR)[-1])
+    assert run(directory, scenario, resume=bool(left)) == 0
+    assert_same_contents(final_contents(directory), final_contents(reference))
+
+
+@pytest.mark.parametrize(("scenario", "moment"), QUICK)
+def test_killed_and_resumed_ends_in_the_same_bytes(run, never_killed, tmp_path, scenario, moment) -> None:
+    check_killed_run(run, never_killed, tmp_path, scenario, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "moment"), THOROUGH)
+def test_every_scenario_killed_at_every_moment_ends_in_the_same_bytes(
+    run, never_killed, tmp_path, scenario, moment
+) -> None:
+    check_killed_run(run, never_killed, tmp_path, scenario, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["best", "scaffold_disk"])
+@pytest.mark.parametrize("number", FILE_EVENTS)
+def test_killed_before_any_change_of_a_file_ends_in_the_same_bytes(
+    run, never_killed, tmp_path, scenario, number
+) -> None:
+    reference = never_killed(scenario)
+    code = run(tmp_path, scenario, moment=f"file event {number}")
+    if code == 0:
+        pytest.skip(f"a run changes fewer than {number} files")
+    assert code == -signal.SIGKILL
+    left = list_checkpoints(tmp_path / RUN_DIR)
+    for checkpoint in left:
+        assert_complete(checkpoint, list_checkpoints(reference / RUN_DIR)[-1])
+    assert run(tmp_path, scenario, resume=bool(left)) == 0
+    assert_same_contents(final_contents(tmp_path), final_contents(reference))
+
+
+def test_killed_twice_and_resumed_from_an_explicit_path(run, never_killed, tmp_path) -> None:
+    assert run(tmp_path, "fedopt", moment="before rename") == -signal.SIGKILL
+    assert run(tmp_path, "fedopt", moment="aggregation", resume=f"{RUN_DIR}/checkpoint-1") == -signal.SIGKILL
+    assert run(tmp_path, "fedopt", resume=f"{RUN_DIR}/checkpoint-2") == 0
+    assert_same_contents(final_contents(tmp_path), final_contents(never_killed("fedopt")))
+
+
+def test_nothing_half_written_is_left_after_a_run(never_killed) -> None:
+    assert not list((never_killed("best") / RUN_DIR).glob(f"{STAGING_DIR}*"))
+
+
+# ---- What cannot be resumed, said in words
+
+
+def trainer(directory: Path, **kwargs: Any) -> FederatedTrainer:
+    return FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(directory, **{"save_strategy": "steps", **kwargs}),
+        train_dataset={"a": rows(4), "b": rows(4, seed=1)},
+        federation=FederatedConfig(num_rounds=2),
+    )
+
+
+def test_resuming_without_a_checkpoint_says_where_it_looked(tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"No checkpoint found in .*{tmp_path.name}"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_plain_trainers_checkpoint_is_refused(tmp_path) -> None:
+    plain = Trainer(
+        tiny_model(), arguments(tmp_path, save_strategy="epoch", num_train_epochs=1), train_dataset=rows(4)
+    )
+    plain.train()
+    with pytest.raises(ValueError, match="is no checkpoint of a federation.*may stem from a plain Trainer"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_the_servers_state_is_refused(tmp_path) -> None:
+    trainer(tmp_path, save_only_model=True).train()
+    saved = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
+    assert "model.safetensors" in saved and "federated" not in saved
+    with pytest.raises(ValueError, match="federated/server.safetensors is missing.*save_only_model"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A checkpoint after the first of two rounds, of clients that keep something."""
+    federation(tmp_path, callbacks=[StopAfterFirst()]).train()
+    return tmp_path / "checkpoint-1"
+
+
+class StopAfterFirst(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        control.should_training_stop = True
+
+
+def federation(
+    directory: Path, clients: str = "ab", num_rows: int = 4, callbacks: Any = (), **settings: Any
+) -> FederatedTrainer:
+    return FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(directory, save_strategy="steps"),
+        train_dataset={name: rows(num_rows, seed=number) for number, name in enumerate(clients)},
+        callbacks=list(callbacks),
+        federation=FederatedConfig(**{"num_rounds": 2, "client_optimizer_state": "carry", **settings}),
+    )
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_checkpoint_without_a_clients_state_is_refused_by_its_name(stopped, store) -> None:
+    before = federation(stopped.parent / "whole", client_store=store)
+    before.train(resume_from_checkpoint=str(stopped))
+    for file in (stopped / "federated" / "clients").iterdir():
+        file.unlink()
+    after = federation(stopped.parent, client_store=store)
+    with pytest.raises(ValueError, match="client 'a' keeps, .* is missing"):
+        after.train(resume_from_checkpoint=str(stopped))
+
+
+def test_a_checkpoint_with_weights_cut_short_is_refused_by_the_files_name(stopped) -> None:
+    file = stopped / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors' was damaged"):
+        federation(stopped.parent).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"federation_seed": 7}, "federation_seed: here 7, there 42"),
+        ({"aggregation": "fedopt"}, r"aggregation: here 'FedOpt\(\)', there 'FedAvg\(\)'"),
+        ({"aggregation_kwargs": {"weighting": "uniform"}}, r"here \"FedAvg\(weighting='uniform'\)\", there 'FedAvg"),
+        ({"client_optimizer_state": "reset"}, "client_optimizer_state: here 'reset', there 'carry'"),
+        ({"clients": "a"}, r"1 clients are only there, for example \['b'\]"),
+        ({"clients": "abc"}, r"1 clients are only here, for example \['c'\]"),
+        ({"num_rows": 5}, "rows of client 'a': here 5, there 4; rows of client 'b'"),
+    ],
+)
+def test_another_federation_does_not_resume(stopped, changes, words) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*What a resume may change: num_rounds, "):
+        federation(stopped.parent, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_may_change_the_length_and_where_things_lie(stopped) -> None:
+    trainer = federation(
+        stopped.parent, num_rounds=3, min_clients=2, log_clients=True, client_store="disk", parallelism="clients"
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+
+
+def test_a_refused_checkpoint_leaves_the_model_as_it_was(tmp_path) -> None:
+    refused = trainer(tmp_path)
+    with pytest.raises(ValueError):
+        refused.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    assert same_weights(refused.model, tiny_model())
+
+
+def test_a_second_run_into_the_same_directory_replaces_the_checkpoints(tmp_path) -> None:
+    trainer(tmp_path).train()
+    trainer(tmp_path, learning_rate=1e-3).train()
+    fresh = trainer(tmp_path / "fresh", learning_rate=1e-3)
+    fresh.train()
+    for number in (1, 2):
+        again, expected = (contents(path / f"checkpoint-{number}") for path in (tmp_path, tmp_path / "fresh"))
+        del again["training_args.bin"], expected["training_args.bin"]
+        assert_same_contents(again, expected)

@@ -1,0 +1,298 @@
+"""A split model over gRPC with TLS on both sides: the same numbers, and errors in words."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from decoders import batch, decoder
+from loopback import CLIENTS, certificates, join, serve, wait_until
+
+from hf_federated import SplitModel
+from hf_federated.split import Meeting
+from hf_federated.transport import (
+    AnswerTimeoutError,
+    LinkError,
+    ServerFailedError,
+    ServerUnreachableError,
+    SessionLostError,
+)
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Path:
+    return certificates(tmp_path_factory.mktemp("tls"))
+
+
+class Body:
+    """A server's answers: one message at a time, and each client in its own name."""
+
+    def __init__(self, split: SplitModel) -> None:
+        self.server = split.boundary.link.server
+        self._meeting = Meeting(self.server)
+        self._lock = threading.Lock()
+
+    def __call__(self, client_id: str, message: bytes) -> bytes:
+        with self._lock:
+            return self._meeting.link(client_id).exchange(message)
+
+
+def gradients(split: SplitModel) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        other = expected[name]
+        assert (gradient is None and other is None) or torch.equal(gradient, other), name
+
+
+def test_logits_and_gradients_are_those_of_one_process(tls):
+    plain, split = (SplitModel.from_model(decoder("llama"), client_id="north") for _ in range(2))
+    with serve(tls, Body(split)) as server, join(tls, server) as link:
+        split.boundary.link = link
+        outputs = [model(**batch("right")) for model in (plain, split)]
+        for output in outputs:
+            output.loss.backward()
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert all(gradient is not None for gradient in gradients(split).values())
+    assert_equal(gradients(split), gradients(plain))
+
+
+def test_three_clients_at_once_get_each_its_own_gradients(tls):
+    whole = {client_id: SplitModel.from_model(decoder("llama"), client_id=client_id) for client_id in CLIENTS}
+    expected = {}
+    for seed, (client_id, split) in enumerate(whole.items()):
+        split(**batch("right", seed=seed)).loss.backward()
+        expected[client_id] = gradients(split)
+        split.zero_grad()
+    bodies = {client_id: Body(split) for client_id, split in whole.items()}
+
+    def train(client_id: str, seed: int) -> None:
+        with join(tls, server, client_id) as link:
+            whole[client_id].boundary.link = link
+            whole[client_id](**batch("right", seed=seed)).loss.backward()
+
+    with serve(tls, lambda client_id, message: bodies[client_id](client_id, message)) as server:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(train, CLIENTS, range(3)))
+    for client_id, split in whole.items():
+        assert_equal(gradients(split), expected[client_id])
+
+
+def test_clients_meet_in_answers_that_wait_for_all_of_them(tls):
+    barrier = threading.Barrier(3)
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        barrier.wait(10)
+        return message + client_id.encode()
+
+    def step(client_id: str) -> list[bytes]:
+        with join(tls, server, client_id) as link:
+            return [link.exchange(b"1"), link.exchange(b"2")]
+
+    with serve(tls, answer) as server, ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(step, CLIENTS))
+    assert answers == [[b"1" + own.encode(), b"2" + own.encode()] for own in CLIENTS]
+
+
+def test_a_message_may_be_larger_than_a_frame_of_grpc_and_empty_too(tls):
+    message = torch.arange(3 * MIB, dtype=torch.int32).numpy().tobytes() + b"odd"
+    with serve(tls, lambda _, blob: blob[::-1]) as server, join(tls, server) as link:
+        assert link.exchange(message) == message[::-1]
+        assert link.exchange(b"") == b""
+
+
+def test_a_message_beyond_the_stated_maximum_is_refused_and_the_link_goes_on(tls):
+    with serve(tls, lambda _, blob: blob * 2, max_message_bytes=3 * MIB) as server:
+        with join(tls, server, max_answer_bytes=4 * MIB) as link:
+            with pytest.raises(ValueError, match=f"has {3 * MIB + 1} bytes, and the server takes at most {3 * MIB}"):
+                link.exchange(bytes(3 * MIB + 1))
+            assert len(link.exchange(bytes(2 * MIB))) == 4 * MIB
+            with pytest.raises(LinkError, match=f"An answer of {6 * MIB} bytes came; at most {4 * MIB}"):
+                link.exchange(bytes(3 * MIB))
+
+
+def test_errors_of_the_answer_arrive_by_their_text_alone_and_the_link_goes_on(tls, caplog):
+    errors = {
+        b"value": ValueError("Hidden states of 3 numbers came. Größe 7."),
+        b"time": TimeoutError("Client 'south' did not come."),
+        b"other": RuntimeError("/home/secret/token"),
+        b"long": ValueError("x" * 10**6),
+    }
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        if message in errors:
+            raise errors[message]
+        return message
+
+    with serve(tls, answer) as server, join(tls, server) as link:
+        with pytest.raises(ValueError, match=r"^Hidden states of 3 numbers came\. Größe 7\.$"):
+            link.exchange(b"value")
+        with pytest.raises(TimeoutError, match=r"^Client 'south' did not come\.$"):
+            link.exchange(b"time")
+        with pytest.raises(ServerFailedError, match=r"\(RuntimeError\)") as error:
+            link.exchange(b"other")
+        assert "secret" not in str(error.value) and "Traceback" not in str(error.value)
+        with pytest.raises(ValueError, match="^x{8000}$"):
+            link.exchange(b"long")
+        assert link.exchange(b"fine") == b"fine"
+
+
+def test_an_answer_that_does_not_come_ends_the_link_in_time(tls):
+    release = threading.Event()
+    with serve(tls, lambda _, blob: blob if release.wait(10) else b"") as server:
+        with join(tls, server, answer_timeout=0.3) as link:
+            with pytest.raises(AnswerTimeoutError, match=r"did not answer it within answer_timeout, 0\.3 s"):
+                link.exchange(b"1")
+            release.set()
+            # Whether it was carried out is not known, so nothing goes on.
+            with pytest.raises(AnswerTimeoutError, match="resume from a checkpoint"):
+                link.exchange(b"2")
+            link.close()
+            # The server knows that the link ended.
+            with join(tls, server) as following:
+                assert following.exchange(b"3") == b"3"
+
+
+def test_a_server_that_goes_mid_step_leaves_everything_as_it_was(tls):
+    split = SplitModel.from_model(decoder("llama"), client_id="north")
+    body = Body(split)
+    with serve(tls, body) as server:
+        link = join(tls, server, reconnect_timeout=0.5)
+        split.boundary.link = link
+        split(**batch("right")).loss.backward()
+        before = gradients(split)
+        loss = split(**batch("right", seed=1)).loss
+        server.close(grace=0)
+        with pytest.raises(ServerUnreachableError, match=r"no sign of life for reconnect_timeout, 0\.5 s"):
+            loss.backward()
+        with pytest.raises(ServerUnreachableError):
+            split(**batch("right"))
+        link.close()
+    own = {name: p.grad for name, p in split.server_body.named_parameters()}
+    assert_equal(own, {name: before[f"server_body.{name}"] for name in own})
+
+
+def test_a_server_that_was_started_anew_is_told_by_name(tls):
+    with serve(tls, lambda _, blob: blob) as first:
+        link = join(tls, first)
+        link.exchange(b"1")
+        address = first.address
+    with serve(tls, lambda _, blob: blob, address=address), link:
+        with pytest.raises(SessionLostError, match="The server was started anew.*resume from a checkpoint"):
+            link.exchange(b"2")
+
+
+def test_a_closed_link_says_so_and_its_client_may_come_again(tls):
+    left: list[str] = []
+    connected: list[str] = []
+    with serve(tls, lambda _, blob: blob, on_left=left.append, on_connected=connected.append) as server:
+        for _ in range(2):
+            with join(tls, server) as link:
+                assert server.is_alive("north")
+                link.exchange(b"1")
+            with pytest.raises(LinkError, match="closed"):
+                link.exchange(b"2")
+            assert not server.is_alive("north")
+            link.close()
+    assert connected == left == ["north", "north"]
+
+
+def test_closing_a_link_ends_its_exchange(tls):
+    arrived, release = threading.Event(), threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        arrived.set()
+        release.wait(10)
+        return message
+
+    with serve(tls, answer) as server, join(tls, server) as link, ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(link.exchange, b"1")
+        assert arrived.wait(10)
+        link.close()
+        with pytest.raises(LinkError, match="closed"):
+            under_way.result(10)
+        wait_until(lambda: not server.is_alive("north"))
+        release.set()
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT raises `KeyboardInterrupt`, also where the tests were started in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_exchange_ends_the_link(tls):
+    release = threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        _thread.interrupt_main()
+        release.wait(10)
+        return message
+
+    with serve(tls, answer) as server, join(tls, server) as link:
+        channel = link._channel
+        with pytest.raises(KeyboardInterrupt):
+            link.exchange(b"1")
+        with pytest.raises(LinkError, match=r"Message 0 was given up \(KeyboardInterrupt\)"):
+            link.exchange(b"2")
+        release.set()
+    # Farewell is said over another channel: of the one that was interrupted nobody knows what it still does.
+    assert link._channel is not channel
+
+
+class NeverEnding:
+    """A channel as gRPC leaves it where an interrupt came in its midst: no call ends, not even by its timeout."""
+
+    def unary_unary(self, method):
+        return self
+
+    def future(self, request, timeout):
+        return self
+
+    def result(self, timeout=None):
+        assert timeout is not None, "waits for ever"
+        time.sleep(min(timeout, 0.2))
+        raise grpc.FutureTimeoutError()
+
+    def cancel(self):
+        return True
+
+    def close(self):
+        pass
+
+
+def test_a_channel_that_ends_no_call_holds_nobody_up(tls, caplog, monkeypatch):
+    with serve(tls, lambda _, blob: blob) as server:
+        link = join(tls, server)
+        link._channel.close()
+        link._channel = NeverEnding()
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        link.close()
+        assert "could not take leave" in caplog.text and "did not end the call in its time" in caplog.text
+
+
+def test_a_server_that_never_started_can_be_closed(tls):
+    serve(tls, lambda _, blob: blob).close()
+
+
+def test_two_servers_do_not_share_a_port(tls):
+    with serve(tls, lambda _, blob: blob) as server:
+        with pytest.raises(OSError, match="cannot listen at"):
+            serve(tls, lambda _, blob: blob, address=server.address)

@@ -1,0 +1,187 @@
+"""Clients and servers that fall silent are missed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from loopback import Relay, certificates, join, serve, wait_until
+
+from hf_federated.transport import ClientRefusedError, LinkError, ServerUnreachableError, SessionLostError
+from hf_federated.transport.presence import Presence
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Path:
+    return certificates(tmp_path_factory.mktemp("tls"))
+
+
+def echo(client_id: str, message: bytes) -> bytes:
+    return message
+
+
+def test_a_silent_client_is_lost_and_told_so_and_the_others_stay(tls):
+    lost: list[str] = []
+    with serve(tls, echo, heartbeat_timeout=0.8, on_lost=lost.append) as server, Relay(server) as relay:
+        with join(tls, server, "south") as south:
+            north = join(tls, relay)
+            assert server.is_alive("north") and server.is_alive("south")
+            relay.accepting.clear()
+            relay.cut()
+            wait_until(lambda: lost)
+            assert lost == ["north"]
+            assert not server.is_alive("north") and server.seconds_since_heard("north") is None
+            assert server.is_alive("south") and south.exchange(b"1") == b"1"
+            relay.accepting.set()
+            with pytest.raises(SessionLostError, match="gave 'north' up, which it had not heard for .* s"):
+                north.exchange(b"1")
+            north.close()
+            # It may come anew, and then begins anew.
+            with join(tls, relay) as again:
+                assert again.exchange(b"1") == b"1" and server.is_alive("north")
+    assert lost == ["north"]
+
+
+def test_a_client_that_is_quiet_for_long_stays_by_its_heartbeats(tls):
+    with serve(tls, echo, heartbeat_timeout=0.6) as server, join(tls, server) as link:
+        time.sleep(1.3)
+        assert server.is_alive("north") and server.seconds_since_heard("north") < 0.6
+        assert link.exchange(b"1") == b"1"
+
+
+def test_clients_whose_messages_take_long_do_not_keep_heartbeats_away(tls):
+    release = threading.Event()
+    lost: list[str] = []
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        release.wait(10)
+        return message
+
+    with serve(tls, answer, clients=["north", "south"], heartbeat_timeout=0.6, on_lost=lost.append) as server:
+        with join(tls, server) as north, join(tls, server, "south") as south, ThreadPoolExecutor(2) as pool:
+            steps = [pool.submit(link.exchange, b"1") for link in (north, south)]
+            time.sleep(1.3)
+            assert server.is_alive("north") and server.is_alive("south") and not lost
+            release.set()
+            assert [step.result(10) for step in steps] == [b"1", b"1"]
+
+
+def test_a_message_of_a_lost_client_ends_before_one_of_its_next_link_is_carried_out(tls):
+    order: list[bytes] = []
+    started, release = threading.Event(), threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        order.append(b"begin " + message)
+        started.set()
+        release.wait(10)
+        order.append(b"end " + message)
+        return message
+
+    lost: list[str] = []
+    with serve(tls, answer, heartbeat_timeout=0.4, on_lost=lost.append) as server, Relay(server) as relay:
+        with ThreadPoolExecutor(2) as pool:
+            north = join(tls, relay, reconnect_timeout=0.3)
+            first = pool.submit(north.exchange, b"1")
+            assert started.wait(10)
+            relay.close()
+            with pytest.raises(LinkError):
+                first.result(10)
+            wait_until(lambda: lost)
+            with join(tls, server) as again:
+                second = pool.submit(again.exchange, b"2")
+                time.sleep(0.1)
+                assert order == [b"begin 1"]
+                release.set()
+                assert second.result(10) == b"2"
+            north.close()
+    assert order == [b"begin 1", b"end 1", b"begin 2", b"end 2"]
+
+
+def test_an_error_of_a_callback_is_no_end_of_the_watch(tls):
+    lost: list[str] = []
+
+    def on_lost(client_id: str) -> None:
+        lost.append(client_id)
+        raise RuntimeError("mistake")
+
+    with serve(tls, echo, heartbeat_timeout=0.3, on_lost=on_lost) as server, Relay(server) as relay:
+        links = [join(tls, relay, client_id) for client_id in ("north", "south")]
+        relay.close()
+        wait_until(lambda: len(lost) == 2)
+        assert sorted(lost) == ["north", "south"]
+    for link in links:
+        link.close()
+
+
+def test_a_server_may_refuse_whom_it_cannot_take_in_now(tls):
+    def on_connected(client_id: str) -> None:
+        raise ValueError("Training began without this client.")
+
+    with serve(tls, echo, on_connected=on_connected) as server:
+        with pytest.raises(ClientRefusedError, match=r"Training began without this client\."):
+            join(tls, server)
+        assert not server.is_alive("north")
+
+
+def test_a_server_that_was_held_up_does_not_blame_clients():
+    """As where its process was stopped for a while, and the heartbeats that came are still to be read."""
+    lost: list[str] = []
+    presence = Presence(["north"], 0.4, lost.append)
+    presence.admit("north", "process", lambda: None)
+    with presence._lock:
+        # The watcher cannot look while this lasts.
+        presence.start()
+        time.sleep(1)
+    time.sleep(0.2)
+    assert not lost
+    wait_until(lambda: lost)
+    presence.close()
+
+
+def test_a_server_that_hangs_is_missed_although_its_connection_stands(tls):
+    with serve(tls, echo) as server, Relay(server) as relay:
+        link = join(tls, relay, reconnect_timeout=0.5)
+        assert link.exchange(b"1") == b"1"
+        relay.silenced = 1 << 20
+        began_at = time.monotonic()
+        with pytest.raises(ServerUnreachableError, match="no sign of life"):
+            link.exchange(b"2")
+        assert 0.4 < time.monotonic() - began_at < 5
+        link.close()
+
+
+def test_a_connection_that_carries_nothing_any_more_is_replaced(tls):
+    carried_out: list[bytes] = []
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        carried_out.append(message)
+        if message == b"2":
+            relay.silenced = 1
+        return message
+
+    with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay, reconnect_timeout=3) as link:
+        assert [link.exchange(own) for own in (b"1", b"2", b"3")] == [b"1", b"2", b"3"]
+        assert carried_out == [b"1", b"2", b"3"] and len(relay.connections) == 2
+
+
+def test_the_room_of_a_lost_client_is_free_again(tls):
+    """It is lost in the middle of a message, whose rest will never come."""
+    lost: list[str] = []
+    settings = {"heartbeat_timeout": 1.0, "max_exchanges": 1, "on_lost": lost.append}
+    with serve(tls, echo, **settings) as server, Relay(server) as relay, ThreadPoolExecutor(1) as pool:
+        with join(tls, server, "south") as south, join(tls, server, "Zoë/2", answer_timeout=0.05) as impatient:
+            relay.silence_after = 2 << 20
+            north = join(tls, relay)
+            under_way = pool.submit(north.exchange, bytes(8 << 20))
+            wait_until(lambda: relay.silenced)
+            with pytest.raises(TimeoutError, match="had no room for it"):
+                impatient.exchange(b"1")
+            impatient.close()
+            assert south.exchange(b"1") == b"1" and lost == ["north"]
+            relay.close()
+            north.close()
+            with pytest.raises(LinkError):
+                under_way.result(10)
