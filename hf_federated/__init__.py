@@ -36,7 +36,7 @@ from .distillation import (
 )
 from .messages.ledger import Ledger
 from .messages.validation import RoundFailedError
-from .postprocessing.postprocessing import ClipUpdate, Postprocessor
+from .postprocessing import ClipUpdate, Postprocessor
 from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
 from .split import SplitModel
 from .split_training import SplitConfig, SplitFederatedTrainer, split_federate

@@ -1,8 +1,8 @@
 """Check docstrings, comments, messages and Markdown for words and sentence openings that make prose hard to read.
 
-    python tests/check_prose.py            # the whole repository, as `make lint` runs it
-    python tests/check_prose.py --count    # hits per 10 000 words, by pattern
-    python tests/check_prose.py hf_federated/data README.md
+python tests/check_prose.py            # the whole repository, as `make lint` runs it
+python tests/check_prose.py --count    # hits per 10 000 words, by pattern
+python tests/check_prose.py hf_federated/data README.md
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages.messages import ClientUpdate, Fit
-from ..postprocessing.postprocessing import Postprocessor
+from ..messages import ClientUpdate, Fit
+from ..postprocessing import Postprocessor
 from ..utils.weighted_mean import State, WeightedMean
 
 

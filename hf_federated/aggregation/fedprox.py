@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages.messages import Fit
+from ..messages import Fit
 from .base import Aggregation, LocalHook, State
 
 

@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
-from ..messages.messages import ClientUpdate, Fit
+from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
-from ..postprocessing.postprocessing import Postprocessor
+from ..postprocessing import Postprocessor
 from ..utils.random import own_draws
 from ..utils.weighted_mean import State
 from .base import Accumulator, Aggregation, LocalHook

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages.messages import Fit
+from ..messages import Fit
 from ..utils.weighted_mean import State, wide_dtype
 from .base import Accumulator, Aggregation, LocalHook
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..messages.messages import (
+from ..messages import (
     CLASS_COUNT,
     Distill,
     Feedback,

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
-from ..messages.messages import public_order
+from ..messages import public_order
 from ..tasks.base import NUM_POSITIONS
 from ..utils.random import derived_seed, own_draws
 from .features import pooled_features

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..adapters import AnotherModelError, Exchange
 from ..config import FederatedConfig
 from ..distributed.process_group import PeerFailedError
-from ..messages.messages import (
+from ..messages import (
     ClientFailure,
     ClientUpdate,
     Distill,
@@ -30,7 +30,7 @@ from ..messages.messages import (
     Predict,
 )
 from ..messages.validation import first_non_finite
-from ..postprocessing.postprocessing import Postprocessor, run_client_side
+from ..postprocessing import Postprocessor, run_client_side
 from ..utils.random import derived_seed, preserved_generators, seed_torch
 from .distilling import class_counts, compare_features, distill, predict, take_feedback
 from .epoch_losses import EpochLosses

@@ -29,7 +29,7 @@ from torch import nn
 
 from ..clients.student import Student
 from ..config import name_functions
-from ..messages.messages import Feedback
+from ..messages import Feedback
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .losses import kl_divergence

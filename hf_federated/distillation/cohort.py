@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from ..clients.positions import Positions
-from ..messages.messages import (
+from ..messages import (
     CLASS_COUNT,
     ClientFailure,
     Distill,

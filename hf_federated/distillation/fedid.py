@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional as F
 
-from ..messages.messages import Feedback
+from ..messages import Feedback
 from ..utils.random import derived_seed
 from .base import Distillation, Predictions, sizes, weighted_mean
 from .cohort import Cohort, PublicRows

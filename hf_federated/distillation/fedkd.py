@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..messages.messages import CLASS_COUNT
+from ..messages import CLASS_COUNT
 from .base import Distillation, Predictions, sizes, weighted_mean
 from .client_weights import class_count_weights
 from .cohort import Cohort, reports

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from ..adapters import Exchange
 from ..clients.student import Student
-from ..messages.messages import public_order
+from ..messages import public_order
 from ..utils.random import derived_seed, own_draws
 from .cohort import PublicRows
 from .packed import PackedRows

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..adapters import Exchange, copy_model
 from ..clients.store import ClientStore
-from ..messages.messages import CLASS_COUNT, ClientUpdate
+from ..messages import CLASS_COUNT, ClientUpdate
 from ..utils.weighted_mean import State, WeightedMean
 
 

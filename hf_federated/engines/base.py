@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 
 from ..aggregation import Accumulator
+from ..messages import Message
 from ..messages.ledger import Ledger
-from ..messages.messages import Message
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..clients import ClientWorker
-from ..messages.messages import Message, read_message
+from ..messages import Message, read_message
 from .base import Engine, Plan
 
 

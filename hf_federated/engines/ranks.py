@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
 from ..distributed.process_group import Processes
-from ..messages.messages import ClientFailure, Message, message_from_tree
+from ..messages import ClientFailure, Message, message_from_tree
 from .base import Plan
 from .local import LocalEngine
 

@@ -1,24 +1,9 @@
 """The messages between server and clients, their bytes, and the checks of what arrives."""
 
-from .messages import (
-    CLASS_COUNT,
-    KINDS,
-    ClientFailure,
-    ClientUpdate,
-    Distill,
-    Evaluate,
-    Feedback,
-    Fit,
-    Message,
-    Metrics,
-    Packed,
-    Predict,
-    Predictions,
-    PublicRowsMessage,
-    message_from_tree,
-    public_order,
-    read_message,
-)
+from .base import Message, Packed
+from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
+from .registry import KINDS, message_from_tree, read_message
+from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
 
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .messages import ClientUpdate
+from .training import ClientUpdate
 
 
 # Raises `ValueError` for what an update has beside its parameters, of the right names, shapes and dtypes.

@@ -1,6 +1,8 @@
 """Steps between a client's training and the aggregate: clipping, narrower dtypes, a user's own."""
 
-from .postprocessing import ClipUpdate, Postprocessor, SendChanges, cast_floating, run_client_side, run_server_side
+from .base import Postprocessor, run_client_side, run_server_side
+from .clipping import ClipUpdate
+from .exchange_dtype import SendChanges, cast_floating
 
 
 __all__ = ["ClipUpdate", "Postprocessor", "SendChanges", "cast_floating", "run_client_side", "run_server_side"]

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..aggregation import Accumulator, Aggregation, WeightedMean
 from ..distillation import Ask, Cohort, Distillation, DistillationServer, FromMain, Teachers
-from ..messages.messages import ClientUpdate
+from ..messages import ClientUpdate
 from ..messages.validation import CheckExtra
 
 

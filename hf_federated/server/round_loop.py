@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from ..clients import ClientSampler, RowLimit, client_seed
 from ..engines import Engine, Plan
-from ..messages.messages import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from ..messages import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import InvalidUpdateError, RoundFailedError, check_update
-from ..postprocessing.postprocessing import Postprocessor, cast_floating, run_server_side
+from ..postprocessing import Postprocessor, cast_floating, run_server_side
 from .callbacks import ServerState
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..messages.messages import Packed
+from ..messages import Packed
 from ..messages.serialization import unpack
 
 

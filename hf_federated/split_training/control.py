@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..messages.messages import Packed
+from ..messages import Packed
 from ..messages.serialization import unpack
 from ..split.messages import REQUESTS
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..messages.messages import Packed
+from ..messages import Packed
 
 
 # By which parts are weighed: with any number of clients the sums of a mean stay numbers, also those of half precision.

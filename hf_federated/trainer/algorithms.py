@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from ..aggregation import Aggregation, LocalOnly, build_aggregation
 from ..config import FederatedConfig
 from ..distillation import Distillation, build_distillation
-from ..postprocessing.postprocessing import Postprocessor, SendChanges
+from ..postprocessing import Postprocessor, SendChanges
 from ..server.callbacks import AggregationCallback, DistillationCallback
 from .checks import check_not_averaged
 

@@ -12,7 +12,7 @@ from ..data import FederatedDataset
 from ..distillation import Distillation
 from ..engines import Engine
 from ..messages.ledger import Ledger
-from ..postprocessing.postprocessing import Postprocessor
+from ..postprocessing import Postprocessor
 from .federation import FederationRuntime
 from .loop_arguments import LoopArgumentsMixin
 

@@ -27,13 +27,14 @@ from ..clients import (
     Student,
     batches_per_round,
 )
-from ..clients.participants import ClientModelBuilder, Participants
+from ..clients.model_factory import ClientModelBuilder
+from ..clients.participants import Participants
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation, DistillationServer, Teachers
 from ..distributed.process_group import Processes
 from ..engines import Engine, LocalEngine, RankEngine, WatchPeers
-from ..postprocessing.postprocessing import Postprocessor
+from ..postprocessing import Postprocessor
 from .checks import check_labelled
 from .client_checkpoint import TEACHERS_DIR
 

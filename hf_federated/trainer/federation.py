@@ -19,13 +19,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArgum
 
 from ..adapters import Exchange, freeze_layers
 from ..clients import RowLimit
-from ..clients.participants import Participants, check_given_models
+from ..clients.model_factory import check_given_models
+from ..clients.participants import Participants
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation
 from ..distributed.process_group import processes
 from ..messages.ledger import Ledger
-from ..postprocessing.postprocessing import Postprocessor
+from ..postprocessing import Postprocessor
 from ..server.callbacks import ServerState, call_event
 from ..server.client_metrics import spread_over_clients
 from ..server.round_loop import RoundLoop, RoundSummary

@@ -34,7 +34,7 @@ from ..clients.participants import FROM_TASK, EncodedClients, Participants, enco
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distributed.process_group import shared_construction
-from ..postprocessing.postprocessing import Postprocessor
+from ..postprocessing import Postprocessor
 from ..tasks import Task
 from ..utils.gc import frozen_heap
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate

@@ -1,0 +1,57 @@
+"""Clipping: a bound on the norm of a client's change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..messages import ClientUpdate, Fit
+from .base import Postprocessor
+
+
+class ClipUpdate(Postprocessor):
+    """
+    Bounds how far one client can move the global model: `x_i ← x + (x_i − x) · min(1, S / ‖x_i − x‖₂)`.
+
+    The norm is taken over all floating values that travel, on the client (McMahan et al., Learning Differentially
+    Private Recurrent Language Models, ICLR 2018, "flat clipping"). It bounds the sensitivity that differential privacy
+    needs; without noise it gives no privacy.
+
+    Args:
+        max_norm (`float`): `S`, positive.
+
+    Raises:
+        ValueError: If `max_norm` is not positive.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated import ClipUpdate
+    >>> from hf_federated.messages import ClientUpdate, Fit
+
+    >>> sent = Fit(round=0, client_id="a", seed=0, state={"w": torch.zeros(2)})
+    >>> update = ClientUpdate(0, "a", {"w": torch.tensor([3.0, 4.0])}, num_examples=1, num_tokens=0, num_steps=1)
+    >>> ClipUpdate(max_norm=1.0).client_side(update, sent).state["w"]
+    tensor([0.6000, 0.8000])
+    ```
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        if not max_norm > 0:
+            raise ValueError(f"`max_norm` is {max_norm}; it must be positive.")
+        self.max_norm = max_norm
+
+    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+        changes = {
+            name: value - message.state[name].to(value)
+            for name, value in update.state.items()
+            if value.is_floating_point()
+        }
+        norm = torch.stack([change.float().norm() for change in changes.values()]).norm()
+        if norm <= self.max_norm:
+            return update
+        scale = self.max_norm / norm
+        clipped = {name: message.state[name].to(change) + change * scale for name, change in changes.items()}
+        return dataclasses.replace(update, state={**update.state, **clipped})

@@ -1,0 +1,20 @@
+"""Checks of arguments when a trainer is built. A field checks itself; the functions here check combinations."""
+
+from .arguments import check_arguments, check_not_averaged, resolve_federation
+from .data import as_federated_dataset, check_clients, check_labelled
+from .participants import check_participants, check_predictions
+from .resume import check_resumed, federation_identity
+
+
+__all__ = [
+    "as_federated_dataset",
+    "check_arguments",
+    "check_clients",
+    "check_labelled",
+    "check_not_averaged",
+    "check_participants",
+    "check_predictions",
+    "check_resumed",
+    "federation_identity",
+    "resolve_federation",
+]
