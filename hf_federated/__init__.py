@@ -1,7 +1,18 @@
 """Federated learning for everyone who already uses `transformers`."""
 
 from .adapters import freeze_layers
-from .aggregation import AGGREGATIONS, Aggregation, FedAvg, FedOpt, FedProx, LocalHook, LocalOnly, MutualKD, Scaffold
+from .aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    FedAvg,
+    FedNova,
+    FedOpt,
+    FedProx,
+    LocalHook,
+    LocalOnly,
+    MutualKD,
+    Scaffold,
+)
 from .clients import ClientSpec
 from .config import FederatedConfig
 from .data import (
@@ -68,6 +79,7 @@ __all__ = [
     "FedID",
     "FedKD",
     "FedMD",
+    "FedNova",
     "FedOpt",
     "FedProx",
     "FederatedCallback",

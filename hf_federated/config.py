@@ -19,6 +19,7 @@ EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("reset", "carry")
 LR_SCHEDULES = ("global", "round")
 STORES = ("memory", "disk")
+SERVER_DEVICES = ("cpu",)
 BALANCES = ("min",)
 
 
@@ -152,7 +153,10 @@ class FederatedConfig(SavedConfig):
             `"global"`: one learning-rate curve over the whole run, where a client's place is round × its local steps.
             `"round"`: the curve starts again in every round.
         min_clients (`int`, *optional*, defaults to `1`):
-            Valid updates below which a round fails.
+            Number of valid updates below which a round fails.
+        round_deadline (`float`, *optional*):
+            Seconds after which a round stops waiting for clients, once `min_clients` clients have replied. Clients
+            without a reply count as failed in that round. By default a round waits for all clients.
         evaluate_clients (`bool`, *optional*, defaults to `False`):
             Evaluate the global model on each client's own evaluation data whenever the global evaluation runs.
             `eval_dataset` must then be a [`FederatedDataset`].
@@ -166,6 +170,9 @@ class FederatedConfig(SavedConfig):
             batches spread over them, as accelerate does. `"clients"`: each trains whole clients on its own. The
             results of `"clients"` are those of one process; of one client, those of `"data"` are the plain Trainer's
             under the same launch.
+        server_device (`str`, *optional*):
+            `"cpu"` keeps the global state, the sums of updates and the server optimizer on the CPU. By default all of
+            them are on the model's device, where they take up to four times the memory of the exchanged values.
         client_store (`str`, *optional*, defaults to `"memory"`):
             Where the state that a client keeps between rounds lives: `"memory"` or `"disk"` (below `output_dir`).
         max_resident_clients (`int`, *optional*):
@@ -230,6 +237,10 @@ class FederatedConfig(SavedConfig):
         metadata={"help": "One learning-rate curve over the run or one a round.", "choices": list(LR_SCHEDULES)},
     )
     min_clients: int = field(default=1, metadata={"help": "Valid updates below which a round fails."})
+    round_deadline: float | None = field(
+        default=None,
+        metadata={"help": "Seconds after which a round with min_clients replies waits for no further client."},
+    )
     evaluate_clients: bool = field(default=False, metadata={"help": "Evaluate on each client's own data too."})
     log_clients: bool = field(default=False, metadata={"help": "Log each client's training under client/<id>/."})
     freeze: str | None = field(
@@ -237,6 +248,13 @@ class FederatedConfig(SavedConfig):
     )
     parallelism: str = field(
         default="data", metadata={"help": "How processes share the work.", "choices": ["data", "clients"]}
+    )
+    server_device: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where the global state and the sums of updates are (default: the model's device).",
+            "choices": list(SERVER_DEVICES),
+        },
     )
     client_store: str = field(
         default="memory", metadata={"help": "Where state kept by clients lives.", "choices": list(STORES)}
@@ -278,6 +296,8 @@ class FederatedConfig(SavedConfig):
             _check_choice("balance", self.balance, BALANCES)
         if self.min_clients < 1:
             raise ValueError(f"`min_clients` is {self.min_clients}; a round needs at least one update.")
+        if self.round_deadline is not None and not self.round_deadline > 0:
+            raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
         _check_choice("exchange", self.exchange, EXCHANGES)
         if self.exchange_dtype is not None:
             _check_choice("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
@@ -285,6 +305,8 @@ class FederatedConfig(SavedConfig):
         _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         _check_choice("parallelism", self.parallelism, ("data", "clients"))
         _check_choice("client_store", self.client_store, STORES)
+        if self.server_device is not None:
+            _check_choice("server_device", self.server_device, SERVER_DEVICES)
         if self.freeze is not None:
             self.freeze = str(self.freeze)
             if not re.fullmatch(r"embeddings|(embeddings\+)?\d+", self.freeze):

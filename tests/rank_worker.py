@@ -346,7 +346,7 @@ def digests(trainer: Trainer) -> dict[str, Any]:
         for client_id in trainer.clients
         if client_id in models
     }
-    kept = {"server": trainer._runtime._distillation_callback.state_dict(), **of_clients}
+    kept = {"server": trainer._setup.distillation_callback.state_dict(), **of_clients}
     return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in kept.items()}
 
 

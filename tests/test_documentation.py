@@ -24,11 +24,12 @@ def test_the_algorithm_of_the_contributing_guide_runs():
     exec(compile(python_blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), names)
     algorithm = names["PartialAverage"](server_lr=0.25)
     assert algorithm.non_default_settings() == {"server_lr": 0.25}
-    accumulator = algorithm.accumulator()
+    state = {"weight": torch.tensor([3.0]), "steps": torch.tensor(0)}
+    accumulator = algorithm.accumulator(state)
     for client_id, value, num_examples in [("a", 4.0, 1), ("b", 8.0, 3)]:
-        state = {"weight": torch.tensor([value]), "steps": torch.tensor(7)}
-        accumulator.add(ClientUpdate(0, client_id, state, num_examples=num_examples, num_tokens=0, num_steps=1))
-    new = algorithm.aggregate(accumulator, {"weight": torch.tensor([3.0]), "steps": torch.tensor(0)})
+        trained = {"weight": torch.tensor([value]), "steps": torch.tensor(7)}
+        accumulator.add(ClientUpdate(0, client_id, trained, num_examples=num_examples, num_tokens=0, num_steps=1))
+    new = algorithm.aggregate(accumulator, state)
     # The mean is (1·4 + 3·8) / 4 = 7; a quarter of the way from 3 to 7.
     assert new["weight"].item() == 4.0 and new["steps"].item() == 7
 

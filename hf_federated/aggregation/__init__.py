@@ -5,6 +5,7 @@ from typing import Any
 from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
 from .fedavg import FedAvg
+from .fednova import FedNova
 from .fedopt import FedOpt
 from .fedprox import FedProx
 from .local_only import LocalOnly
@@ -15,6 +16,7 @@ from .scaffold import Scaffold
 AGGREGATIONS: dict[str, type[Aggregation]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "fednova": FedNova,
     "fedopt": FedOpt,
     "scaffold": Scaffold,
     "local_only": LocalOnly,
@@ -55,6 +57,7 @@ __all__ = [
     "Accumulator",
     "Aggregation",
     "FedAvg",
+    "FedNova",
     "FedOpt",
     "FedProx",
     "LocalHook",

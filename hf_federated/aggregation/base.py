@@ -8,7 +8,7 @@ A round on the server is
 
 ```
 fit_settings(), fit_extra()      -> into the Fit message
-accumulator()                    -> empty means
+accumulator(state)               -> empty means
 accumulator.add(update)          for each reply, in any order, none kept
 aggregate(accumulator, state)    -> the new global state
 ```
@@ -17,7 +17,7 @@ aggregate(accumulator, state)    -> the new global state
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -88,6 +88,15 @@ class LocalHook:
 
         Args:
             parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
+        """
+
+    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Called before each optimizer step, after [`~LocalHook.on_gradients`].
+
+        Args:
+            param_groups (`Sequence[Mapping[str, Any]]`): The optimizer's parameter groups, with the learning rate of
+                this step under `"lr"`.
         """
 
     def finish(self) -> tuple[State, dict[str, Any] | None]:
@@ -161,6 +170,18 @@ class Aggregation:
 
     # ---- Server side
 
+    def check_setup(self, args: Any, config: Any) -> None:
+        """
+        Refuse training arguments or a federation that the algorithm does not support.
+
+        Args:
+            args (`TrainingArguments`): The user's training arguments.
+            config ([`FederatedConfig`]): The configuration of the federation.
+
+        Raises:
+            ValueError: If a value is not supported. The message names the alternative.
+        """
+
     def setup(self, num_rounds: int, num_clients: int) -> None:
         """
         Called once, before the first round or before the state of a checkpoint is loaded. Forgets an earlier run.
@@ -197,6 +218,18 @@ class Aggregation:
         """
         return {}
 
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        """
+        Refuse the values that a client sends in addition to its state. Names, shapes and dtypes are those of
+        [`~Aggregation.expected_extra`], and all values are finite.
+
+        Args:
+            extra (`Mapping[str, torch.Tensor]`): The client's tensors.
+
+        Raises:
+            ValueError: If the algorithm cannot use them. The client's update is then refused.
+        """
+
     def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""
         if self.weighting == "uniform":
@@ -209,9 +242,28 @@ class Aggregation:
             )
         return float(weight)
 
-    def accumulator(self) -> Accumulator:
-        """An empty accumulator for one round."""
-        return Accumulator(self)
+    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
+        """
+        An empty accumulator for one round. An override may add means to `means`, each with its reference.
+
+        Args:
+            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
+            extra (`dict[str, torch.Tensor]`, *optional*): The same for an update's `extra`. Defaults to
+                [`~Aggregation.expected_extra`].
+        """
+        return Accumulator(self, state, self.expected_extra(state) if extra is None else extra)
+
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        """
+        Add an update to the means of an accumulator. The update must not be kept.
+
+        Args:
+            accumulator ([`Accumulator`]): From [`~Aggregation.accumulator`].
+            update ([`ClientUpdate`]): An accepted update.
+        """
+        accumulator.means["state"].add(update.state, self.weight(update))
+        if update.extra:
+            accumulator.means["extra"].add(update.extra, 1.0)
 
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         """
@@ -253,35 +305,58 @@ class Aggregation:
 
 class Accumulator:
     """
-    One round's updates, added up as they come: their mean, and the mean of what they carried beside it.
+    The named means of one round, which updates stream into. No update is kept.
 
-    Under several processes each gathers the updates of its own clients; the engine brings them together before
-    [`Aggregation.aggregate`].
+    Each process of a launch accumulates the updates of its own clients. The engine reduces every mean in `means`
+    before it calls [`Aggregation.aggregate`], so an algorithm that needs another mean adds it in
+    [`Aggregation.accumulator`] and streams into it in [`Aggregation.accumulate`].
 
     Args:
-        algorithm ([`Aggregation`]): Says what an update weighs.
+        algorithm ([`Aggregation`]): The algorithm that accumulates.
+        state (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
+        extra (`Mapping[str, torch.Tensor]`): The same for an update's `extra`.
+
+    Attributes:
+        means (`dict[str, WeightedMean]`): The means by name. `"state"` is the mean of the updates' states, `"extra"`
+            the uniform mean of their `extra`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.aggregation import FedAvg
+    >>> from hf_federated.messages import ClientUpdate
+
+    >>> accumulator = FedAvg().accumulator({"w": torch.zeros(1)})
+    >>> accumulator.add(ClientUpdate(0, "a", {"w": torch.ones(1)}, num_examples=3, num_tokens=0, num_steps=1))
+    >>> accumulator.add(ClientUpdate(0, "b", {"w": torch.zeros(1)}, num_examples=1, num_tokens=0, num_steps=1))
+    >>> accumulator.mean.finalize()
+    {'w': tensor([0.7500])}
+    ```
     """
 
-    def __init__(self, algorithm: Aggregation) -> None:
+    def __init__(self, algorithm: Aggregation, state: State, extra: State) -> None:
         self._algorithm = algorithm
-        self.mean = WeightedMean()
-        self.extra = WeightedMean()
+        self.means = {"state": WeightedMean(state), "extra": WeightedMean(extra)}
         self.first_client: str | None = None
 
     @property
+    def mean(self) -> WeightedMean:
+        """The mean of the updates' states."""
+        return self.means["state"]
+
+    @property
+    def extra(self) -> WeightedMean:
+        """The uniform mean of the updates' `extra`."""
+        return self.means["extra"]
+
+    @property
     def num_updates(self) -> int:
-        """How many updates were added."""
+        """Number of updates added."""
         return self.mean.num_updates
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one client's update, which is not kept."""
+        """Add one client's update."""
         if self.first_client is None:
             self.first_client = update.client_id
-        self.mean.add(update.state, self._algorithm.weight(update))
-        if update.extra:
-            self.extra.add(update.extra, 1.0)
-
-    def merge(self, other: Accumulator) -> None:
-        """Add what another accumulator of the same round has gathered."""
-        self.mean.merge(other.mean)
-        self.extra.merge(other.extra)
+        self._algorithm.accumulate(self, update)

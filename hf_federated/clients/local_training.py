@@ -66,18 +66,19 @@ class LocalTraining:
     epoch_losses: EpochLosses | None = None
     _divides_by_items: bool | None = None
 
-    def on_gradients(self, all_accumulated: bool) -> None:
+    def on_gradients(self, trainer: Trainer) -> None:
         """
-        Called when a step's gradients have been added to those in `.grad`.
+        Called when the gradients of a micro-batch have been added to those in `.grad`.
 
         Args:
-            all_accumulated (`bool`): Whether the optimizer's step follows.
+            trainer (`transformers.Trainer`): The client's trainer.
         """
         for parameter in self.frozen:
             # Without a gradient there is no weight decay either.
             parameter.grad = None
-        if self.hook is not None and all_accumulated:
+        if self.hook is not None and trainer.accelerator.sync_gradients:
             self.hook.on_gradients(self.parameters)
+            self.hook.on_step(trainer.optimizer.param_groups)
 
     def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         """

@@ -379,6 +379,40 @@ class Processes:
         self._group = None  # Connections last as long as anything refers to them.
 
 
+# Environment variables that hold the number of processes of a launch, as accelerate reads them.
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def check_launch(num_processes: int) -> None:
+    """
+    Refuse a launch that was set up for several processes and runs as independent processes.
+
+    `accelerate launch` with `distributed_type: MULTI_CPU` and without `mpirun` sets the address of a main process and
+    no world size, so each machine would train the whole federation alone.
+
+    Args:
+        num_processes (`int`): Number of processes that accelerate found.
+
+    Raises:
+        ValueError: If the environment announces more processes.
+    """
+    if num_processes > 1:
+        return
+    announced = max(int(os.environ.get(name, 1)) for name in WORLD_SIZES)
+    launched_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    if announced > 1:
+        found = f"The launch announces {announced} processes"
+    elif launched_by_accelerate and not any(name in os.environ for name in WORLD_SIZES):
+        found = f"`accelerate launch` set up several processes around {os.environ['MASTER_ADDR']}"
+    else:
+        return
+    raise ValueError(
+        f"{found}, but accelerate found one, so each process would train the whole federation alone. Launch with "
+        "`torchrun`, with `distributed_type: MULTI_GPU` (with `use_cpu: true` on machines without GPUs), or with "
+        "`--mpirun_hostfile` for `distributed_type: MULTI_CPU`."
+    )
+
+
 @functools.cache
 def processes() -> Processes:
     """The processes of this launch, after accelerate was set up."""

@@ -1,8 +1,8 @@
-"""Where clients run. An engine executes a plan; it decides nothing."""
+"""Engines: where the clients of a federation run. An engine executes a plan and decides nothing."""
 
-from .base import Engine, Plan
+from .base import Engine, EngineContext, Plan
 from .local import LocalEngine
 from .ranks import RankEngine, WatchPeers
 
 
-__all__ = ["Engine", "LocalEngine", "Plan", "RankEngine", "WatchPeers"]
+__all__ = ["Engine", "EngineContext", "LocalEngine", "Plan", "RankEngine", "WatchPeers"]

@@ -1,21 +1,22 @@
-"""The contract between the round and whatever runs the clients.
+"""The contract between the round loop and the engine that runs the clients.
 
-A [`Plan`] says which client gets which message; an engine delivers them, yields the replies in whatever order they
-come, and counts the bytes of both directions. Sampling, seeds and everything else that an algorithm could depend on
-are in the plan, so the same plan means the same result on every engine.
+A [`Plan`] assigns a message to each client of a cohort. An [`Engine`] delivers the messages, yields the replies in any
+order, and counts the bytes in both directions. The plan holds everything that an algorithm could depend on, such as
+sampling and seeds, so the same plan gives the same result on every engine.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from ..aggregation import Accumulator
+from ..clients import ClientWorker
+from ..distributed.process_group import Processes
 from ..messages import Message
 from ..messages.ledger import Ledger
 
@@ -29,26 +30,94 @@ class Plan:
     The work of one phase of one round.
 
     Args:
-        round (`int`): Round number, from 0.
-        cohort (`tuple[str, ...]`): Clients asked, in order.
-        message_for (`Callable[[str], Message]`): Builds the message of a client when it is about to be sent, so that a
-            large cohort does not mean as many messages in memory.
-        phase (`str`, *optional*, defaults to `"training"`): What clients are asked to do, as it stands in an error.
+        round (`int`):
+            Round number, from 0.
+        cohort (`tuple[str, ...]`):
+            Ids of the clients to ask, in order.
+        message_for (`Callable[[str], Message]`):
+            Builds the message of a client. An engine calls it when it sends the message, so that the messages of a
+            large cohort are never in memory together.
+        phase (`str`, *optional*, defaults to `"training"`):
+            Name of the phase, for errors.
+        deadline (`float`, *optional*):
+            Seconds after which the engine stops waiting for replies, once `min_replies` replies have arrived. By
+            default the engine waits for all clients.
+        min_replies (`int`, *optional*, defaults to `0`):
+            Number of replies that the engine waits for beyond the deadline.
     """
 
     round: int
     cohort: tuple[str, ...]
     message_for: Callable[[str], Message]
     phase: str = "training"
+    deadline: float | None = None
+    min_replies: int = 0
+
+    def is_over(self, started: float, num_replies: int, min_replies: int | None = None) -> bool:
+        """
+        Whether an engine stops waiting for replies.
+
+        Args:
+            started (`float`): Start of the plan, as `time.monotonic()` measures it.
+            num_replies (`int`): Replies so far.
+            min_replies (`int`, *optional*): Replaces `min_replies` of the plan, for a part of the cohort.
+        """
+        needed = self.min_replies if min_replies is None else min_replies
+        return self.deadline is not None and num_replies >= needed and time.monotonic() - started >= self.deadline
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """
+    The federation that an engine runs.
+
+    Args:
+        build_worker (`Callable[[], ClientWorker]`): Builds the worker that answers messages in this process. An engine
+            whose clients are in other processes does not call it.
+        costs (`Mapping[str, float]`): Expected cost of each client in a round, in any unit.
+        parallelism (`str`): `parallelism` of [`FederatedConfig`], `"data"` or `"clients"`.
+        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
+    """
+
+    build_worker: Callable[[], ClientWorker]
+    costs: Mapping[str, float]
+    parallelism: str
+    processes: Processes
 
 
 class Engine(ABC):
-    """Delivers the messages of a plan and yields the replies."""
+    """
+    Delivers the messages of a plan and yields the replies.
+
+    Pass an instance as `engine` to [`FederatedTrainer`]. By default the launch decides: [`LocalEngine`] in one
+    process, [`RankEngine`] in several.
+    """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        # The last exception behind a `ClientFailure`, where the engine has it, so that a failed round can show it.
+        # The exception behind the last `ClientFailure`, if the engine has it. A failed round shows it as its cause.
         self.last_error: Exception | None = None
+
+    def check_launch(self, num_processes: int) -> None:  # noqa: B027 - most engines support every launch
+        """
+        Refuse a launch that the engine does not support.
+
+        Args:
+            num_processes (`int`): Number of processes of the launch.
+
+        Raises:
+            ValueError: If the engine does not support this number of processes.
+        """
+
+    def start(self, context: EngineContext) -> None:
+        """
+        Begin a new run: the client states and the ledger are empty afterwards.
+
+        Args:
+            context ([`EngineContext`]): The federation to run.
+        """
+        self.ledger = Ledger()
+        self.last_error = None
 
     def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Iterator[Message]:
         """
@@ -56,12 +125,12 @@ class Engine(ABC):
 
         Args:
             plan ([`Plan`]): The work.
-            on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message goes out.
+            on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message is sent.
 
         Yields:
-            [`Message`]: A reply a client, in any order; a [`ClientFailure`] of those that failed. Clients that never
-            answer are not waited for forever and yield nothing. Of an engine of several processes each yields some of
-            the replies; [`~Engine.gather`] and [`~Engine.reduce`] bring together what was made of them.
+            [`Message`]: One reply for each client, in any order; a [`ClientFailure`] for a client that failed. Clients
+            without a reply yield nothing. An engine of several processes yields some of the replies in each process;
+            [`~Engine.gather`] and [`~Engine.reduce`] combine the results of the processes.
         """
 
         def dispatch(client_id: str) -> Message:
@@ -74,79 +143,69 @@ class Engine(ABC):
         for client_id, reply in self._execute(plan, dispatch):
             self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
             yield reply
-            del reply  # The next client trains before another takes its place.
+            del reply  # The next client trains before its reply takes this name.
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         """
-        All replies to a plan, in every process.
+        Execute a plan and return all replies, in every process.
 
         Args:
             plan ([`Plan`]): The work.
             on_dispatch (`Callable[[str], None]`, *optional*): As in [`~Engine.run`].
 
         Returns:
-            `dict[str, Message]`: By client, in the order of the plan; without those that never answered.
+            `dict[str, Message]`: Replies by client id, in the order of the cohort, without clients that did not reply.
         """
         replies = {reply.client_id: reply for reply in self.run(plan, on_dispatch)}
         return {client_id: replies[client_id] for client_id in plan.cohort if client_id in replies}
 
-    def gather(self, plan: Plan, found: Mapping[str, T]) -> dict[str, T]:
+    def gather(self, plan: Plan, results: Mapping[str, T]) -> dict[str, T]:
         """
-        What all processes found out about the clients of a plan, once its replies are through; the ledger then knows
-        all of them too.
+        Combine the results that each process has for its clients. The ledger is complete afterwards.
 
         Args:
-            plan ([`Plan`]): What was run.
-            found (`Mapping[str, T]`): By client; scalars and containers of them.
+            plan ([`Plan`]): The plan that was executed.
+            results (`Mapping[str, T]`): Results of this process by client id; scalars and containers of scalars.
 
         Returns:
-            `dict[str, T]`: By client, in the order of the plan.
+            `dict[str, T]`: Results of all processes by client id, in the order of the cohort.
         """
-        return {client_id: found[client_id] for client_id in plan.cohort if client_id in found}
+        return {client_id: results[client_id] for client_id in plan.cohort if client_id in results}
 
-    def reduce(  # noqa: B027 - one process has nothing to do
-        self,
-        plan: Plan,
-        accumulator: Accumulator,
-        state: Mapping[str, torch.Tensor],
-        extra: Mapping[str, torch.Tensor],
-    ) -> None:
+    def reduce(self, plan: Plan, accumulator: Accumulator) -> None:  # noqa: B027 - one process has nothing to reduce
         """
-        Let an accumulator hold what those of all processes hold together.
+        Reduce every mean of an accumulator over all processes.
 
         Args:
-            plan ([`Plan`]): Whose updates were added.
-            accumulator ([`Accumulator`]): This process's.
-            state (`Mapping[str, torch.Tensor]`): What an update's state looks like.
-            extra (`Mapping[str, torch.Tensor]`): What an update's `extra` looks like.
+            plan ([`Plan`]): The plan whose updates were accumulated.
+            accumulator ([`Accumulator`]): This process's accumulator, changed in place.
         """
 
     @abstractmethod
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        """Yield each client's reply; call `dispatch` for a client's message exactly when it is sent."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget what clients keep and what was counted: a new run begins."""
+        """Yield each client's id and reply. Call `dispatch` for a client's message exactly when it is sent."""
 
     @abstractmethod
     def save(self, directory: Path) -> dict[str, str]:
         """
-        Write into a checkpoint what clients keep. The directory exists and is empty of this engine's files.
+        Write the client states to a checkpoint.
+
+        Args:
+            directory (`pathlib.Path`): An existing directory without files of this engine.
 
         Returns:
-            `dict[str, str]`: The digest of each client's file that this process wrote.
+            `dict[str, str]`: SHA-256 of each client's file that this process wrote, by client id.
         """
 
     @abstractmethod
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         """
-        Read back what `save` wrote.
+        Read the client states of a checkpoint.
 
         Args:
-            directory (`pathlib.Path`): Of the checkpoint.
-            digests (`Mapping[str, str]`): What `save` returned, of all processes.
+            directory (`pathlib.Path`): The directory that `save` wrote to.
+            digests (`Mapping[str, str]`): Return values of `save` in all processes.
 
         Raises:
-            ValueError: If a client's file is missing or another than was saved.
+            ValueError: If a client's file is missing or differs from the saved file.
         """

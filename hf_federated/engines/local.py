@@ -1,37 +1,65 @@
-"""`LocalEngine`: every client in this process, one after the other, on one resident model."""
+"""`LocalEngine`: every client in this process, one after the other."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..clients import ClientWorker
 from ..messages import Message, read_message
-from .base import Engine, Plan
+from .base import Engine, EngineContext, Plan
 
 
 class LocalEngine(Engine):
     """
-    Clients take turns on the worker's model; only what is exchanged is swapped, and nothing is serialised.
+    Runs the clients one after the other on one resident model. Only the exchanged values are swapped.
 
     Args:
-        worker ([`~hf_federated.clients.ClientWorker`]): Answers the messages.
-        serialize (`bool`, *optional*, defaults to `False`): Pass every message through its bytes in both directions,
-            as a network would. Slower and otherwise the same; it shows that nothing else is shared.
+        serialize (`bool`, *optional*, defaults to `False`):
+            Convert every message to bytes and back, as a network does. Results are the same and take longer.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.engines import LocalEngine
+
+    >>> LocalEngine(serialize=True).serialize
+    True
+    ```
     """
 
-    def __init__(self, worker: ClientWorker, serialize: bool = False) -> None:
+    worker: ClientWorker
+
+    def __init__(self, serialize: bool = False) -> None:
         super().__init__()
-        self.worker = worker
         self.serialize = serialize
 
+    def check_launch(self, num_processes: int) -> None:
+        if num_processes > 1:
+            raise ValueError(
+                f"engine=LocalEngine() runs in one process, and the launch has {num_processes} processes. Leave "
+                "`engine` out, or pass RankEngine()."
+            )
+
+    def start(self, context: EngineContext) -> None:
+        super().start(context)
+        self.worker = context.build_worker()
+        self.worker.models.clear()
+
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        for client_id in self._own_clients(plan.cohort):
+        started = time.monotonic()
+        for num_replies, client_id in enumerate(self._own_clients(plan.cohort)):
+            if self._is_over(plan, started, num_replies):
+                return
             message = dispatch(client_id)
             reply = self._deliver(message)
             self.last_error = self.worker.last_error
             yield client_id, reply
             del message, reply  # Not kept while the next client trains.
+
+    def _is_over(self, plan: Plan, started: float, num_replies: int) -> bool:
+        return plan.is_over(started, num_replies)
 
     def _deliver(self, message: Message) -> Message:
         if self.serialize:
@@ -41,9 +69,6 @@ class LocalEngine(Engine):
     def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         """The clients of a cohort that train in this process."""
         return cohort
-
-    def reset(self) -> None:
-        self.worker.models.clear()
 
     def save(self, directory: Path) -> dict[str, str]:
         return self.worker.models.save(directory)

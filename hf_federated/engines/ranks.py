@@ -1,55 +1,56 @@
 """`RankEngine`: a federation over the processes of one `accelerate launch`.
 
-Every process runs the same rounds and holds the same global state. With `parallelism="data"` they train each client
-together, as accelerate trains any model: its batches are spread over them and gradients are averaged at every step.
-With `parallelism="clients"` each process trains whole clients on its own, and they meet once a round, to sum up one
-payload each.
+Every process runs the same rounds and holds the same global state. With `parallelism="data"` the processes train each
+client together: its batches are spread over the processes and gradients are averaged at every step, as accelerate
+trains any model. With `parallelism="clients"` each process trains whole clients, and the processes reduce one payload
+a round.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..aggregation import Accumulator
-from ..clients import ClientWorker
 from ..distributed.process_group import Processes
 from ..messages import ClientFailure, Message, message_from_tree
-from .base import Plan
+from .base import EngineContext, Plan
 from .local import LocalEngine
 
 
 T = TypeVar("T")
 
 
-def assign(costs: Mapping[str, float], num_ranks: int, homes: Mapping[str, int]) -> dict[str, int]:
+def assign(costs: Mapping[str, float], num_ranks: int, fixed: Mapping[str, int]) -> dict[str, int]:
     """
-    Which process trains which client, so that all finish at about the same time: the longest first, each to the
-    process with the least to do (Graham, Bounds on Multiprocessing Timing Anomalies, 1969: within 4/3 of the best).
+    Assign clients to ranks so that all ranks finish at about the same time.
+
+    Longest processing time first (Graham, Bounds on Multiprocessing Timing Anomalies, 1969): the clients in descending
+    order of cost, each to the rank with the lowest load. The largest load is within 4/3 of the optimum.
 
     Args:
-        costs (`Mapping[str, float]`): What each client is expected to take, in any unit.
-        num_ranks (`int`): How many processes there are.
-        homes (`Mapping[str, int]`): Clients that must go to a certain process.
+        costs (`Mapping[str, float]`): Expected cost of each client, in any unit.
+        num_ranks (`int`): Number of ranks.
+        fixed (`Mapping[str, int]`): Clients with a given rank.
 
     Returns:
-        `dict[str, int]`: The process of each client, in the order of `costs`. The same in every process.
+        `dict[str, int]`: Rank of each client, in the order of `costs`. The same in every process.
 
     Example:
 
     ```python
     >>> from hf_federated.engines.ranks import assign
 
-    >>> assign({"a": 3, "b": 1, "c": 2}, num_ranks=2, homes={})
+    >>> assign({"a": 3, "b": 1, "c": 2}, num_ranks=2, fixed={})
     {'a': 0, 'b': 1, 'c': 1}
     ```
     """
     loads = [0.0] * num_ranks
-    ranks = {client_id: homes[client_id] for client_id in costs if client_id in homes}
+    ranks = {client_id: fixed[client_id] for client_id in costs if client_id in fixed}
     for client_id, rank in ranks.items():
         loads[rank] += costs[client_id]
     for client_id in sorted(costs.keys() - ranks.keys(), key=lambda client_id: (-costs[client_id], client_id)):
@@ -60,10 +61,10 @@ def assign(costs: Mapping[str, float], num_ranks: int, homes: Mapping[str, int])
 
 class WatchPeers(TrainerCallback):
     """
-    Ends a client's training when another process has failed, instead of letting it go on for nothing.
+    Ends a client's training when another process has failed.
 
     Args:
-        processes ([`Processes`]): Of the launch.
+        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -77,115 +78,126 @@ class WatchPeers(TrainerCallback):
 
 class RankEngine(LocalEngine):
     """
-    Clients over the processes of a launch.
+    Runs the clients on the ranks of a launch, which share the work as `parallelism` of [`FederatedConfig`] defines.
 
-    A client that keeps something between rounds stays with the process that has it, so nothing but the payload and a
-    few numbers a client ever crosses.
+    A client that keeps a state between rounds stays on its rank, so the ranks exchange one payload a round and a few
+    numbers a client.
 
     Args:
-        worker ([`~hf_federated.clients.ClientWorker`]): Answers the messages of this process's clients.
-        processes ([`Processes`]): Of the launch.
-        parallelism (`str`): `"data"` or `"clients"`.
-        costs (`Mapping[str, float]`): What each client of the federation is expected to take, in any unit. Others,
-            which only evaluate, count as their mean.
+        serialize (`bool`, *optional*, defaults to `False`): As in [`LocalEngine`].
+
+    Attributes:
+        bytes_reduced (`int`): Bytes of payload that this process has contributed to reductions in this run.
     """
 
-    def __init__(
-        self, worker: ClientWorker, processes: Processes, parallelism: str, costs: Mapping[str, float]
-    ) -> None:
-        super().__init__(worker)
-        self.processes = processes
+    def __init__(self, serialize: bool = False) -> None:
+        super().__init__(serialize)
         self.bytes_reduced = 0
-        self._spreads_clients = parallelism == "clients"
-        self._costs = costs
-        self._mean_cost = sum(costs.values()) / len(costs)
-        self._homes: dict[str, int] = {}
+
+    def check_launch(self, num_processes: int) -> None:
+        """Every number of processes is supported."""
+
+    def start(self, context: EngineContext) -> None:
+        super().start(context)
+        self.processes = context.processes
+        self.bytes_reduced = 0
+        self._spreads_clients = context.parallelism == "clients"
+        self._costs = context.costs
+        self._mean_cost = sum(context.costs.values()) / len(context.costs)
+        # The rank of each client that keeps a state.
+        self._fixed: dict[str, int] = {}
 
     def _ranks_of(self, cohort: Sequence[str]) -> dict[str, int]:
+        # A client without training examples, which only evaluates, has no cost.
         costs = {client_id: self._costs.get(client_id, self._mean_cost) for client_id in cohort}
-        return assign(costs, self.processes.world_size, self._homes)
+        return assign(costs, self.processes.world_size, self._fixed)
 
     def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         if not self._spreads_clients:
             return cohort
         return [client_id for client_id, rank in self._ranks_of(cohort).items() if rank == self.processes.rank]
 
+    def _is_over(self, plan: Plan, started: float, num_replies: int) -> bool:
+        if plan.deadline is None:
+            return False
+        if self._spreads_clients:
+            # Each rank waits for its share of the replies; the shares are rounded up.
+            own = len(self._own_clients(plan.cohort))
+            return plan.is_over(started, num_replies, math.ceil(plan.min_replies * own / len(plan.cohort)))
+        # The ranks train each client together, and their clocks differ.
+        label = f"{plan.phase}, round {plan.round}: deadline after {num_replies} replies"
+        return self.processes.from_main(label, lambda: plan.is_over(started, num_replies))
+
     def _deliver(self, message: Message) -> Message:
         if not self._spreads_clients:
             return super()._deliver(message)
-        # Otherwise gradients would be averaged over the processes at every step: centralised training.
+        # Without this the ranks would average gradients at every step, which is centralized training.
         with self.processes.independent(as_main=True):
             return super()._deliver(message)
 
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         for client_id, reply in super()._execute(plan, dispatch):
-            # The processes cannot agree to go on without a client that failed in the middle of a common step.
-            if isinstance(reply, ClientFailure) and not self._spreads_clients:
+            # The ranks cannot continue without a client that failed in the middle of a common step.
+            if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
                 if lost := self.processes.lost_peer(self.last_error):
                     raise lost from self.last_error
                 raise RuntimeError(f"Client {client_id!r}, round {plan.round}: {reply.error}") from self.last_error
             yield client_id, reply
             del reply
 
-    def gather(self, plan: Plan, found: Mapping[str, T]) -> dict[str, T]:
+    def gather(self, plan: Plan, results: Mapping[str, T]) -> dict[str, T]:
         if not self._spreads_clients:
-            return super().gather(plan, found)
+            return super().gather(plan, results)
         own = self._own_clients(plan.cohort)
-        told = {
-            "found": dict(found),
+        part = {
+            "results": dict(results),
             "bytes": {client_id: self.ledger.account(plan.round, client_id) for client_id in own},
             "kept": [client_id for client_id in own if client_id in self.worker.models],
         }
-        together: dict[str, T] = {}
-        for rank, theirs in enumerate(self.processes.gather(f"{plan.phase} of clients, round {plan.round}", told)):
-            together.update(theirs["found"])
-            self._homes.update(dict.fromkeys(theirs["kept"], rank))
-            for client_id, (down, up) in theirs["bytes"].items():
+        combined: dict[str, T] = {}
+        for rank, received in enumerate(self.processes.gather(f"{plan.phase} of clients, round {plan.round}", part)):
+            combined.update(received["results"])
+            self._fixed.update(dict.fromkeys(received["kept"], rank))
+            for client_id, (down, up) in received["bytes"].items():
                 self.ledger.set_account(plan.round, client_id, bytes_down=down, bytes_up=up)
-        return super().gather(plan, together)
+        return super().gather(plan, combined)
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         replies = super().collect(plan, on_dispatch)
         trees = self.gather(plan, {client_id: reply.to_tree() for client_id, reply in replies.items()})
         return {client_id: message_from_tree(tree) for client_id, tree in trees.items()}
 
-    def reduce(
-        self,
-        plan: Plan,
-        accumulator: Accumulator,
-        state: Mapping[str, torch.Tensor],
-        extra: Mapping[str, torch.Tensor],
-    ) -> None:
+    def reduce(self, plan: Plan, accumulator: Accumulator) -> None:
         if not self._spreads_clients:
             return
-        means = ((accumulator.mean, state), (accumulator.extra, extra))
-        first = accumulator.first_client
-        told = self.processes.gather(
+        first, means = accumulator.first_client, accumulator.means
+        parts = self.processes.gather(
             f"sum of updates, round {plan.round}",
             {
                 "first": len(plan.cohort) if first is None else plan.cohort.index(first),
-                "weights": [mean.total_weight for mean, _ in means],
-                "counts": [mean.num_updates for mean, _ in means],
+                "means": {name: (mean.total_weight, mean.num_updates) for name, mean in means.items()},
             },
         )
-        saw_first = min(range(len(told)), key=lambda rank: told[rank]["first"])
-        for position, (mean, reference) in enumerate(means):
-            weight = sum(theirs["weights"][position] for theirs in told)
-            count = sum(theirs["counts"][position] for theirs in told)
-            if count == 0:
+        for rank, part in enumerate(parts):
+            if part["means"].keys() != means.keys():
+                raise ValueError(
+                    f"The accumulator has the means {sorted(means)} on this rank and {sorted(part['means'])} on rank "
+                    f"{rank}. Create all means in `accumulator()`, before the first update."
+                )
+        for name, mean in means.items():
+            totals = [part["means"][name] for part in parts]
+            num_updates = sum(number for _, number in totals)
+            if num_updates == 0:
                 continue
-            sums, others = mean.as_part_of(weight, count, reference)
+            sums, copies = mean.reduction_tensors(sum(weight for weight, _ in totals), num_updates)
             self.bytes_reduced += self.processes.sum_(sums)
-            self.processes.broadcast_(others, saw_first)
-        accumulator.first_client = plan.cohort[told[saw_first]["first"]]
-
-    def reset(self) -> None:
-        super().reset()
-        self._homes = {}
-        self.bytes_reduced = 0
+            contributing = [rank for rank, (_, number) in enumerate(totals) if number]
+            self.processes.broadcast_(copies, min(contributing, key=lambda rank: parts[rank]["first"]))
+        earliest = min(part["first"] for part in parts)
+        accumulator.first_client = plan.cohort[earliest] if earliest < len(plan.cohort) else None
 
     def save(self, directory: Path) -> dict[str, str]:
-        # With `parallelism="data"` every process keeps the same.
+        # With `parallelism="data"` every rank holds the same client states.
         return super().save(directory) if self._spreads_clients or self.processes.is_main else {}
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
@@ -193,6 +205,6 @@ class RankEngine(LocalEngine):
             super().load(directory, digests)
             return
         costs = {client_id: self._costs[client_id] for client_id in sorted(digests)}
-        self._homes = assign(costs, self.processes.world_size, {})
-        own = [client_id for client_id, rank in self._homes.items() if rank == self.processes.rank]
+        self._fixed = assign(costs, self.processes.world_size, {})
+        own = [client_id for client_id, rank in self._fixed.items() if rank == self.processes.rank]
         super().load(directory, {client_id: digests[client_id] for client_id in own})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +69,19 @@ class ClientUpdate(Message):
     num_steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def reported_metrics(self) -> dict[str, float]:
+        """The metrics with `num_examples`, `num_tokens` and `num_steps`."""
+        counts = {"num_examples": self.num_examples, "num_tokens": self.num_tokens, "num_steps": self.num_steps}
+        return {**self.metrics, **counts}
+
+    def to(self, device: torch.device | None) -> ClientUpdate:
+        """The update with its tensors on a device; `None` leaves the tensors where they are."""
+        if device is None:
+            return self
+        state = {name: value.to(device) for name, value in self.state.items()}
+        return replace(self, state=state, extra={name: value.to(device) for name, value in self.extra.items()})
 
 
 @dataclass(frozen=True)

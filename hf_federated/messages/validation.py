@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -67,7 +67,7 @@ def check_update(
     round: int,
     reference: Mapping[str, torch.Tensor],
     extra_reference: Mapping[str, torch.Tensor],
-    check_extra: CheckExtra | None = None,
+    extra_checks: Sequence[CheckExtra] = (),
 ) -> None:
     """
     Check an update before it is aggregated.
@@ -77,7 +77,8 @@ def check_update(
         round (`int`): The round that asked for it.
         reference (`Mapping[str, torch.Tensor]`): The global state that was sent; keys, shapes and dtypes must agree.
         extra_reference (`Mapping[str, torch.Tensor]`): The same for what the algorithm sends beside it.
-        check_extra (`Callable`, *optional*): Raises `ValueError` for numbers in it that the algorithm cannot use.
+        extra_checks (`Sequence[Callable]`, *optional*): Each raises `ValueError` for values of `extra` that an
+            algorithm cannot use.
 
     Raises:
         InvalidUpdateError: If anything differs, a value is not finite, the algorithm cannot use one, or it answers
@@ -97,9 +98,8 @@ def check_update(
     _check_state(update.state, reference, where)
     beside = f"{where}, beside the parameters"
     _check_state(update.extra, extra_reference, beside)
-    if check_extra is None:
-        return
-    try:
-        check_extra(update.extra)
-    except ValueError as error:
-        raise InvalidUpdateError(f"{beside}: {error}") from error
+    for check_extra in extra_checks:
+        try:
+            check_extra(update.extra)
+        except ValueError as error:
+            raise InvalidUpdateError(f"{beside}: {error}") from error

@@ -2,7 +2,15 @@
 
 from .base import Postprocessor, run_client_side, run_server_side
 from .clipping import ClipUpdate
-from .exchange_dtype import SendChanges, cast_floating
+from .exchange_dtype import SendChanges, cast_floating, exchange_dtype
 
 
-__all__ = ["ClipUpdate", "Postprocessor", "SendChanges", "cast_floating", "run_client_side", "run_server_side"]
+__all__ = [
+    "ClipUpdate",
+    "Postprocessor",
+    "SendChanges",
+    "cast_floating",
+    "exchange_dtype",
+    "run_client_side",
+    "run_server_side",
+]

@@ -12,6 +12,11 @@ from ..messages.validation import InvalidUpdateError
 from .base import Postprocessor
 
 
+def exchange_dtype(name: str | None) -> torch.dtype | None:
+    """The torch dtype that `exchange_dtype` of [`FederatedConfig`] names; `None` for the parameters' own dtypes."""
+    return None if name is None else getattr(torch, name)
+
+
 def cast_floating(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """A state with its floating tensors in another dtype; `None` leaves all as they are."""
     if dtype is None:

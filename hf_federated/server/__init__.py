@@ -1,7 +1,8 @@
 """The server's side of a round: the round loop, the state it works on, and the events that callbacks receive."""
 
 from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState, call_event
-from .round_loop import RoundLoop, RoundSummary
+from .client_metrics import RoundSummary, spread_over_clients
+from .round_loop import RoundLoop
 
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "RoundSummary",
     "ServerState",
     "call_event",
+    "spread_over_clients",
 ]

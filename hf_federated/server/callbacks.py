@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..adapters import Exchange
 from ..aggregation import Accumulator, Aggregation, WeightedMean
 from ..distillation import Ask, Cohort, Distillation, DistillationServer, FromMain, Teachers
 from ..messages import ClientUpdate
 from ..messages.validation import CheckExtra
+
+
+def _no_engine(phase: str, client_ids: Sequence[str], message_for: Any) -> dict[str, Any]:
+    raise RuntimeError(f"The {phase} needs an engine; a ServerState gets one when its round loop is built.")
 
 
 @dataclass
@@ -31,16 +36,19 @@ class ServerState:
         client_ids (`tuple[str, ...]`): All clients.
         cohort (`tuple[str, ...]`): The clients sampled this round.
         rejected (`dict[str, str]`): This round's clients that failed or whose update was refused, with the reason.
+        returns_state (`bool`): Whether updates hold the trained values of `weights`.
         fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
         fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
         expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
-        check_extra (`Callable`, *optional*): Raises `ValueError` for one that looks so and holds numbers that the
-            algorithm cannot use. The update is then refused.
+        extra_checks (`list[Callable]`): Functions of an update's `extra`. Each raises `ValueError` for values that an
+            algorithm cannot use; the update is then refused.
         accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
             the updates of all processes when `on_aggregate` fires, and are dropped after it.
         client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
             `num_examples`, `num_tokens` and `num_steps`; known from `on_aggregate` on.
-        min_clients (`int`): Clients that a round needs.
+        min_clients (`int`): Number of clients that a round needs.
+        device (`torch.device`, *optional*): Device of `weights` and of the sums of updates; the model's by default.
+        aggregated (`dict[str, torch.Tensor]`, *optional*): `weights` after this round's aggregation.
         ask (`Callable`): `ask(phase, client_ids, message_for)` sends clients further messages and returns their
             replies by client.
 
@@ -61,14 +69,35 @@ class ServerState:
     client_ids: tuple[str, ...] = ()
     cohort: tuple[str, ...] = ()
     rejected: dict[str, str] = field(default_factory=dict)
+    returns_state: bool = True
     fit_settings: dict[str, Any] = field(default_factory=dict)
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
-    check_extra: CheckExtra | None = None
+    extra_checks: list[CheckExtra] = field(default_factory=list)
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     min_clients: int = 1
-    ask: Ask | None = None
+    device: torch.device | None = None
+    aggregated: dict[str, torch.Tensor] | None = None
+    ask: Ask = field(default_factory=lambda: _no_engine)
+
+    def begin_round(self, round: int, cohort: tuple[str, ...]) -> None:
+        """Set the round and its cohort, and forget the previous round."""
+        self.round, self.cohort = round, cohort
+        self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
+        self.extra_checks, self.accumulators = [], []
+        self.aggregated = None
+
+    def read(self, exchange: Exchange) -> dict[str, torch.Tensor]:
+        """A copy of a model's exchanged values on the server's device."""
+        if self.device is None:
+            return exchange.read()
+        return {name: value.to(self.device, copy=True) for name, value in exchange.live.items()}
+
+    @property
+    def expected_state(self) -> dict[str, torch.Tensor]:
+        """Tensors with the names, shapes and dtypes of an update's state."""
+        return self.weights if self.returns_state else {}
 
 
 class FederatedCallback(TrainerCallback):
@@ -197,15 +226,19 @@ class AggregationCallback(FederatedCallback):
     ```
     """
 
+    # This round's means, from `on_round_begin` to `on_aggregate`.
+    _accumulator: Accumulator
+
     def __init__(self, algorithm: Aggregation) -> None:
         self.algorithm = algorithm
-        self._accumulator: Accumulator | None = None
 
     def on_round_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        self._accumulator = self.algorithm.accumulator()
+        # `expected_extra` is complete after this event, when every algorithm of the round has added to it.
+        self._accumulator = self.algorithm.accumulator(server.expected_state, server.expected_extra)
         server.accumulators.append(self._accumulator)
+        server.extra_checks.append(self.algorithm.check_extra)
         server.fit_settings.update(self.algorithm.fit_settings())
         server.fit_extra.update(self.algorithm.fit_extra(server.weights))
         server.expected_extra.update(self.algorithm.expected_extra(server.weights))
@@ -218,16 +251,14 @@ class AggregationCallback(FederatedCallback):
         update: ClientUpdate,
         **kwargs: Any,
     ) -> None:
-        assert self._accumulator is not None
         self._accumulator.add(update)
 
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert self._accumulator is not None
         server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
-        # A round's sums are as large as the model; they must not lie about until the next round.
-        self._accumulator = None
+        # The sums are as large as the model and are not needed until the next round.
+        del self._accumulator
 
 
 class DistillationCallback(FederatedCallback):
@@ -248,37 +279,36 @@ class DistillationCallback(FederatedCallback):
     ```
     """
 
+    # The server's side of the distillation, from `start` on.
+    server: DistillationServer
+
     def __init__(self, algorithm: Distillation) -> None:
         self.algorithm = algorithm
-        # Of the last round, for the log.
         self.logs: dict[str, float] = {}
         self.teachers: Teachers | None = None
-        self._server: DistillationServer | None = None
-        self._from_main: FromMain | None = None
-        # Whose updates were kept here in this round.
-        self._kept: list[str] = []
+        # Clients whose updates this process stored in this round.
+        self._stored: list[str] = []
         self._extra: WeightedMean | None = None
 
     def start(self, server: DistillationServer, teachers: Teachers | None, from_main: FromMain) -> None:
         """
-        Called when a run begins.
+        Begin a run.
 
         Args:
-            server ([`DistillationServer`]): The server's model and rows.
-            teachers ([`Teachers`], *optional*): Where clients' models are put, for a method that needs them.
-            from_main (`Callable`): As of [`~hf_federated.distillation.Cohort`].
+            server ([`DistillationServer`]): The server's model and examples.
+            teachers ([`Teachers`], *optional*): Store of the clients' models, for a method that needs them.
+            from_main (`Callable`): As in [`~hf_federated.distillation.Cohort`].
         """
         self.logs = {}
-        self._server, self.teachers, self._from_main = server, teachers, from_main
+        self.server, self.teachers, self._from_main = server, teachers, from_main
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert self._server is not None
-        server.expected_extra.update(self.algorithm.expected_extra(self._server))
-        server.check_extra = self.algorithm.check_extra
-        self._kept = []
+        server.expected_extra.update(self.algorithm.expected_extra(self.server))
+        server.extra_checks.append(self.algorithm.check_extra)
+        self._stored = []
 
     def on_client_end(
         self,
@@ -288,11 +318,9 @@ class DistillationCallback(FederatedCallback):
         update: ClientUpdate,
         **kwargs: Any,
     ) -> None:
-        if self.teachers is None or self._server is None:
-            return
-        if self.algorithm.uses_updates_of(update.round, self._server):
+        if self.teachers is not None and self.algorithm.uses_updates_of(update.round, self.server):
             self.teachers.keep(update)
-            self._kept.append(update.client_id)
+            self._stored.append(update.client_id)
 
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
@@ -303,41 +331,39 @@ class DistillationCallback(FederatedCallback):
     def on_distill(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        assert server.ask is not None
-        assert self._server is not None and self._from_main is not None
-        num_classes = self._server.student.num_classes
+        student = self.server.student
+        # Fails here, by name, if the server's model does not predict classes.
+        num_classes = student.num_classes
         cohort = Cohort(
             round=server.round,
             metrics=dict(server.client_metrics),
             ask=server.ask,
             decode=lambda values: self.algorithm.decode(values, num_classes),
-            seed=self._server.seed,
+            seed=self.server.seed,
             min_clients=server.min_clients,
             rejected=server.rejected,
             extra=self._extra,
             teachers=self.teachers,
-            positions=self._server.student.positions,
+            positions=student.positions,
             from_main=self._from_main,
         )
         if self.teachers is not None:
-            self.teachers.settle(cohort.client_ids, self._kept)
+            self.teachers.settle(cohort.client_ids, self._stored)
         cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
-        self.logs = self.algorithm.distill(cohort, self._server)
-        if self._server.student.positions is not None:
-            # Fewer than there are, where a tokenizer of the round keeps nothing of some words.
-            self.logs["public_positions"] = self._server.num_agreed(self._server.all_rows)
+        self.logs = self.algorithm.distill(cohort, self.server)
+        if student.positions is not None:
+            # Lower than the number of positions if a tokenizer of the cohort drops some words.
+            self.logs["public_positions"] = self.server.num_agreed(self.server.all_rows)
         self._extra = None
-        if self.teachers is not None and not self.algorithm.keeps_teachers(self._server):
+        if self.teachers is not None and not self.algorithm.keeps_teachers(self.server):
             self.teachers.forget()
-        server.weights = self._server.exchange.read()
+        server.weights = server.read(self.server.exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the server keeps between rounds beside its model, as scalars and tensors."""
-        assert self._server is not None
-        return {"algorithm": self.algorithm.state_dict(), "student": self._server.student.state_dict()}
+        """The state that the server keeps between rounds in addition to its model, as scalars and tensors."""
+        return {"algorithm": self.algorithm.state_dict(), "student": self.server.student.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, before the first round."""
-        assert self._server is not None
+        """Load the return value of `state_dict`, before the first round."""
         self.algorithm.load_state_dict(state["algorithm"])
-        self._server.student.load_state_dict(state["student"])
+        self.server.student.load_state_dict(state["student"])

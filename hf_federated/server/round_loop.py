@@ -1,101 +1,43 @@
-"""The round: sample, send, collect, check, aggregate. Nothing here knows an algorithm or a Trainer."""
+"""The round: sample, send, collect, check, aggregate. Nothing here depends on an algorithm or a Trainer."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..clients import ClientSampler, RowLimit, client_seed
+from ..config import FederatedConfig
 from ..engines import Engine, Plan
-from ..messages import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import InvalidUpdateError, RoundFailedError, check_update
-from ..postprocessing import Postprocessor, cast_floating, run_server_side
+from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
 from .callbacks import ServerState
+from .client_metrics import RoundSummary
 
 
 logger = logging.get_logger(__name__)
 
-
-KNOWN_METRICS = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
-
-
-@dataclass
-class RoundSummary:
-    """
-    What a round came to, over its accepted updates.
-
-    Args:
-        loss (`float`): Mean training loss of the clients, by examples.
-        grad_norm (`float`, *optional*): Mean of the clients' last gradient norms.
-        learning_rate (`float`, *optional*): Mean of the clients' last learning rates.
-        num_clients (`int`): Accepted updates.
-        num_failed (`int`): Failed or refused ones.
-        num_examples (`int`): Rows that the accepted clients trained on, once each.
-        num_tokens (`int`): Input tokens, where they are counted.
-        total_flos (`float`): Floating point operations.
-        further (`dict[str, float]`): What else the clients' trainers log, under their names: the mean over clients.
-        clients (`dict[str, dict[str, float]]`): Each client's own metrics.
-    """
-
-    loss: float = 0.0
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    num_clients: int = 0
-    num_failed: int = 0
-    num_examples: int = 0
-    num_tokens: int = 0
-    total_flos: float = 0.0
-    further: dict[str, float] = field(default_factory=dict)
-    clients: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def from_clients(cls, rows: dict[str, dict[str, float]], num_failed: int) -> RoundSummary:
-        """Sum up the clients' metrics; each row has `num_examples`, `num_tokens`, `num_steps` and what it logged."""
-
-        def mean(name: str) -> float | None:
-            values = [row[name] for row in rows.values() if name in row]
-            return statistics.fmean(values) if values else None
-
-        told = dict.fromkeys(name for row in rows.values() for name in row if name not in KNOWN_METRICS)
-        names = [name for name in told if not name.startswith(CLASS_COUNT)]
-        weights = [max(row["num_examples"], 1) for row in rows.values()]
-        losses = [row.get("loss", 0.0) for row in rows.values()]
-        return cls(
-            loss=sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights),
-            grad_norm=mean("grad_norm"),
-            learning_rate=mean("learning_rate"),
-            num_clients=len(rows),
-            num_failed=num_failed,
-            num_examples=int(sum(row["num_examples"] for row in rows.values())),
-            num_tokens=int(sum(row["num_tokens"] for row in rows.values())),
-            total_flos=sum(row.get("total_flos", 0.0) for row in rows.values()),
-            further={name: mean(name) or 0.0 for name in names},
-            clients=rows,
-        )
+# Fires an event of the round on the trainer's callbacks.
+Fire = Callable[..., Any]
 
 
 class RoundLoop:
     """
-    Runs one round after the other on an engine.
+    Runs rounds on an engine.
 
     Args:
-        engine ([`Engine`]): Where clients run.
+        engine ([`Engine`]): Runs the clients.
         server ([`ServerState`]): The global state, changed in place.
-        sampler ([`ClientSampler`]): Who takes part.
-        seed (`int`): Of the run.
-        min_clients (`int`): Accepted updates below which a round fails.
-        postprocessors (`Sequence[Postprocessor]`): Their server sides run here.
-        fire (`Callable`): `fire(event, **kwargs)` tells the callbacks.
-        write (`Callable[[dict[str, torch.Tensor]], None]`): Puts a global state into the server's model.
-        sent_dtype (`torch.dtype`, *optional*): Of what clients are sent; its own by default.
-        sends_state (`bool`, *optional*, defaults to `True`): Whether the global state goes to the clients.
-        returns_state (`bool`, *optional*, defaults to `True`): Whether what they make of it comes back.
-        row_limit ([`RowLimit`], *optional*): How many rows clients train on at most; all by default.
+        sampler ([`ClientSampler`]): Draws the cohort of a round.
+        config ([`FederatedConfig`]): The configuration, with `federation_seed` filled in.
+        postprocessors (`Sequence[Postprocessor]`): Steps whose server sides run on every update.
+        fire (`Callable`): `fire(event, **kwargs)` calls the trainer's callbacks.
+        write (`Callable[[dict[str, torch.Tensor]], None]`): Writes a global state into the server's model.
+        sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
+        row_limit ([`RowLimit`], *optional*): Limits the number of examples that a client trains on.
     """
 
     def __init__(
@@ -103,72 +45,58 @@ class RoundLoop:
         engine: Engine,
         server: ServerState,
         sampler: ClientSampler,
-        seed: int,
-        min_clients: int,
+        config: FederatedConfig,
         postprocessors: Sequence[Postprocessor],
-        fire: Callable[..., Any],
+        fire: Fire,
         write: Callable[[dict[str, torch.Tensor]], None],
-        sent_dtype: torch.dtype | None = None,
         sends_state: bool = True,
-        returns_state: bool = True,
         row_limit: RowLimit | None = None,
     ) -> None:
         self.engine = engine
         self.server = server
         self._sampler = sampler
-        self._seed = seed
-        self._min_clients = min_clients
+        self._config = config
         self._postprocessors = postprocessors
         self._fire = fire
         self._write = write
-        self._sent_dtype = sent_dtype
         self._sends_state = sends_state
-        self._returns_state = returns_state
         self._row_limit = row_limit
         server.ask = self._ask
-        server.min_clients = min_clients
-        # The global state to fall back on.
-        self._settled = server.weights
-        # What clients are sent, the same for all of them.
-        self._sent: dict[str, torch.Tensor] = {}
-        self._sent_extra: dict[str, torch.Tensor] = {}
-        self._max_rows: int | None = None
+        server.min_clients = config.min_clients
 
     def run(self, round: int) -> RoundSummary:
         """
-        Run a round.
+        Run a round. If the round fails, the model holds the global state of the last finished aggregation.
 
         Args:
             round (`int`): Round number, from 0.
 
         Returns:
-            [`RoundSummary`]: What it came to.
+            [`RoundSummary`]: Sums and means over the accepted updates.
 
         Raises:
-            RoundFailedError: If fewer than `min_clients` updates were accepted.
-
-        Whatever ends it, the model holds the global state of the last finished aggregation, and no client's.
+            RoundFailedError: If the server accepted fewer than `min_clients` updates.
         """
-        self._settled = self.server.weights
+        before = self.server.weights
         try:
             return self._run(round)
         except BaseException:
-            self._write(self._settled)
+            aggregated = self.server.aggregated
+            self._write(before if aggregated is None else aggregated)
             raise
 
     def _run(self, round: int) -> RoundSummary:
-        server = self.server
-        server.round = round
-        server.cohort = self._sampler(round)
-        server.rejected = {}
-        server.fit_settings, server.fit_extra, server.expected_extra, server.accumulators = {}, {}, {}, []
-        server.check_extra = None
+        server, config = self.server, self._config
+        server.begin_round(round, self._sampler(round))
         self._fire("on_round_begin")
-        self._sent = cast_floating(server.weights, self._sent_dtype) if self._sends_state else {}
-        self._sent_extra = cast_floating(server.fit_extra, self._sent_dtype)
-        self._max_rows = None if self._row_limit is None else self._row_limit(server.cohort)
-        plan = Plan(round, server.cohort, self._fit_message)
-        # Of each client what it counted and logged, or why it was refused.
+        plan = Plan(
+            round,
+            server.cohort,
+            self._fit_messages(),
+            deadline=config.round_deadline,
+            min_replies=config.min_clients,
+        )
+        # The metrics of each accepted update, or the reason for which the server rejected it.
         outcomes: dict[str, dict[str, float] | str] = {}
         first_error: Exception | None = None
         for reply in self.engine.run(plan, lambda client_id: self._fire("on_client_begin", client_id=client_id)):
@@ -177,59 +105,50 @@ class RoundLoop:
             except InvalidUpdateError as error:
                 first_error = first_error or self.engine.last_error or error
                 outcomes[reply.client_id] = str(error)
-                logger.warning(f"Refused: {error}")
+                logger.warning(f"Rejected: {error}")
                 continue
             self._fire("on_client_end", update=update)
-            counts = {
-                "num_examples": update.num_examples,
-                "num_tokens": update.num_tokens,
-                "num_steps": update.num_steps,
-            }
-            outcomes[update.client_id] = {**update.metrics, **counts}
-            del update, reply
+            outcomes[update.client_id] = update.reported_metrics
+            del update, reply  # Not kept while the next client trains.
         outcomes = self.engine.gather(plan, outcomes)
-        rows = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
-        server.rejected = {client_id: reason for client_id, reason in outcomes.items() if isinstance(reason, str)}
-        self._sent, self._sent_extra = {}, {}
-        if len(rows) < self._min_clients:
-            self._raise_failed(len(rows), first_error)
-        server.client_metrics = dict(rows)
+        accepted = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
+        no_reply = f"no reply within round_deadline={config.round_deadline} seconds"
+        server.rejected = {
+            client_id: str(outcomes.get(client_id, f"Client {client_id!r}, round {round}: {no_reply}"))
+            for client_id in server.cohort
+            if client_id not in accepted
+        }
+        self._check_enough(len(accepted), first_error)
+        server.client_metrics = dict(accepted)
         for accumulator in server.accumulators:
-            self.engine.reduce(plan, accumulator, self._expected, server.expected_extra)
+            self.engine.reduce(plan, accumulator)
         self._fire("on_aggregate")
         server.accumulators = []
-        aggregated = server.weights
-        self._write(aggregated)
-        self._settled = aggregated
+        server.aggregated = server.weights
+        self._write(server.weights)
         self._fire("on_distill")
-        if server.weights is not aggregated:
+        if server.weights is not server.aggregated:
             self._write(server.weights)
-        return RoundSummary.from_clients(rows, num_failed=len(server.rejected))
+        return RoundSummary.from_clients(accepted, num_failed=len(server.rejected))
 
-    def _fit_message(self, client_id: str) -> Fit:
+    def _fit_messages(self) -> Callable[[str], Fit]:
+        """The messages of this round, which share the tensors of the global state."""
         server = self.server
-        return Fit(
-            server.round,
-            client_id,
-            self._seed_of(client_id),
-            self._sent,
-            self._sent_extra,
-            server.fit_settings,
-            self._returns_state,
-            self._max_rows,
+        dtype = exchange_dtype(self._config.exchange_dtype)
+        state = cast_floating(server.weights, dtype) if self._sends_state else {}
+        extra = cast_floating(server.fit_extra, dtype)
+        settings, returns_state = server.fit_settings, server.returns_state
+        max_rows = None if self._row_limit is None else self._row_limit(server.cohort)
+        return lambda client_id: Fit(
+            server.round, client_id, self._seed_of(client_id), state, extra, settings, returns_state, max_rows
         )
 
-    @property
-    def _expected(self) -> dict[str, torch.Tensor]:
-        """What an update's state must look like."""
-        return self.server.weights if self._returns_state else {}
-
     def _ask(self, phase: str, client_ids: Sequence[str], message_for: Callable[[str], Message]) -> dict[str, Message]:
-        """Send clients messages beside those of the round, and return the replies in their order."""
+        """Send further messages within a round; the replies in the order of the clients."""
         return self.engine.collect(Plan(self.server.round, tuple(client_ids), message_for, phase))
 
     def _seed_of(self, client_id: str) -> int:
-        return client_seed(self._seed, client_id, self.server.round)
+        return client_seed(self._config.federation_seed or 0, client_id, self.server.round)
 
     def _accept(self, reply: Message) -> ClientUpdate:
         server = self.server
@@ -237,44 +156,50 @@ class RoundLoop:
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
-        update = run_server_side(self._postprocessors, reply, self._expected, self._seed_of(reply.client_id))
-        check_update(update, server.round, self._expected, server.expected_extra, server.check_extra)
+        reply = reply.to(server.device)
+        update = run_server_side(self._postprocessors, reply, server.expected_state, self._seed_of(reply.client_id))
+        check_update(update, server.round, server.expected_state, server.expected_extra, server.extra_checks)
         return update
 
-    def _raise_failed(self, num_accepted: int, cause: Exception | None) -> None:
-        server = self.server
-        unanswered = set(server.cohort) - set(server.rejected)
-        reason = next(iter(server.rejected.values()), f"no answer from {sorted(unanswered)[:3]}")
+    def _check_enough(self, num_accepted: int, cause: Exception | None) -> None:
+        server, min_clients = self.server, self._config.min_clients
+        if num_accepted >= min_clients:
+            return
+        reason = next(iter(server.rejected.values()), "the cohort is too small")
         raise RoundFailedError(
             f"Round {server.round}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, and "
-            f"min_clients={self._min_clients}. The first failure: {reason}"
+            f"min_clients={min_clients}. The first failure: {reason}"
         ) from cause
 
     def evaluate(self, client_ids: Sequence[str]) -> dict[str, dict[str, float]]:
         """
-        Each client's metrics of the current global state on its own evaluation data.
+        Evaluate the current global state on each client's own evaluation data.
 
         Args:
-            client_ids (`Sequence[str]`): Whom to ask.
+            client_ids (`Sequence[str]`): The clients to ask.
+
+        Returns:
+            `dict[str, dict[str, float]]`: Metrics by client id.
 
         Raises:
-            RoundFailedError: If a client fails. The message names it.
+            RoundFailedError: If a client fails. The message names the client.
         """
         server = self.server
-        sent = cast_floating(server.weights, self._sent_dtype) if self._returns_state else {}
+        state = cast_floating(server.expected_state, exchange_dtype(self._config.exchange_dtype))
         plan = Plan(
-            server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, sent), "evaluation"
+            server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, state), "evaluation"
         )
         results: dict[str, dict[str, float]] = {}
         try:
             for reply in self.engine.run(plan):
-                if not isinstance(reply, Metrics):
-                    assert isinstance(reply, ClientFailure)
-                    raise RoundFailedError(
-                        f"Client {reply.client_id!r} could not be evaluated: {reply.error}"
-                    ) from self.engine.last_error
-                results[reply.client_id] = reply.metrics
+                if isinstance(reply, Metrics):
+                    results[reply.client_id] = reply.metrics
+                    continue
+                reason = reply.error if isinstance(reply, ClientFailure) else f"it sent a {type(reply).__name__}"
+                raise RoundFailedError(
+                    f"Client {reply.client_id!r} could not be evaluated: {reason}"
+                ) from self.engine.last_error
         finally:
-            # With `exchange_dtype` clients were sent something narrower.
+            # With `exchange_dtype` the clients evaluated a narrower state.
             self._write(server.weights)
         return self.engine.gather(plan, results)

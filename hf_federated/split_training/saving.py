@@ -15,8 +15,8 @@ from ..data import FederatedDataset
 from ..messages.ledger import Ledger
 from ..split.adapters import load_adapter
 from ..split.saving import save_parts
+from ..trainer.base import LoopArgumentsMixin
 from ..trainer.checkpoint import name_checkpoint, publish, rotate, staged_arguments, staged_directory
-from ..trainer.loop_arguments import LoopArgumentsMixin
 from .checkpoint import load_parties, save_parties
 from .config import SplitConfig
 from .digest import run_and_step

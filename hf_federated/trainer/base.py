@@ -1,8 +1,13 @@
-"""`RoleMixin`: which part a federated trainer plays at the moment, and what a federation adds to its attributes."""
+"""The roles of a federated trainer, and the attributes that a federation adds to a trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from datasets import Dataset
+from transformers import TrainingArguments
 
 from ..adapters import Exchange
 from ..aggregation import Aggregation
@@ -13,16 +18,45 @@ from ..distillation import Distillation
 from ..engines import Engine
 from ..messages.ledger import Ledger
 from ..postprocessing import Postprocessor
-from .federation import FederationRuntime
-from .loop_arguments import LoopArgumentsMixin
+from .federation import Federation
+from .setup import FederationSetup
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class LoopArgumentsMixin(_Base):
+    """A trainer that keeps the user's arguments while `args` holds the arguments of its training loop."""
+
+    args: TrainingArguments
+    _user_args: TrainingArguments
+
+    @property
+    def run_args(self) -> TrainingArguments:
+        """The user's arguments, also during training, when `args` holds those of the training loop."""
+        return self._user_args
+
+    @contextmanager
+    def _arguments(self, args: TrainingArguments) -> Iterator[None]:
+        """Use other arguments inside the context."""
+        before, self.args = self.args, args
+        try:
+            yield
+        finally:
+            self.args = before
 
 
 class RoleMixin(LoopArgumentsMixin):
     """
-    A trainer that may be the parent untouched (no runtime), the loop over rounds, or the copy that trains one client.
+    A trainer in one of three roles: the unchanged parent (without a setup), the loop over rounds, or a client's copy.
     """
 
-    _runtime: FederationRuntime | None = None
+    _setup: FederationSetup | None = None
+    # From the start of the rounds, or of the first evaluation of clients, on.
+    _running: Federation | None = None
     _runs_rounds: bool = False
     # Set on the isolated copy that trains one client.
     local_training: LocalTraining | None = None
@@ -30,65 +64,71 @@ class RoleMixin(LoopArgumentsMixin):
     @property
     def federation(self) -> FederatedConfig | None:
         """The configuration, with `num_rounds` and the seed filled in; `None` without a federation."""
-        return None if self._runtime is None else self._runtime.config
+        return None if self._setup is None else self._setup.config
 
     @property
-    def _federation(self) -> FederationRuntime:
-        if self._runtime is None:
-            raise AttributeError("This trainer has no federation: give it `federation=` or a FederatedDataset.")
-        return self._runtime
+    def _federation_setup(self) -> FederationSetup:
+        if self._setup is None:
+            raise AttributeError("This trainer has no federation: pass `federation=` or a FederatedDataset.")
+        return self._setup
+
+    @property
+    def _federation(self) -> Federation:
+        if self._running is None:
+            raise AttributeError("The federation has not started: call `train()` first.")
+        return self._running
 
     @property
     def clients(self) -> FederatedDataset:
-        """The clients' training rows."""
-        return self._federation.clients
+        """The clients' training examples."""
+        return self._federation_setup.clients
 
     @property
     def eval_clients(self) -> FederatedDataset | None:
-        """The clients' evaluation rows, if `eval_dataset` was a [`FederatedDataset`]."""
-        return self._federation.eval_clients
+        """The clients' evaluation examples, if `eval_dataset` was a [`FederatedDataset`]."""
+        return self._federation_setup.eval_clients
 
     @property
     def postprocessors(self) -> list[Postprocessor]:
         """The steps between a client's training and the aggregate."""
-        return self._federation.postprocessors
+        return self._federation_setup.postprocessors
 
     @property
     def exchange(self) -> Exchange:
-        """What of the model travels."""
-        return self._federation.exchange
+        """Reads and writes the exchanged values of the model."""
+        return self._federation_setup.exchange if self._running is None else self._running.exchange
 
     @property
     def aggregation(self) -> Aggregation:
         """The averaging algorithm."""
-        return self._federation.aggregation
+        return self._federation_setup.aggregation
 
     @property
     def distillation(self) -> Distillation | None:
         """The distillation algorithm, if there is one."""
-        return self._federation.distillation
+        return self._federation_setup.distillation
 
     @property
     def public_dataset(self) -> Dataset | None:
-        """The rows that server and clients have, where there is a distillation."""
-        return self._federation.public_dataset
+        """The public examples of a distillation."""
+        return self._federation_setup.participants.public_dataset
 
     @property
     def engine(self) -> Engine:
-        """Where the clients run; built when training or evaluation starts."""
-        return self._federation.loop.engine
+        """The engine that runs the clients."""
+        return self._federation_setup.engine
 
     @property
     def ledger(self) -> Ledger:
         """Bytes per client and round."""
-        return self._federation.ledger
+        return self._federation_setup.engine.ledger
 
     @property
     def client_metrics(self) -> dict[str, dict[str, float]]:
         """Each client's metrics of the last evaluation with `evaluate_clients=True`."""
-        return self._federation.client_metrics
+        return {} if self._running is None else self._running.client_metrics
 
     @property
     def _is_federating(self) -> bool:
-        """Whether this is the loop over rounds, and not a client inside it."""
+        """Whether this trainer runs the loop over rounds, and is not a client inside it."""
         return self._runs_rounds and self.local_training is None

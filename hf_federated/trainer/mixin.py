@@ -3,7 +3,7 @@
 It plays one of three roles (`roles.py`). Without a federation it is the parent, untouched. With one, `train()` is the
 parent's own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's
 `train()` on the client's rows (`clients/local_training.py`). Each override says what it does in which role; the work
-is in the [`FederationRuntime`]. What is saved is in `saving.py`, what a constructor does to rows in `preparation.py`.
+is in the [`Federation`]. What is saved is in `saving.py`, what a constructor does to rows in `preparation.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from ..clients.participants import FROM_TASK, EncodedClients, Participants, enco
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distributed.process_group import shared_construction
+from ..engines import Engine
 from ..postprocessing import Postprocessor
 from ..tasks import Task
 from ..utils.gc import frozen_heap
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
 from .dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
-from .federation import FederationRuntime
+from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .saving import SavingMixin
+from .setup import FederationSetup
 
 
 class FederatedMixin(SavingMixin, PreparingMixin):
@@ -56,6 +58,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         self,
         *args: Any,
         federation: FederatedConfig | None = None,
+        engine: Engine | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         client_callbacks: Sequence[TrainerCallback] = (),
         task: Task | None = None,
@@ -72,13 +75,14 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return
         participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
         with shared_construction():
-            self._build(given, rows, federation, postprocessors, client_callbacks, participants)
+            self._build(given, rows, federation, engine, postprocessors, client_callbacks, participants)
 
     def _build(
         self,
         given: dict[str, Any],
         clients: FederatedDataset,
         federation: FederatedConfig | None,
+        engine: Engine | None,
         postprocessors: Sequence[Postprocessor],
         client_callbacks: Sequence[TrainerCallback],
         participants: Participants,
@@ -111,22 +115,23 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             if of_clients is not None and getattr(self, name) is not preparation.prepared:
                 raise uses_its_data(type(self), f"`{name}` is another one afterwards")
         self.train_dataset = clients
-        self._runtime = FederationRuntime(
+        self._setup = FederationSetup.build(
             trainer=self,
+            config=federation,
+            engine=engine,
             clients=clients,
             eval_clients=eval_clients,
+            participants=participants,
+            users_callbacks=users_callbacks,
+            postprocessors=postprocessors,
+            arguments={**arguments, **{name: given[name] for name in FROM_TASK if name in given}},
             train_datasets=self._as_trained_on(train, clients, participants, {first: train.prepared}),
             eval_datasets=None
             if eval_clients is None
             else self._as_trained_on(evaluation, eval_clients, participants, {}),
-            config=federation,
-            users_callbacks=users_callbacks,
-            postprocessors=postprocessors,
             client_callbacks=[*self._parents_own_callbacks(users_callbacks), *client_callbacks],
-            participants=participants,
-            arguments={**arguments, **{name: given[name] for name in FROM_TASK if name in given}},
         )
-        self.add_callback(_RoundEndCallback(self._runtime))
+        self.add_callback(_RoundEndCallback(self))
         self._user_args = self.args
         self._resume_from: str | None = None
 
@@ -201,11 +206,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             LaunchFailedError: If an earlier run over several processes failed: their launch must be started again.
             ValueError: If the checkpoint is not one of this federation, or not whole.
         """
-        runtime = self._runtime
-        if runtime is None or self.local_training is not None:
+        setup = self._setup
+        if setup is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        runtime.processes.raise_if_failed()
-        with runtime.processes.shared_fate(), runtime.alone():
+        setup.processes.raise_if_failed()
+        with setup.processes.shared_fate(), setup.independent():
             return self._train_rounds(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _train_rounds(
@@ -219,14 +224,14 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         self.neftune_noise_alpha = None
         self._runs_rounds = True
         try:
-            with frozen_heap(), self._arguments(round_arguments(self._user_args, self._federation.num_rounds)):
+            with frozen_heap(), self._arguments(round_arguments(self._user_args, self._federation_setup.num_rounds)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 best = self.state.best_model_checkpoint
                 rotate(self.args.output_dir, self.args.save_total_limit, best, self.state.global_step)
             # Nobody looks at the output directory before the main process has tidied it up.
-            self._federation.processes.wait("end of training")
+            self._federation_setup.processes.wait("end of training")
             return output
         finally:
             self._runs_rounds = False
@@ -236,8 +241,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""
         model = super().call_model_init(trial)
-        if self._runtime is not None:
-            self._runtime.freeze(model)
+        if self._setup is not None:
+            self._setup.freeze(model)
         return model
 
     def training_step(
@@ -255,7 +260,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             epoch_losses.on_batch(self, model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.local_training is not None:
-            self.local_training.on_gradients(self.accelerator.sync_gradients)
+            self.local_training.on_gradients(self)
         return loss
 
     def compute_loss(
@@ -277,7 +282,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # At the end of a round. A client ends in one process, and a time limit passes in one of them first.
-        if self._is_federating and self._federation.is_spread:
+        if self._is_federating and self._federation_setup.is_spread:
             self._federation.share_decisions(self.control)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -291,7 +296,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.get_eval_dataloader`. Of several clients, a collator with a seed starts anew in each evaluation."""
         # One client equals the plain Trainer, whose evaluations draw on from where training stands.
-        if self._runtime is None or len(self.clients) == 1:
+        if self._setup is None or len(self.clients) == 1:
             return super().get_eval_dataloader(*args, **kwargs)
         users, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
         try:
@@ -324,7 +329,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         """Of the loop over rounds: none, but the federation starts here. Inside a client: the parent's."""
         if self._is_federating:
             # The model is prepared by now; its parameters lie where they will stay.
-            self._federation.start(self._user_args, self._resume_from)
+            self._running = Federation(self._federation_setup, self._user_args, self._resume_from)
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)
             return self.lr_scheduler
         local = self.local_training
@@ -338,10 +343,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         """Of a round: what its clients counted."""
         if self._is_federating:
             # With `parallelism="data"` the parent adds up what the processes say, and each knows the sum.
-            runtime = self._federation
-            return int(runtime.summary.total_flos) if runtime.spreads_clients or runtime.processes.is_main else 0
+            setup = self._federation_setup
+            counts = setup.spreads_clients or setup.processes.is_main
+            return int(self._federation.summary.total_flos) if counts else 0
         # A client with a model of its own has no part in what is known of the federation's.
-        shares_model = self.local_training is not None and self._runtime is not None
+        shares_model = self.local_training is not None and self._running is not None
         if shares_model and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # Trainer's count is proportional to the tokens, and it counts the parameters again for every batch.
             tokens = inputs.get(getattr(self.model, "main_input_name", ""))
@@ -350,7 +356,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """`Trainer.get_decay_parameter_names`, which walks over the model, once a run instead of once a client."""
-        if self.local_training is None or self._runtime is None:
+        if self.local_training is None or self._running is None:
             return super().get_decay_parameter_names(model)
         names = self._federation.decay_parameter_names
         if names is None:
@@ -389,30 +395,32 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         """
         if isinstance(eval_dataset, FederatedDataset):
             eval_dataset = eval_dataset.to_dataset()
-        runtime = self._runtime
-        if runtime is None or self.local_training is not None:
+        setup = self._setup
+        if setup is None or self.local_training is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-        with runtime.processes.shared_fate(), runtime.alone():
+        with setup.processes.shared_fate(), setup.independent():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            if eval_dataset is not None or not runtime.config.evaluate_clients:
+            if eval_dataset is not None or not setup.config.evaluate_clients:
                 return metrics
-            spread = runtime.evaluate_clients(self._user_args)
+            if self._running is None:
+                self._running = Federation(setup, self._user_args, None)
+            spread = self._running.evaluate_clients()
             self.log(dict(spread))
             return {**metrics, **spread}
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.predict`. With `parallelism="clients"` every process predicts all rows."""
-        if self._runtime is None:
+        if self._setup is None:
             return super().predict(*args, **kwargs)
-        with self._runtime.alone():
+        with self._setup.independent():
             return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluation_loop`. With `parallelism="clients"` every process goes over all rows."""
         # So that metrics are those of one process, in every process: a loss averaged over processes is another one.
-        if self._runtime is None:
+        if self._setup is None:
             return super().evaluation_loop(*args, **kwargs)
-        with self._runtime.alone(as_main=True):
+        with self._setup.independent(as_main=True):
             return super().evaluation_loop(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -425,10 +433,10 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 class _RoundEndCallback(TrainerCallback):
     """Fires `on_round_end`: an epoch of the loop is a round, and ends after logging, evaluating and saving."""
 
-    def __init__(self, runtime: FederationRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, trainer: FederatedMixin) -> None:
+        self._trainer = trainer
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._runtime.fire("on_round_end")
+        self._trainer._federation.end_round()

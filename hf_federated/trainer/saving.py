@@ -44,11 +44,10 @@ class SavingMixin(RoleMixin):
             return
         final = name_checkpoint(self.args.output_dir, self.state)
         best = self.state.best_model_checkpoint
-        runtime = self._federation
-        processes = runtime.processes
+        setup, processes = self._federation_setup, self._federation_setup.processes
         with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
             processes.wait(f"{final.name}: its directory")
-            if processes.is_main or not runtime.spreads_clients:
+            if processes.is_main or not setup.spreads_clients:
                 with self._arguments(staged_arguments(self.args, staging)):
                     super()._save_checkpoint(model, trial)
             else:
@@ -61,7 +60,7 @@ class SavingMixin(RoleMixin):
                     clients_directory(staged).mkdir(parents=True)
             processes.wait(f"{final.name}: room for clients, and all other files")
             if not self.args.save_only_model:
-                runtime.save(staged)
+                self._federation.save(staged)
             if processes.is_main:
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best, self.state.global_step)

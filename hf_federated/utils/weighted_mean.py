@@ -47,6 +47,11 @@ class WeightedMean:
     order of additions nor on how clients are spread over processes. One state, and any number of equal states of less
     than float64, come out bit for bit. Integer and boolean tensors are not averaged: the first state's are kept.
 
+    Args:
+        reference (`Mapping[str, torch.Tensor]`, *optional*):
+            Tensors with the names, shapes and dtypes of the states. An engine with several processes needs it, because
+            a process may receive no update. The values are not used.
+
     Example:
 
     ```python
@@ -61,7 +66,8 @@ class WeightedMean:
     ```
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._reference = reference
         self.total_weight = 0.0
         self.num_updates = 0
         # Of a single state the state itself, of more their weighted sum.
@@ -105,49 +111,36 @@ class WeightedMean:
         if self.num_updates == 1 and self._sums:
             torch._foreach_mul_(list(self._sums.values()), self.total_weight)
 
-    def merge(self, other: WeightedMean) -> None:
-        """
-        Add what another accumulator has gathered.
-
-        Args:
-            other ([`WeightedMean`]): Left as it is.
-        """
-        if other.num_updates == 0:
-            return
-        if self.num_updates == 0:
-            self._sums = {name: value.clone() for name, value in other._sums.items()}
-            self._others = {name: value.clone() for name, value in other._others.items()}
-            self._dtypes = dict(other._dtypes)
-        else:
-            self._make_sum()
-            factor = other.total_weight if other.num_updates == 1 else 1.0
-            for name, total in self._sums.items():
-                total.add_(other._sums[name], alpha=factor)
-        self.total_weight += other.total_weight
-        self.num_updates += other.num_updates
-
-    def as_part_of(
-        self, total_weight: float, num_updates: int, reference: Mapping[str, torch.Tensor]
+    def reduction_tensors(
+        self, total_weight: float, num_updates: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """
-        Become this process's part of a mean over several: after the first list was replaced, in place, by its sum over
-        all of them, and the second by those of the process that saw the first update, this is the mean of all.
+        Prepare this process's part of a mean over several processes.
+
+        The caller then replaces the first list, in place, by its sum over the processes, and the second list by the
+        tensors of the process that added the first state. The result is the mean over all processes.
 
         Args:
-            total_weight (`float`): Of all processes.
-            num_updates (`int`): Of all processes.
-            reference (`Mapping[str, torch.Tensor]`): What the states look like, for a process that saw none.
+            total_weight (`float`): Sum of the weights in all processes.
+            num_updates (`int`): Number of states added in all processes.
 
         Returns:
-            `tuple`: The tensors that are averaged, and the others, in the order of `reference`.
+            `tuple`: The tensors to sum and the tensors to copy, in the order of the reference.
+
+        Raises:
+            ValueError: If this process added no state and has no `reference`.
         """
         if self.num_updates == 0:
-            self._start(reference, copy=False)
+            if self._reference is None:
+                raise ValueError("A mean that processes reduce needs a reference for the processes without updates.")
+            self._start(self._reference, copy=False)
         elif num_updates > 1:
             self._make_sum()
         self.total_weight, self.num_updates = total_weight, num_updates
-        sums = [self._sums[name] for name in reference if name in self._sums]
-        return sums, [self._others[name] for name in reference if name in self._others]
+        # The order of the reference is the same in all processes; that of a received state may not be.
+        names = self._dtypes if self._reference is None else self._reference
+        sums = [self._sums[name] for name in names if name in self._sums]
+        return sums, [self._others[name] for name in names if name in self._others]
 
     def finalize(self, wide: bool = False) -> State:
         """

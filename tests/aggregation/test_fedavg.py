@@ -39,8 +39,8 @@ def updates(num: int = 4, dtype: torch.dtype = torch.float64) -> list[ClientUpda
 )
 def test_it_is_the_mean_by_hand(weighting, weight_of):
     algorithm = FedAvg(weighting)
-    accumulator = algorithm.accumulator()
     replies = updates()
+    accumulator = algorithm.accumulator(replies[0].state)
     for update in replies:
         accumulator.add(update)
     state = {"w": torch.full((2, 3), 9.0, dtype=torch.float64), "count": torch.tensor(0)}
@@ -53,14 +53,14 @@ def test_it_is_the_mean_by_hand(weighting, weight_of):
 
 def test_one_update_comes_out_bit_for_bit():
     (update,) = updates(1, torch.float32)
-    accumulator = FedAvg().accumulator()
+    accumulator = FedAvg().accumulator(update.state)
     accumulator.add(update)
     assert torch.equal(FedAvg().aggregate(accumulator, update.state)["w"], update.state["w"])
 
 
 def test_bfloat16_stays_bfloat16_and_is_rounded_once():
     replies = updates(dtype=torch.bfloat16)
-    accumulator = FedAvg().accumulator()
+    accumulator = FedAvg().accumulator(replies[0].state)
     for update in replies:
         accumulator.add(update)
     result = FedAvg().aggregate(accumulator, replies[0].state)["w"]
@@ -76,7 +76,7 @@ def test_an_update_without_weight_is_refused_by_name(weighting, field):
         0, "north", {"w": torch.ones(1)}, **{"num_examples": 1, "num_tokens": 1, field: 0}, num_steps=1
     )
     with pytest.raises(ValueError, match=f"Client 'north' reports 0 {weighting}.*weighting='uniform'"):
-        FedAvg(weighting).accumulator().add(update)
+        FedAvg(weighting).accumulator(update.state).add(update)
 
 
 def test_an_unknown_weighting_is_refused_with_the_known_ones():

@@ -23,7 +23,7 @@ START = np.linspace(-1.0, 1.0, 6)
 
 def run_round(algorithm, state, number):
     """The state after a round in which the clients send `CLIENTS[number]`."""
-    accumulator = algorithm.accumulator()
+    accumulator = algorithm.accumulator(state)
     for client, num_examples in enumerate(EXAMPLES):
         sent = {"w": torch.tensor(CLIENTS[number, client]).to(state["w"].dtype), "count": torch.tensor(number)}
         accumulator.add(ClientUpdate(number, str(client), sent, num_examples, num_tokens=0, num_steps=1))
@@ -229,7 +229,7 @@ def test_small_steps_add_up_in_half_precision():
     algorithm.setup(1000, 1)
     state = {"w": torch.ones(1, dtype=torch.bfloat16)}
     for number in range(8):
-        accumulator = algorithm.accumulator()
+        accumulator = algorithm.accumulator(state)
         accumulator.add(ClientUpdate(number, "a", {"w": state["w"] - 1}, 1, 0, 1))
         state = algorithm.aggregate(accumulator, state)
     assert state["w"].dtype == torch.bfloat16

@@ -135,7 +135,7 @@ def test_the_energy_grows_over_the_rounds():
     asked = []
     for _ in range(4):
         asked.append(algorithm.fit_settings()["low_rank_energy"])
-        accumulator = algorithm.accumulator()
+        accumulator = algorithm.accumulator({"w": torch.zeros(1)})
         accumulator.add(ClientUpdate(0, "a", {"w": torch.zeros(1)}, 1, 0, 1))
         algorithm.aggregate(accumulator, {"w": torch.zeros(1)})
     assert asked == pytest.approx([0.6, 0.7, 0.8, 0.9])

@@ -57,7 +57,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
 
 def kept(trainer, client_id):
     """The control variate in the client store, `None` before the client's first round."""
-    state = trainer._runtime.loop.engine.worker.models.store.get(client_id)
+    state = trainer.engine.worker.models.store.get(client_id)
     return state["algorithm"]["control"] if state else None
 
 
@@ -189,7 +189,7 @@ def test_the_servers_control_variate_survives_its_bytes():
     extra = algorithm.fit_extra(state)
     assert {name: value.dtype for name, value in extra.items()} == {"w": torch.float32, "half": torch.float32}
     assert all(not value.any() for value in extra.values())
-    accumulator = algorithm.accumulator()
+    accumulator = algorithm.accumulator(state)
     for update in updates(
         state, [{"w": torch.ones(2), "half": torch.ones(2)}, {"w": torch.zeros(2), "half": torch.ones(2)}]
     ):
@@ -208,9 +208,9 @@ def test_the_servers_control_variate_survives_its_bytes():
 def test_control_variates_are_averaged_uniformly_whatever_parameters_weigh():
     algorithm = Scaffold(weighting="examples")
     algorithm.setup(num_rounds=1, num_clients=2)
-    accumulator = algorithm.accumulator()
     state = {"w": torch.zeros(1)}
     algorithm.fit_extra(state)
+    accumulator = algorithm.accumulator(state)
     for update in updates(state, [{"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0])}]):
         accumulator.add(update)
     algorithm.aggregate(accumulator, state)

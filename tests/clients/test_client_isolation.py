@@ -298,7 +298,7 @@ class AsOverANetwork(FederatedCallback):
         self.algorithm = algorithm
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        engine = self.trainer._runtime.loop.engine
+        engine = self.trainer.engine
         engine.serialize = True
         engine.worker._algorithm = self.algorithm
 

@@ -202,7 +202,7 @@ def test_the_learning_rate_falls_over_the_rounds_whatever_their_cohorts_draw(tmp
 
 def test_samples_per_second_count_what_was_trained_on(tmp_path):
     trainer, _ = trained(tmp_path, balance="min", local_epochs=2)
-    assert trainer._runtime.examples_seen == 2 * 2 * 9
+    assert trainer._federation.examples_seen == 2 * 2 * 9
 
 
 class StopAfterFirst(TrainerCallback):

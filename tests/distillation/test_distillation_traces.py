@@ -71,7 +71,7 @@ def test_labels_of_public_rows_reach_no_model(tmp_path, column, args):
 def students_of(trainer):
     """The server's and the clients'."""
     models = trainer.engine.worker.models
-    students = [trainer._runtime._distillation_callback._server.student]
+    students = [trainer._setup.distillation_callback.server.student]
     return students + [models.open(client_id).student for client_id in SIZES]
 
 
@@ -144,7 +144,7 @@ def test_no_gradients_graphs_or_virtual_steps_are_left(tmp_path, method):
         assert model.pending is None
         assert all(parameter.grad is None for parameter in model.trainer.model.parameters())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    server = trainer._runtime.loop.server.weights
+    server = trainer._federation.loop.server.weights
     assert all(torch.equal(server[name], value) for name, value in trainer.exchange.read().items())
 
 

@@ -22,7 +22,7 @@ from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers
 from hf_federated.distillation.pseudo_sampler import PseudoSampler
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
-from hf_federated.trainer.builder import FederationBuilder
+from hf_federated.trainer.federation import Federation
 
 
 def test_task_parameters_learn_and_word_embeddings_stay_as_averaged(tmp_path):
@@ -292,7 +292,7 @@ def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[Look()])
     trainer.train()
     assert seen == [len(SIZES)] * 2
-    teachers = trainer._runtime._distillation_callback.teachers
+    teachers = trainer._setup.distillation_callback.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
 
@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_clients_but_for_their_samples(tmp_path, monke
     few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
     assert few == many
     # So they would be counted, were they there.
-    monkeypatch.setattr(FederationBuilder, "_disk_store", lambda self, args, folder: MemoryStore())
+    monkeypatch.setattr(Federation, "_disk_store", lambda self, folder: MemoryStore())
     assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
 
 

@@ -235,7 +235,7 @@ def test_mhat_broadcasts_the_logits_of_the_servers_model(tmp_path):
     trainer.train()
     trainer.model.eval()
     with torch.no_grad():
-        inputs = torch.tensor(trainer._runtime._participants.public_dataset["input_ids"])
+        inputs = torch.tensor(trainer._setup.participants.public_dataset["input_ids"])
         torch.testing.assert_close(broadcast(record), trainer.model(input_ids=inputs).logits)
 
 
@@ -272,7 +272,7 @@ def test_optimizers_of_distillation_last_for_the_run(tmp_path, method, steps):
     trainer = distilled(tmp_path, method)
     trainer.train()
     models = trainer.engine.worker.models
-    students = [trainer._runtime._distillation_callback._server.student]
+    students = [trainer._setup.distillation_callback.server.student]
     students += [models.open(client_id).student for client_id in SIZES]
     for student in students:
         counters = {int(state["step"]) for state in student.state_dict()["optimizer"]["state"].values()}
@@ -303,7 +303,7 @@ def test_every_mini_batch_has_labelled_rows_and_drawn_labels_of_its_own(tmp_path
         def on_round_begin(self, args, state, control, server, **_):
             if server.round > 0:
                 return
-            of_server = trainer._runtime._distillation_callback._server
+            of_server = trainer._setup.distillation_callback.server
             drawn = of_server.labelled_batch
 
             def noted(size, *purpose):
@@ -352,7 +352,7 @@ def test_feddf_learns_the_mean_of_the_clients_logits_after_averaging(tmp_path):
         models.append({name: value.clone() for name, value in trainer.exchange.read().items()})
         return logits.sum() * 0
 
-    trainer._runtime._distillation_callback.algorithm.server_loss = server_loss
+    trainer._setup.distillation_callback.algorithm.server_loss = server_loss
     trainer.train()
     updates = of(record.received, ClientUpdate)
     assert len({float(update.state["classifier.weight"][0, 0]) for update in updates}) == len(SIZES)
@@ -374,7 +374,7 @@ def test_the_server_learns_its_labelled_rows_where_it_shall(tmp_path):
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     # 3 batches of public rows and 2 of labelled ones, twice a round.
-    student = trainer._runtime._distillation_callback._server.student
+    student = trainer._setup.distillation_callback.server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
 

@@ -159,7 +159,7 @@ def test_each_prediction_is_about_the_text_in_its_place(tmp_path, method):
     trainer.train()
     orders = set()
     for message, values in sent_predictions(record).values():
-        spec = trainer._runtime._participants.clients[message.client_id]
+        spec = trainer._setup.participants.clients[message.client_id]
         rows = public_order(len(PUBLIC), message.order)[message.start : message.stop].tolist()
         orders.add(tuple(rows))
         for value, row in zip(values, rows, strict=True):

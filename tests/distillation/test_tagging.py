@@ -424,5 +424,5 @@ def test_classification_has_no_positions(tmp_path):
     trainer = distilled(tmp_path, "dsfl", record=record, federation={"num_rounds": 1})
     trainer.train()
     assert all(set(reply.values) == {"values"} for reply in of(record.received, Predictions))
-    assert trainer._runtime._distillation_callback._server.student.positions is None
+    assert trainer._setup.distillation_callback.server.student.positions is None
     assert not any("federated/public_positions" in entry for entry in trainer.state.log_history)

@@ -227,7 +227,7 @@ def test_a_batch_in_which_nothing_is_predicted_is_no_step(tmp_path, method):
     args = {"per_device_train_batch_size": 1, "learning_rate": 1e-2}
     trainer = federation(tmp_path, method, args=args, public_dataset=public)
     trainer.train()
-    state = trainer._runtime._distillation_callback._server.student.state_dict()["optimizer"]["state"]
+    state = trainer._setup.distillation_callback.server.student.state_dict()["optimizer"]["state"]
     assert {int(entry["step"]) for entry in state.values()} == {1}
 
 

@@ -6,51 +6,40 @@ import pytest
 import torch
 from tiny import arguments, rows, same_weights, tiny_model
 
-from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
+from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.adapters import Exchange
 from hf_federated.clients import ClientStore, ClientWorker, MemoryStore, SharedModel
-from hf_federated.engines import LocalEngine, Plan
-from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
+from hf_federated.distributed.process_group import processes
+from hf_federated.engines import EngineContext, LocalEngine, Plan
+from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 
 
 CLIENTS = {"a": rows(8), "b": rows(5, seed=1), "c": rows(4, seed=2)}
 
 
-class Serialize(FederatedCallback):
-    """Switches the engine to real bytes before the first message."""
+class RecordingEngine(LocalEngine):
+    """Records the number of bytes of each message, per round and client."""
 
     def __init__(self) -> None:
-        self.trainer: FederatedTrainer | None = None
-
-    def on_round_begin(self, args, state, control, **kwargs):
-        self.trainer._runtime.loop.engine.serialize = True
-
-
-class TrueBytes(FederatedCallback):
-    """The lengths of the messages as bytes, per round and client."""
-
-    def __init__(self) -> None:
+        super().__init__()
         self.down: dict[tuple[int, str], int] = {}
         self.up: dict[tuple[int, str], int] = {}
-        self.trainer: FederatedTrainer | None = None
 
-    def on_client_begin(self, args, state, control, client_id, server=None, **kwargs):
-        self.down[server.round, client_id] = len(self.trainer._runtime.loop._fit_message(client_id).to_bytes())
+    def _deliver(self, message: Message) -> Message:
+        reply = super()._deliver(message)
+        self.down[message.round, message.client_id] = len(message.to_bytes())
+        self.up[reply.round, reply.client_id] = len(reply.to_bytes())
+        return reply
 
-    def on_client_end(self, args, state, control, update, server=None, **kwargs):
-        self.up[server.round, update.client_id] = len(update.to_bytes())
 
-
-def federated(tmp_path, callbacks=(), **federation):
+def federated(tmp_path, engine=None, **federation):
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path),
         train_dataset=CLIENTS,
-        callbacks=list(callbacks),
         federation=FederatedConfig(num_rounds=2, clients_per_round=2, **federation),
+        engine=engine,
     )
-    for callback in callbacks:
-        callback.trainer = trainer
     trainer.train()
     return trainer
 
@@ -62,8 +51,7 @@ def federated(tmp_path, callbacks=(), **federation):
 def test_passing_messages_as_bytes_changes_nothing(tmp_path, aggregation, kwargs):
     federation = {"aggregation": aggregation, "aggregation_kwargs": kwargs, "client_optimizer_state": "carry"}
     objects = federated(tmp_path, **federation)
-    through_bytes = federated(tmp_path, [Serialize()], **federation)
-    assert through_bytes._runtime.loop.engine.serialize
+    through_bytes = federated(tmp_path, LocalEngine(serialize=True), **federation)
     assert same_weights(objects.model, through_bytes.model)
     assert not same_weights(objects.model, tiny_model())
     assert objects.ledger.to_dict() == through_bytes.ledger.to_dict()
@@ -71,8 +59,8 @@ def test_passing_messages_as_bytes_changes_nothing(tmp_path, aggregation, kwargs
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "scaffold"])
 def test_the_ledger_counts_the_true_bytes_of_every_message(tmp_path, aggregation):
-    counter = TrueBytes()
-    ledger = federated(tmp_path, [counter], aggregation=aggregation).ledger
+    counter = RecordingEngine()
+    ledger = federated(tmp_path, counter, aggregation=aggregation).ledger
     assert len(counter.down) == len(counter.up) == 4
     for (round, client_id), down in counter.down.items():
         account = ledger.to_dict()["rounds"][str(round)][client_id]
@@ -89,14 +77,19 @@ def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) 
     trainer = FederatedTrainer(
         model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, federation=FederatedConfig(num_rounds=2)
     )
-    worker = ClientWorker(
-        models=SharedModel(trainer, Exchange(trainer.model), trainer.args, store or MemoryStore()),
-        train_datasets=CLIENTS,
-        eval_datasets={"a": rows(3, seed=9)},
-        algorithm=trainer.aggregation,
-        config=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
-    )
-    return LocalEngine(worker, serialize=serialize)
+
+    def build_worker() -> ClientWorker:
+        return ClientWorker(
+            models=SharedModel(trainer, Exchange(trainer.model), trainer.args, store or MemoryStore()),
+            train_datasets=CLIENTS,
+            eval_datasets={"a": rows(3, seed=9)},
+            algorithm=trainer.aggregation,
+            config=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
+        )
+
+    local = LocalEngine(serialize=serialize)
+    local.start(EngineContext(build_worker, dict.fromkeys(CLIENTS, 1.0), "data", processes()))
+    return local
 
 
 def fit(client_id: str, round: int = 0, seed: int = 5) -> Fit:
@@ -200,6 +193,6 @@ def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path
     assert carried == again
     fresh = engine(tmp_path)
     resumed.load(tmp_path / "saved", digests)
-    resumed.reset()
+    resumed.worker.models.clear()
     forgotten, never = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (resumed, fresh))
     assert forgotten == never != carried

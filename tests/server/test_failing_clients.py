@@ -26,6 +26,7 @@ from hf_federated import (
     federate,
 )
 from hf_federated.messages.validation import InvalidUpdateError
+from hf_federated.trainer.federation import Federation
 
 
 CLIENTS = {"a": rows(4), "b": rows(4, seed=1), "c": rows(4, seed=2)}
@@ -378,10 +379,10 @@ def test_a_failed_evaluation_of_a_client_leaves_the_models_own_precision(tmp_pat
         federation={"evaluate_clients": True, "exchange_dtype": "bfloat16"},
         trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS)},
     )
-    evaluate_rows = trainer._federation.evaluate_clients
+    running = Federation(trainer._setup, trainer.args, None)
     trainer.compute_metrics = fail
     with pytest.raises(RoundFailedError, match="no metric for these rows"):
-        evaluate_rows(trainer.args)
+        running.evaluate_clients()
     assert same_weights(trainer.model, tiny_model())
 
 

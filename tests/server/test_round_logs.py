@@ -85,7 +85,7 @@ def test_throughput_counts_the_rows_of_all_clients(tmp_path) -> None:
     trainer = build(tmp_path, federation={"clients_per_round": 2, "local_epochs": 3})
     trainer.train()
     end = trainer.state.log_history[-1]
-    sampled = [client for round in range(4) for client in trainer._runtime._sampler(round)]
+    sampled = [client for round in range(4) for client in trainer._setup.sampler(round)]
     num_rows = 3 * sum(CLIENTS[client].num_rows for client in sampled)
     assert end["train_samples_per_second"] == pytest.approx(num_rows / end["train_runtime"], abs=1e-3)
     assert end["train_steps_per_second"] == pytest.approx(4 / end["train_runtime"], rel=0.01)

@@ -77,7 +77,8 @@ def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> Non
     [
         (
             {"aggregation": "fedmagic"},
-            "Unknown aggregation 'fedmagic'; known are fedavg, fedopt, fedprox, local_only, mutual_kd, scaffold",
+            "Unknown aggregation 'fedmagic'; known are fedavg, fednova, fedopt, fedprox, local_only, mutual_kd, "
+            "scaffold",
         ),
         ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed are .*weighting"),
         ({"clients_per_round": 0.1}, "0.1 of 3 clients samples nobody; .*0.333.*larger share or a count"),

@@ -77,7 +77,7 @@ def train_one_client(
 
 
 def optimizer_of_client(trainer: FederatedTrainer) -> dict[str, Any]:
-    return trainer._runtime.loop.engine.worker.models.store.get("0")["optimizer"]
+    return trainer.engine.worker.models.store.get("0")["optimizer"]
 
 
 def logged_losses(trainer: Trainer) -> list[float]:

@@ -93,7 +93,7 @@ def test_each_clients_evaluation_rows_are_prepared_once(tmp_path) -> None:
     eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
     trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
     trainer.train()
-    datasets = trainer._runtime._builder.eval_datasets
+    datasets = trainer._setup.eval_datasets
     assert all("input_ids" in datasets[client_id].column_names for client_id in eval_clients)
     assert datasets["north"] is datasets["north"]
 
@@ -120,7 +120,7 @@ def test_packing_does_not_mix_clients(tmp_path) -> None:
     trainer = sft(tmp_path, packing=True, max_length=12, peft_config=None)
     trainer.train()
     words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
-    for client_id, dataset in trainer._runtime._builder.train_datasets.items():
+    for client_id, dataset in trainer._setup.train_datasets.items():
         others = {words.index(word) for other in WORDS if other != client_id for word in WORDS[other]}
         packed = [token for row in dataset["input_ids"] for token in row]
         assert packed and others.isdisjoint(packed)
@@ -170,7 +170,7 @@ def test_dpo_with_lora_over_two_clients(tmp_path) -> None:
 
 def test_dpo_scores_every_client_by_the_model_before_training(tmp_path) -> None:
     lazily, before = dpo(tmp_path / "a"), dpo(tmp_path / "b", precompute_ref_log_probs=True)
-    datasets = before._runtime._builder.train_datasets
+    datasets = before._setup.train_datasets
     columns = {column for column in datasets["south"].column_names if column.startswith("ref_")}
     assert columns and all(columns <= set(datasets[client_id].column_names) for client_id in datasets)
     scores = {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()}

@@ -29,11 +29,26 @@ def numpy_mean(states: list[dict[str, torch.Tensor]], weights: list[float], name
     return np.tensordot(np.array(weights, dtype=np.float64), values, axes=1) / np.sum(weights)
 
 
-def mean_of(states, weights) -> WeightedMean:
-    mean = WeightedMean()
+def mean_of(states, weights, reference=None) -> WeightedMean:
+    mean = WeightedMean(reference)
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, weight)
     return mean
+
+
+def reduced(*parts: WeightedMean) -> tuple[WeightedMean, ...]:
+    """The parts of a mean over several processes, reduced as `RankEngine` reduces them."""
+    weight, number = sum(part.total_weight for part in parts), sum(part.num_updates for part in parts)
+    first = next(index for index, part in enumerate(parts) if part.num_updates)
+    tensors = [part.reduction_tensors(weight, number) for part in parts]
+    for values in zip(*(sums for sums, _ in tensors), strict=True):
+        total = sum(value.clone() for value in values)
+        for value in values:
+            value.copy_(total)
+    for values in zip(*(copies for _, copies in tensors), strict=True):
+        for value in values:
+            value.copy_(values[first])
+    return parts
 
 
 WEIGHTS = [3.0, 1.0, 250.0, 7.0, 0.5]
@@ -69,9 +84,7 @@ def test_neither_the_order_nor_the_grouping_of_updates_matters():
     forwards = mean_of(states, weights).finalize()
     backwards = mean_of(states[::-1], weights[::-1]).finalize()
     parts = [mean_of(states[i::3], weights[i::3]) for i in range(3)]
-    parts[1].merge(parts[2])
-    parts[1].merge(parts[0])
-    grouped = parts[1].finalize()
+    grouped = reduced(*parts)[1].finalize()
     for name in ("matrix", "scalar"):
         assert torch.equal(forwards[name], backwards[name]) and torch.equal(forwards[name], grouped[name])
 
@@ -139,50 +152,64 @@ def test_the_mean_of_nothing_is_refused():
         WeightedMean().finalize()
 
 
-# ---- Merging
+# ---- Means over several processes
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 4, 5])
-def test_merging_equals_adding(cut):
+def test_reduced_parts_equal_the_mean_of_all_states(cut):
     states = random_states(5, torch.float64)
     for state in states:
         state["count"] = torch.tensor(7)
-    left, right = mean_of(states[:cut], WEIGHTS[:cut]), mean_of(states[cut:], WEIGHTS[cut:])
-    left.merge(right)
-    assert (left.num_updates, left.total_weight) == (5, sum(WEIGHTS))
-    result, expected = left.finalize(), mean_of(states, WEIGHTS).finalize()
-    for name in ("matrix", "scalar", "count"):
-        torch.testing.assert_close(result[name], expected[name], rtol=0, atol=1e-14)
+    parts = [
+        mean_of(states[:cut], WEIGHTS[:cut], states[0]),
+        mean_of(states[cut:], WEIGHTS[cut:], states[0]),
+    ]
+    expected = mean_of(states, WEIGHTS).finalize()
+    for part in reduced(*parts):
+        assert (part.num_updates, part.total_weight) == (5, sum(WEIGHTS))
+        for name in ("matrix", "scalar", "count"):
+            torch.testing.assert_close(part.finalize()[name], expected[name], rtol=0, atol=1e-14)
 
 
-def test_merging_equal_states_is_exact_and_leaves_the_other_alone():
+def test_reduced_parts_of_equal_states_are_exact():
     (state,) = random_states(1, torch.float32)
-    left, right = mean_of([state] * 3, [1.0, 2.0, 3.0]), mean_of([state] * 2, [5.0, 0.1])
-    before = right.finalize()
-    left.merge(right)
-    assert all(torch.equal(left.finalize()[name], state[name]) for name in state)
-    assert all(torch.equal(right.finalize()[name], before[name]) for name in state)
-    assert (right.num_updates, right.total_weight) == (2, 5.1)
+    for part in reduced(mean_of([state] * 3, [1.0, 2.0, 3.0]), mean_of([state] * 2, [5.0, 0.1])):
+        assert all(torch.equal(part.finalize()[name], state[name]) for name in state)
+        assert (part.num_updates, part.total_weight) == (5, 11.1)
 
 
-def test_an_empty_mean_that_took_another_over_is_its_own():
-    right = mean_of([{"w": torch.ones(1), "n": torch.tensor(1)}], [1.0])
-    left = WeightedMean()
-    left.merge(right)
+def test_reduced_parts_share_no_memory():
+    state = {"w": torch.ones(1), "n": torch.tensor(1)}
+    left, right = reduced(WeightedMean(state), mean_of([state], [1.0]))
     left.add({"w": torch.zeros(1), "n": torch.tensor(1)}, 1.0)
     assert (left.finalize()["w"].item(), right.finalize()["w"].item()) == (0.5, 1.0)
 
 
-def test_accumulators_merge_what_is_beside_the_parameters_too():
+def test_a_part_without_states_and_reference_is_refused():
+    with pytest.raises(ValueError, match="needs a reference for the processes without updates"):
+        WeightedMean().reduction_tensors(1.0, 1)
+
+
+def test_the_order_of_names_in_a_state_does_not_change_the_reduction():
+    state = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+    reversed_state = {"b": torch.tensor([4.0]), "a": torch.tensor([3.0])}
+    for part in reduced(mean_of([state], [1.0], state), mean_of([reversed_state], [1.0], state)):
+        assert {name: value.item() for name, value in part.finalize().items()} == {"a": 2.0, "b": 3.0}
+
+
+def test_every_mean_of_an_accumulator_is_reduced_by_its_name():
     def update(value: float) -> ClientUpdate:
         state, extra = {"w": torch.tensor([value])}, {"w": torch.tensor([10 * value])}
         return ClientUpdate(0, "a", state, num_examples=int(value), num_tokens=0, num_steps=1, extra=extra)
 
-    left, right = Accumulator(FedAvg()), Accumulator(FedAvg())
+    reference = {"w": torch.zeros(1)}
+    left, right = Accumulator(FedAvg(), reference, reference), Accumulator(FedAvg(), reference, reference)
     left.add(update(1.0))
     right.add(update(2.0))
     right.add(update(6.0))
-    left.merge(right)
+    assert left.means.keys() == right.means.keys() == {"state", "extra"}
+    for name in left.means:
+        reduced(left.means[name], right.means[name])
     assert left.num_updates == 3
     assert left.mean.finalize()["w"].item() == pytest.approx((1 * 1 + 2 * 2 + 6 * 6) / 9, abs=1e-6)
     assert left.extra.finalize()["w"].item() == pytest.approx((10 + 20 + 60) / 3, abs=1e-5)  # each client once
@@ -205,7 +232,7 @@ def only_new_objects():
 
 
 def test_it_holds_one_state_however_many_are_added(only_new_objects):
-    accumulator = Accumulator(FedAvg())
+    accumulator = Accumulator(FedAvg(), {}, {})
     held = []
     for number in range(64):
         (state,) = random_states(1, torch.float32, seed=number)
@@ -218,22 +245,12 @@ def test_it_holds_one_state_however_many_are_added(only_new_objects):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (5, 0), (0, 1), (1, 0), (1, 1, 1)])
 def test_parts_sum_up_to_the_mean_of_all(sizes):
-    # What processes do with one sum over all of them, done here in one.
     states = random_states(sum(sizes), torch.float32)
     weights = WEIGHTS[: len(states)]
     whole = mean_of(states, weights).finalize()
     parts = []
     for size in sizes:
         start = sum(part.num_updates for part in parts)
-        parts.append(mean_of(states[start : start + size], weights[start : start + size]))
-    tensors = [part.as_part_of(sum(weights), len(states), states[0]) for part in parts]
-    for over_parts in zip(*(sums for sums, _ in tensors), strict=True):
-        total = sum(value.clone() for value in over_parts)
-        for value in over_parts:
-            value.copy_(total)
-    first = next(index for index, size in enumerate(sizes) if size)
-    for others in zip(*(others for _, others in tensors), strict=True):
-        for value in others:
-            value.copy_(others[first])
-    for part in parts:
+        parts.append(mean_of(states[start : start + size], weights[start : start + size], states[0]))
+    for part in reduced(*parts):
         assert all(torch.equal(part.finalize()[name], whole[name]) for name in whole)

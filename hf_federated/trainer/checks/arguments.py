@@ -61,6 +61,7 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
     for what, (is_refused, alternative) in refused.items():
         if is_refused:
             raise ValueError(f"{what} does not work in a federation: {alternative}.")
+    algorithm.check_setup(args, federation)
 
 
 def _unfit_for_clients(args: TrainingArguments) -> dict[str, tuple[bool, str]]:

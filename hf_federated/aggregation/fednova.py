@@ -1,0 +1,153 @@
+"""FedNova: averaging of normalized updates, for clients that take different numbers of local steps.
+
+[Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization](https://arxiv.org/abs/2007.07481)
+(Wang et al., NeurIPS 2020). The server step uses `τ_eff = Σ_i p_i ‖a_i‖₁`, as in the paper's experiments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..messages import ClientUpdate, Fit
+from ..utils.weighted_mean import State, WeightedMean
+from .base import Accumulator, Aggregation, LocalHook
+from .fedprox import ProximalHook
+
+
+NORMALIZER = "normalizer"
+
+
+class FedNova(Aggregation):
+    """
+    Averages changes per unit of local progress: `x ← x + τ_eff Σ_i p_i Δ_i / τ_i`, with `τ_eff = Σ_i p_i τ_i`.
+
+    `Δ_i` is the change of client `i`. Its normalizer `τ_i` is the distance that local training covers under a constant
+    unit gradient. For SGD with a constant learning rate `η`, the normalizer is `η` times the number of local steps.
+    With momentum, a proximal term or a learning-rate schedule, the client computes the normalizer step by step; it
+    equals the paper's `η ‖a_i‖₁`.
+
+    | paper | here |
+    |---|---|
+    | `p_i` | share of the weights that `weighting` gives |
+    | `‖a_i‖₁` | normalizer, in units of the learning rate |
+    | `ρ` | `momentum` of the client optimizer (`optim_args="momentum=0.9"`) |
+    | `μ` | `proximal_weight` |
+
+    Args:
+        proximal_weight (`float`, *optional*, defaults to `0.0`):
+            Weight `μ` of the proximal term `(μ/2) ‖w − w_t‖²` in the clients' loss.
+        weighting (`str`, *optional*, defaults to `"examples"`):
+            `"examples"`, `"tokens"` or `"uniform"`.
+
+    Raises:
+        ValueError: If `proximal_weight` is negative.
+
+    Requirements:
+        Clients train with SGD (`optim="sgd"`), with or without momentum, and start each round with a fresh optimizer
+        if there is momentum. Every engine is supported.
+
+    Relations:
+        - [`FedAvg`] is the same up to rounding if all clients take the same number of local steps.
+        - [`FedProx`] adds the proximal term and averages the changes as they are.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FedNova
+
+    >>> FedNova(proximal_weight=0.1)
+    FedNova(proximal_weight=0.1)
+    ```
+    """
+
+    name: ClassVar[str] = "fednova"
+    needs_gradients: ClassVar[bool] = True
+
+    def __init__(self, proximal_weight: float = 0.0, weighting: str = "examples") -> None:
+        super().__init__(weighting)
+        if proximal_weight < 0:
+            raise ValueError(f"`proximal_weight` is {proximal_weight}; it must not be negative.")
+        self.proximal_weight = proximal_weight
+
+    def check_setup(self, args: Any, config: Any) -> None:
+        if args.optim != "sgd":
+            raise ValueError(f"optim={args.optim.value!r} has no normalizer in FedNova: set optim='sgd'.")
+        if config.client_optimizer_state == "carry" and "momentum" in (args.optim_args or ""):
+            raise ValueError(
+                "FedNova with momentum needs a fresh client optimizer in each round: set "
+                "client_optimizer_state='reset'."
+            )
+
+    # Server side
+
+    def fit_settings(self) -> dict[str, Any]:
+        return {"proximal_weight": self.proximal_weight}
+
+    def expected_extra(self, state: State) -> State:
+        return {NORMALIZER: torch.zeros((), dtype=torch.float64)}
+
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        if not extra[NORMALIZER] > 0:
+            raise ValueError(f"the normalizer is {float(extra[NORMALIZER])}; it must be positive.")
+
+    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
+        accumulator = super().accumulator(state, extra)
+        accumulator.means[NORMALIZER] = WeightedMean(self.expected_extra(state))
+        return accumulator
+
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        weight = self.weight(update)
+        accumulator.means["state"].add(update.state, weight / float(update.extra[NORMALIZER]))
+        accumulator.means[NORMALIZER].add(update.extra, weight)
+
+    @torch.no_grad()
+    def aggregate(self, accumulator: Accumulator, state: State) -> State:
+        mean, normalizer = accumulator.mean, accumulator.means[NORMALIZER]
+        # Σ p_i Δ_i / τ_i = (Σ p_i / τ_i) · (mean of the states weighted by p_i / τ_i, minus the global state).
+        step = float(normalizer.mean_of(NORMALIZER)) * mean.total_weight / normalizer.total_weight
+        return {name: self._move(value, mean.mean_of(name, wide=True), step) for name, value in state.items()}
+
+    def _move(self, value: torch.Tensor, mean: torch.Tensor, step: float) -> torch.Tensor:
+        if not value.is_floating_point():
+            return mean
+        wide = value.to(mean)
+        return (wide + step * (mean - wide)).to(value.dtype)
+
+    # Client side
+
+    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
+        return NormalizerHook(message.settings["proximal_weight"], message.state)
+
+
+class NormalizerHook(ProximalHook):
+    """Adds the proximal gradient and computes the normalizer of this local training."""
+
+    def __init__(self, proximal_weight: float, anchor: State) -> None:
+        super().__init__(proximal_weight, anchor)
+        self._normalizer = 0.0
+        self._momentum_buffer = 0.0
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        if self._weight > 0:
+            super().on_gradients(parameters)
+
+    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        rate, momentum = param_groups[0]["lr"], param_groups[0].get("momentum")
+        if momentum is None or any((group["lr"], group["momentum"]) != (rate, momentum) for group in param_groups):
+            raise ValueError(
+                "FedNova needs SGD with one learning rate and one momentum for all parameters: set optim='sgd' and "
+                "leave `create_optimizer` as it is."
+            )
+        if any(group["nesterov"] or group["dampening"] for group in param_groups):
+            raise ValueError("FedNova does not support Nesterov momentum and dampening: leave both out of optim_args.")
+        # Plain SGD on a unit gradient; the proximal term pulls back in proportion to the distance covered.
+        gradient = 1.0 - self._weight * self._normalizer
+        self._momentum_buffer = momentum * self._momentum_buffer + gradient
+        self._normalizer += rate * self._momentum_buffer
+
+    def finish(self) -> tuple[State, dict[str, Any] | None]:
+        return {NORMALIZER: torch.tensor(self._normalizer, dtype=torch.float64)}, None

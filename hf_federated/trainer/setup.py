@@ -1,0 +1,267 @@
+"""`FederationSetup`: the arguments of a federated trainer, checked, and the algorithms that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..adapters import Exchange, freeze_layers
+from ..aggregation import Aggregation, LocalOnly, build_aggregation
+from ..clients import ClientSampler
+from ..clients.model_factory import check_given_models
+from ..clients.participants import Participants
+from ..config import FederatedConfig
+from ..data import FederatedDataset
+from ..distillation import Distillation, build_distillation
+from ..distributed.process_group import Processes, check_launch, processes
+from ..engines import Engine, LocalEngine, RankEngine
+from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
+from ..server import AggregationCallback, DistillationCallback
+from .checks import (
+    check_arguments,
+    check_clients,
+    check_not_averaged,
+    check_participants,
+    check_predictions,
+    federation_identity,
+    resolve_federation,
+)
+from .launch_consistency import check_agreement, describe
+
+
+@dataclass(kw_only=True)
+class FederationSetup:
+    """
+    Everything that a federated trainer is constructed with, complete and checked.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        arguments (`dict[str, Any]`): The constructor arguments of the trainer's class, by name.
+        config ([`FederatedConfig`]): The configuration with all fields filled in.
+        engine ([`Engine`]): Runs the clients.
+        clients ([`FederatedDataset`]): Training examples by client.
+        eval_clients ([`FederatedDataset`], *optional*): Evaluation examples by client.
+        train_datasets (`Mapping[str, Dataset]`): The training examples as the trainer takes them.
+        eval_datasets (`Mapping[str, Dataset]`, *optional*): The evaluation examples as the trainer takes them.
+        participants ([`Participants`]): Public examples, the server's examples, and clients that differ.
+        aggregation ([`Aggregation`]): The averaging algorithm.
+        distillation_callback ([`DistillationCallback`], *optional*): Runs the distillation algorithm.
+        postprocessors (`list[Postprocessor]`): Steps between a client's training and the aggregate.
+        client_callbacks (`list[TrainerCallback]`): Callbacks that run inside clients.
+        sampler ([`ClientSampler`]): Draws the cohort of a round.
+        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
+        exchange ([`Exchange`]): Reads and writes the exchanged values of the model.
+    """
+
+    trainer: Trainer
+    arguments: dict[str, Any]
+    config: FederatedConfig
+    engine: Engine
+    clients: FederatedDataset
+    eval_clients: FederatedDataset | None
+    train_datasets: Mapping[str, Any]
+    eval_datasets: Mapping[str, Any] | None
+    participants: Participants
+    aggregation: Aggregation
+    distillation_callback: DistillationCallback | None
+    postprocessors: list[Postprocessor]
+    client_callbacks: list[TrainerCallback]
+    sampler: ClientSampler
+    processes: Processes
+    exchange: Exchange
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        trainer: Trainer,
+        config: FederatedConfig | None,
+        engine: Engine | None,
+        clients: FederatedDataset,
+        eval_clients: FederatedDataset | None,
+        participants: Participants,
+        users_callbacks: Sequence[TrainerCallback],
+        postprocessors: Sequence[Postprocessor],
+        **given: Any,
+    ) -> FederationSetup:
+        """
+        Complete and check the arguments of a trainer, and add the callbacks of its algorithms to it.
+
+        Args:
+            trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
+            config ([`FederatedConfig`], *optional*): The user's configuration.
+            engine ([`Engine`], *optional*): The user's engine.
+            clients, eval_clients, participants, postprocessors: As the user gave them.
+            users_callbacks (`Sequence[TrainerCallback]`): The user's callbacks. An [`AggregationCallback`] among them
+                replaces `aggregation` of the configuration.
+            given: `arguments`, `train_datasets`, `eval_datasets` and `client_callbacks`.
+
+        Raises:
+            ValueError: If an argument or a combination is not supported.
+        """
+        args = trainer.args
+        resolved = resolve_federation(config, args)
+        launched = processes()
+        check_launch(launched.world_size)
+        launched.meet(args.ddp_timeout)
+        if engine is None:
+            engine = LocalEngine() if launched.world_size == 1 else RankEngine()
+        engine.check_launch(launched.world_size)
+        callback = _install_distillation(trainer, users_callbacks, resolved)
+        distillation = None if callback is None else callback.algorithm
+        aggregation = _install_aggregation(trainer, users_callbacks, resolved, distillation)
+        steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
+        if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
+            raise ValueError(
+                f"aggregation={aggregation.name!r} trains a private model of each client, which the processes of "
+                "parallelism='data' cannot train together: set parallelism='clients'."
+            )
+        check_arguments(trainer, resolved, aggregation)
+        check_participants(aggregation, distillation, participants, clients, postprocessors)
+        check_given_models(participants, trainer.model)
+        is_raw = participants.task is not None
+        sampler = check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
+        if resolved.freeze is not None:
+            freeze_layers(trainer.model, resolved.freeze)
+        if distillation is not None:
+            check_predictions(distillation, participants, trainer)
+            distillation.check_model(trainer.model)
+        setup = cls(
+            trainer=trainer,
+            config=resolved,
+            engine=engine,
+            clients=clients,
+            eval_clients=eval_clients,
+            participants=participants,
+            aggregation=aggregation,
+            distillation_callback=callback,
+            postprocessors=steps,
+            sampler=sampler,
+            processes=launched,
+            # A wrong `exchange` fails here instead of in the first round.
+            exchange=Exchange(trainer.model, resolved.exchange),
+            **given,
+        )
+        # Processes with different `parallelism` would wait for one another at different places.
+        setup.check_agreement("construction of the trainer", args, None)
+        return setup
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """The distillation algorithm, if there is one."""
+        return None if self.distillation_callback is None else self.distillation_callback.algorithm
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds of the run."""
+        return self.config.num_rounds or 1
+
+    @property
+    def seed(self) -> int:
+        """Seed of client sampling and of the clients' randomness."""
+        return self.config.federation_seed or 0
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several processes share the work."""
+        return self.processes.world_size > 1
+
+    @property
+    def spreads_clients(self) -> bool:
+        """Whether each process trains whole clients, independently of the other processes."""
+        return self.is_spread and self.config.parallelism == "clients"
+
+    def independent(self, as_main: bool = False) -> AbstractContextManager[None]:
+        """With `parallelism="clients"`, make this process the only one that the parent trainer sees."""
+        return self.processes.independent(as_main) if self.spreads_clients else nullcontext()
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze the parameters that `freeze` of the configuration names."""
+        if self.config.freeze is not None:
+            freeze_layers(model, self.config.freeze)
+
+    def identity(self, args: TrainingArguments) -> dict[str, Any]:
+        """The values that a resumed run must share with the run that it resumes."""
+        return federation_identity(
+            self.config, self.aggregation, self.distillation, self.clients, self.participants, args
+        )
+
+    def check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
+        """
+        Compare the processes of the launch before they start.
+
+        Raises:
+            DisagreementError: In all processes, if two of them are set up differently.
+        """
+        if not self.is_spread:
+            return
+        datasets = {"clients": self.clients}
+        if self.eval_clients is not None:
+            datasets["evaluation clients"] = self.eval_clients
+        for argument in ("public_dataset", "server_dataset"):
+            if (rows := getattr(self.participants, argument)) is not None:
+                datasets[f"`{argument}`"] = FederatedDataset.from_dict({argument: rows})
+        description = describe(
+            args,
+            self.config,
+            self.aggregation,
+            self.distillation,
+            self.trainer.model,
+            datasets,
+            self.postprocessors,
+            None if checkpoint is None else Path(checkpoint).name,
+        )
+        check_agreement(self.processes, place, description, datasets)
+
+
+def _install_distillation(
+    trainer: Trainer, users_callbacks: Sequence[TrainerCallback], config: FederatedConfig
+) -> DistillationCallback | None:
+    """The user's callback, or one for the algorithm of the configuration, which is added to the trainer."""
+    for callback in users_callbacks:
+        if isinstance(callback, DistillationCallback):
+            return callback
+    algorithm = build_distillation(config.distillation, config.distillation_kwargs)
+    if algorithm is None:
+        return None
+    callback = DistillationCallback(algorithm)
+    trainer.add_callback(callback)
+    return callback
+
+
+def _install_aggregation(
+    trainer: Trainer,
+    users_callbacks: Sequence[TrainerCallback],
+    config: FederatedConfig,
+    distillation: Distillation | None,
+) -> Aggregation:
+    """The averaging algorithm, which has a callback on the trainer afterwards."""
+    for callback in users_callbacks:
+        if isinstance(callback, AggregationCallback):
+            return callback.algorithm
+    algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)
+    if distillation is not None and not distillation.returns_parameters:
+        check_not_averaged(algorithm, distillation)
+        algorithm = LocalOnly()
+    trainer.add_callback(AggregationCallback(algorithm))
+    return algorithm
+
+
+def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
+    """The steps of the algorithm and of `exchange_dtype`, which follow the user's own steps."""
+    steps = algorithm.postprocessors()
+    dtype = exchange_dtype(config.exchange_dtype)
+    if dtype is None:
+        return steps
+    if steps:
+        raise ValueError(
+            f"exchange_dtype={config.exchange_dtype!r} does not work with {algorithm.name!r}, which encodes the "
+            "exchanged values itself: leave `exchange_dtype` out."
+        )
+    return [SendChanges(dtype)]
