@@ -1,8 +1,8 @@
-"""What is exchanged of a model: adapters, trainable parameters, freezing."""
+"""Exchanged parameters of a model: adapters, trainable parameters and frozen layers."""
 
 from .copying import copy_model
-from .exchange import AnotherModelError, Exchange
+from .exchange import Exchange, ModelMismatchError
 from .freezing import freeze_layers
 
 
-__all__ = ["AnotherModelError", "Exchange", "copy_model", "freeze_layers"]
+__all__ = ["Exchange", "ModelMismatchError", "copy_model", "freeze_layers"]

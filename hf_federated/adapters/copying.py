@@ -1,4 +1,4 @@
-"""Copies of a model that share what does not train: an adapter's clients need one base in memory."""
+"""Model copies that share frozen parameters, so that all clients of an adapter need only one base model in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ M = TypeVar("M", bound=nn.Module)
 
 def copy_model(model: M) -> M:
     """
-    A copy of a model that shares its frozen parameters with it.
+    Copy a model and share its frozen parameters with the copy.
 
     Args:
-        model (`torch.nn.Module`): The model, which is not changed.
+        model (`torch.nn.Module`): The model. It is not changed.
 
     Returns:
-        `torch.nn.Module`: Of the same class.
+        `torch.nn.Module`: A copy with the same class.
     """
     shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     return copy.deepcopy(model, memo=dict(shared))

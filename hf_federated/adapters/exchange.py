@@ -1,12 +1,13 @@
-"""`Exchange`: which values of a model travel, read and written in one fused copy.
+"""Select the parameters and buffers to exchange with the server, and read and write them in one fused copy.
 
-What travels is what trains. For a PEFT model these are the parameters of the active adapter and of `modules_to_save`,
-in their trainable form: prompt-learning methods with a reparameterising encoder (p-tuning, prefix tuning with
-`prefix_projection`) are exchanged as encoder weights, because the materialised prompts that
-`get_peft_model_state_dict` returns cannot be trained further. They are materialised when the model is saved.
+By default, the exchanged parameters are the trainable parameters. In a PEFT model, these are the parameters of the
+active adapter and of `modules_to_save`, in their trainable form. Prompt-learning methods with a reparameterization
+encoder (p-tuning, prefix tuning with `prefix_projection`) exchange the weights of the encoder, because the
+materialized prompts from `get_peft_model_state_dict` cannot be trained further. The prompts are materialized when the
+model is saved.
 
-Everything that training could change without sending it is put back with every write, so that one client's buffers
-never reach the next client on a resident model.
+Training can also change buffers that are not exchanged. Every write restores these buffers. On a model that several
+clients share in memory, the buffers of one client therefore never reach the next client.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from peft import PeftModel
 from torch import nn
 
 
-class AnotherModelError(ValueError):
-    """What a client kept is not of the model that it has now. It ends the run: it is no one client's fault."""
+class ModelMismatchError(ValueError):
+    """The saved state of a client does not match its current model. The error ends the run for all clients."""
 
 
 class Exchange:
     """
-    The exchanged part of one model.
+    Read and write the exchanged parameters and buffers of one model.
 
-    A parameter that is shared by two modules (tied weights) has one name here and travels once. Buffers travel with
-    the trainable modules that own them: floating ones are aggregated, integer ones copied.
+    A parameter that two modules share (tied weights) has one name here and is exchanged once. The buffers of trainable
+    modules are exchanged with them. Floating-point buffers are aggregated, integer buffers are copied.
 
     Args:
         model (`torch.nn.Module`):
-            The model, also a `PeftModel`. Replacing its parameters by others calls for a new `Exchange`.
-        what (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"trainable"`, `"adapter"` or `"all"`, as [`FederatedConfig`] explains.
+            The model, which can be a `PeftModel`. After replacing parameters of the model, create a new `Exchange`.
+        mode (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"trainable"`, `"adapter"` or `"all"`, as described in [`FederatedConfig`].
 
     Raises:
-        ValueError: If nothing would travel, if `"adapter"` is asked of a model without one, or if parameters outside
-            the adapter train but would not travel.
+        ValueError: If there is nothing to exchange, if the mode is `"adapter"` and the model has no adapter, or if
+            trainable parameters are outside the adapter and not exchanged.
 
     Example:
 
@@ -55,15 +56,15 @@ class Exchange:
     ```
     """
 
-    def __init__(self, model: nn.Module, what: str = "auto") -> None:
+    def __init__(self, model: nn.Module, mode: str = "auto") -> None:
         is_adapter = isinstance(model, PeftModel)
-        if what == "adapter" and not is_adapter:
+        if mode == "adapter" and not is_adapter:
             raise ValueError(
                 f"exchange='adapter' needs a PEFT model, got {type(model).__name__}. Wrap it with "
                 "`peft.get_peft_model`, or use exchange='trainable'."
             )
         self.kind = (
-            "adapter" if what == "adapter" or (what == "auto" and is_adapter) else what.replace("auto", "trainable")
+            "adapter" if mode == "adapter" or (mode == "auto" and is_adapter) else mode.replace("auto", "trainable")
         )
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
@@ -74,49 +75,49 @@ class Exchange:
             self._check_only_adapter_trains(model)
         if not any(parameter.requires_grad for parameter in self.parameters.values()):
             raise ValueError(
-                "No parameter of the model requires a gradient, so no client could train anything. Unfreeze some, or "
-                "load the adapter with `is_trainable=True`."
+                "No parameter of the model requires a gradient, so no client can train. Unfreeze parameters, or load "
+                "the adapter with `is_trainable=True`."
             )
         self._trained = list(self.trainable)
         self._model = model
-        self._buffers, staying = self._find_buffers(model)
-        self._staying = {name: model.get_buffer(name).clone() for name in staying}
+        self._buffers, local_buffers = self._find_buffers(model)
+        self._local_buffers = {name: model.get_buffer(name).clone() for name in local_buffers}
 
     @property
     def names(self) -> list[str]:
-        """Names of what travels, in the order of the model."""
+        """Names of the exchanged parameters and buffers, in the order of the model."""
         return [*self.parameters, *self._buffers]
 
     @property
-    def _live(self) -> list[torch.Tensor]:
-        """What travels, where it is now: a model that is moved to another device has other storage and buffers."""
+    def _tensors(self) -> list[torch.Tensor]:
+        """Exchanged tensors. Each call reads them again: a model moved to another device has new tensors."""
         buffers = [self._model.get_buffer(name) for name in self._buffers]
         return [*(parameter.detach() for parameter in self.parameters.values()), *buffers]
 
     @property
-    def live(self) -> dict[str, torch.Tensor]:
-        """What travels, by name: the model's own tensors, without gradients, which the next training changes."""
-        return dict(zip(self.names, self._live, strict=True))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Exchanged tensors by name, without gradients. They share memory with the model, so training changes them."""
+        return dict(zip(self.names, self._tensors, strict=True))
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The exchanged parameters that train, by name."""
+        """The exchanged trainable parameters by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
     def num_values(self) -> int:
-        """How many scalars travel in one direction."""
-        return sum(tensor.numel() for tensor in self._live)
+        """The number of scalars exchanged in one direction."""
+        return sum(tensor.numel() for tensor in self._tensors)
 
     def check_unchanged(self, model: nn.Module) -> None:
         """
-        Refuse a training that changed which parameters train, and freeze or unfreeze them again for the next client.
+        Raise an error if training changed which parameters are trainable, and undo the change for the next client.
 
         Args:
             model (`torch.nn.Module`): The model of this exchange, after training.
 
         Raises:
-            ValueError: If it did. The message names a parameter.
+            ValueError: If the trainable parameters changed. The message names a parameter.
         """
         expected = {name: self.parameters[name] for name in self._trained}
         now = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -128,85 +129,85 @@ class Exchange:
             parameter.requires_grad_(False)
         for parameter in removed.values():
             parameter.requires_grad_(True)
-        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "began"), (removed, "ceased")) if part]
+        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "started"), (removed, "stopped")) if part]
         raise ValueError(
-            f"{' and '.join(changes)} to train on this client and not on the others. All clients must train the same "
-            "adapter or layers: freeze, unfreeze and add parameters before the trainer is built."
+            f"{' and '.join(changes)} to train on this client, but not on the other clients. All clients must train "
+            "the same parameters. Freeze, unfreeze and add parameters before you create the trainer."
         )
 
     def _check_only_adapter_trains(self, model: Any) -> None:
-        # PEFT keeps every tensor of an adapter in a dictionary keyed by the adapter's name, so that the name is one
-        # part of the dotted path: `lora_A.default.weight`, `modules_to_save.default.bias`.
+        # PEFT stores the tensors of an adapter in dictionaries with the adapter name as key. The adapter name is
+        # therefore one part of the dotted path: `lora_A.default.weight`, `modules_to_save.default.bias`.
         adapters = set(model.active_adapters)
         outside = [name for name in self.parameters if adapters.isdisjoint(name.split("."))]
         if outside:
             raise ValueError(
-                f"{len(outside)} parameters outside the adapter train but would not travel, for example "
+                f"{len(outside)} parameters outside the adapter are trainable but not exchanged, for example "
                 f"{outside[0]!r}. Freeze them, list their module in `modules_to_save`, or use exchange='trainable'."
             )
 
     def _find_buffers(self, model: nn.Module) -> tuple[list[str], list[str]]:
-        """Names of buffers that travel, and of those that stay and are put back."""
+        """Return the names of exchanged buffers, and the names of local buffers, which every write restores."""
         persistent = model.state_dict(keep_vars=True).keys()
         owners = {name.rpartition(".")[0] for name in self.parameters}
-        travelling: list[str] = []
-        staying: list[str] = []
+        exchanged: list[str] = []
+        local: list[str] = []
         for name, _ in model.named_buffers():
-            travels = self.kind == "all" or (self.kind == "trainable" and name.rpartition(".")[0] in owners)
-            if travels and name in persistent:
-                travelling.append(name)
+            is_exchanged = self.kind == "all" or (self.kind == "trainable" and name.rpartition(".")[0] in owners)
+            if is_exchanged and name in persistent:
+                exchanged.append(name)
             else:
-                staying.append(name)
-        return travelling, staying
+                local.append(name)
+        return exchanged, local
 
     def read(self) -> dict[str, torch.Tensor]:
         """
-        A copy of what travels.
+        Copy the exchanged parameters and buffers.
 
         Returns:
             `dict[str, torch.Tensor]`: Values by name, on the model's device, without gradients.
         """
-        return {name: tensor.clone() for name, tensor in self.live.items()}
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
         """
-        Put values into the model, in one fused copy, and put back the buffers that stay.
+        Write values into the model in one fused copy, and restore the buffers that are not exchanged.
 
         Args:
-            state (`Mapping[str, torch.Tensor]`): A value for every name of this exchange, of the tensor's shape; dtype
-                and device may differ.
+            state (`Mapping[str, torch.Tensor]`): A value for each name of this exchange, with the shape of the tensor.
+                Dtype and device can differ.
 
         Raises:
-            KeyError: If a name is missing. The message says which.
+            KeyError: If a name is missing. The message contains the name.
         """
         try:
             values = [state[name] for name in self.names]
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
-        torch._foreach_copy_(self._live, values)
-        if self._staying:
-            staying = [self._model.get_buffer(name) for name in self._staying]
-            torch._foreach_copy_(staying, list(self._staying.values()))
+        torch._foreach_copy_(self._tensors, values)
+        if self._local_buffers:
+            local_buffers = [self._model.get_buffer(name) for name in self._local_buffers]
+            torch._foreach_copy_(local_buffers, list(self._local_buffers.values()))
 
-    def write_kept(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
+    def restore(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
         """
-        Put back what a client kept of a model of its own, perhaps over the end of a process.
+        Write the saved state of a client's own model, also in a new process.
 
         Args:
-            state (`Mapping[str, torch.Tensor]`): As [`~Exchange.read`] returned it.
-            client_id (`str`): The client.
+            state (`Mapping[str, torch.Tensor]`): The state from [`~Exchange.read`].
+            client_id (`str`): The client ID, for error messages.
 
         Raises:
-            AnotherModelError: If a name or a shape differs. The message says which.
+            ModelMismatchError: If a name or a shape differs. The message contains the first name that differs.
         """
-        there = {name: tuple(value.shape) for name, value in state.items()}
-        here = {name: tuple(value.shape) for name, value in self.live.items()}
-        if differs := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+        saved = {name: tuple(value.shape) for name, value in state.items()}
+        current = {name: tuple(value.shape) for name, value in self.tensors.items()}
+        if differs := sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)):
             name = differs[0]
-            raise AnotherModelError(
-                f"What client {client_id!r} kept is of another model than it has now: {name!r} has the shape "
-                f"{here.get(name)} here and {there.get(name)} there. Resume with the `clients` or the "
-                "`client_model_init` that the checkpoint is of."
+            raise ModelMismatchError(
+                f"The saved state of client {client_id!r} does not match its current model: {name!r} has the shape "
+                f"{saved.get(name)} in the state and {current.get(name)} in the model. Resume with the `clients` or "
+                "the `client_model_init` of the checkpoint."
             )
         self.write(state)

@@ -1,4 +1,4 @@
-"""Freezing a model from the embedding up, as FedNLP's Table 3 does: what is frozen neither trains nor travels.
+"""Freeze a model from the embeddings upward, as in FedNLP's Table 3. Frozen layers are not trained or exchanged.
 
 Source: Lin et al., FedNLP (Findings of NAACL 2022), section 4.4.
 """
@@ -22,18 +22,18 @@ DEPTHS = (
     "n_layers",
     "n_layer",
 )
-# What else than tables stands between ids and the first block: norms and projections of embeddings, OPT's projection
-# to the width of its blocks, and the norm of DeBERTa's relative positions.
+# Parameters between the token IDs and the first block that are not in embedding tables: norms and projections of
+# embeddings, OPT's projection to the hidden size of its blocks, and the norm of DeBERTa's relative positions.
 _EMBEDDING = re.compile(r"(^|[._])emb|(^|\.)project_in\.|(^|\.)encoder\.LayerNorm\.")
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks from the embedding up: an encoder's first, then a decoder's. One that is used again stands again."""
+    """Return all blocks in order, first the encoder, then the decoder. A reused block occurs once per use."""
     config: dict[str, Any] = model.config.to_dict()
-    # An `EncoderDecoderModel` has a config for each half.
+    # An `EncoderDecoderModel` has one config for the encoder and one for the decoder.
     configs = [config] + [config[half] for half in ("encoder", "decoder") if isinstance(config.get(half), dict)]
     depths = {depth for part in configs for name in DEPTHS if isinstance(depth := part.get(name), int)}
-    num_groups = config.get("num_hidden_groups")  # ALBERT's sets of weights, each for several layers in a row
+    num_groups = config.get("num_hidden_groups")  # ALBERT: consecutive layers of a group share their weights
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len({type(layer) for layer in module}) != 1:
@@ -49,7 +49,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _embedding_parameters(model: PreTrainedModel, layers: list[nn.Module]) -> list[nn.Parameter]:
-    """All that stands between ids and the first block. Relative positions inside of blocks (T5) belong to these."""
+    """Return all parameters between token IDs and the first block, without relative positions in blocks (T5)."""
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
@@ -67,21 +67,22 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
     """
     Freeze the embeddings, the first layers, or both.
 
-    The embeddings are all that stands between ids and the first layer, in an encoder and in a decoder: tables of
-    words, positions and types, their norms and projections. A head that is tied to the words is frozen with them.
-    Relative positions belong to the layers where these hold them (T5), otherwise to the embeddings (DeBERTa). The
-    layers of a decoder come after those of its encoder.
+    The embeddings are all parameters between the token IDs and the first layer, in an encoder and in a decoder. They
+    include the tables of words, positions and types, and the norms and projections of the embeddings. An output head
+    with tied weights is frozen together with the word embeddings. Relative positions belong to the layers if the
+    layers contain them (T5), otherwise to the embeddings (DeBERTa). The layers of a decoder follow the layers of its
+    encoder.
 
     Args:
-        model (`transformers.PreTrainedModel`): Any encoder, decoder or encoder–decoder.
-        freeze (`str`): `"embeddings"`, a number of layers from the embedding up (`"2"`), or `"embeddings+2"`.
+        model (`transformers.PreTrainedModel`): An encoder, a decoder or an encoder-decoder model.
+        freeze (`str`): `"embeddings"`, a number of layers counted from the embeddings (`"2"`), or `"embeddings+2"`.
 
     Returns:
-        `int`: How many parameters still train.
+        `int`: The number of parameters that are still trainable.
 
     Raises:
-        ValueError: If `freeze` says something else, the model has fewer layers, its layers cannot be found, layers
-            that are to be frozen share their weights with others (ALBERT), or the model is wrapped by PEFT.
+        ValueError: If `freeze` has another format, the model has too few layers, its layers cannot be found, the
+            frozen layers share weights with other layers (ALBERT), or the model is wrapped by PEFT.
 
     Example:
 
@@ -97,24 +98,26 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"`freeze` knows the layers of transformers models, not of {type(model).__name__}. Freeze a model before"
-            " it is wrapped; what PEFT wraps is frozen already."
+            f"`freeze` supports transformers models, got {type(model).__name__}. Freeze a model before wrapping it;"
+            " PEFT already freezes the model that it wraps."
         )
     parts = str(freeze).split("+")
     num_layers = sum(int(part) for part in parts if part.isdigit())
     if any(part != "embeddings" and not part.isdigit() for part in parts):
-        raise ValueError(f"`freeze` is {freeze!r}; write 'embeddings', a number of layers, or 'embeddings+2'.")
+        raise ValueError(f"`freeze` is {freeze!r}; use 'embeddings', a number of layers, or 'embeddings+2'.")
     layers = _layers(model)
     if num_layers > len(layers):
-        raise ValueError(f"`freeze` asks for {num_layers} layers; {type(model).__name__} has {len(layers)}.")
+        raise ValueError(
+            f"`freeze` asks for {num_layers} layers; {type(model).__name__} has {len(layers)}. Use a smaller number."
+        )
     frozen = _embedding_parameters(model, layers) if "embeddings" in parts else []
     frozen += [parameter for layer in layers[:num_layers] for parameter in layer.parameters()]
     still_used = {id(parameter) for layer in layers[num_layers:] for parameter in layer.parameters()}
     if any(id(parameter) in still_used for parameter in frozen):
         groups = [layers.index(layer) for layer in dict.fromkeys(layers)] + [len(layers)]
         raise ValueError(
-            f"`freeze` asks for {num_layers} layers; {type(model).__name__} shares weights among its layers, so that"
-            f" only {', '.join(map(str, groups[:-1]))} or {groups[-1]} of them can be frozen."
+            f"`freeze` asks for {num_layers} layers, but {type(model).__name__} shares weights among its layers. Set"
+            f" `freeze` to {', '.join(map(str, groups[:-1]))} or {groups[-1]} layers."
         )
     for parameter in frozen:
         parameter.requires_grad_(False)

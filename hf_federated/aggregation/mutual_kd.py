@@ -218,7 +218,7 @@ class Mentor(LocalHook):
             model (`PreTrainedModel`): The shared one, the mentee.
 
         Raises:
-            AnotherModelError: If what the client kept is not of this mentor.
+            ModelMismatchError: If what the client kept is not of this mentor.
         """
         self._trainer, self._exchange = copy.copy(trainer), exchange
         self._trainer.optimizer = None
@@ -236,7 +236,7 @@ class Mentor(LocalHook):
         if self._projection is not None:
             self._trainer.optimizer.add_param_group({"params": list(self._projection.parameters())})
         if self._kept is not None:
-            exchange.write_kept(self._kept["mentor"], self._client_id)
+            exchange.restore(self._kept["mentor"], self._client_id)
             if self._projection is not None:
                 self._projection.load_state_dict(self._kept["projection"])
             self._trainer.optimizer.load_state_dict(self._kept["optimizer"])

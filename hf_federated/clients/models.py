@@ -157,7 +157,7 @@ class OwnModel(ClientModel):
         before = self.exchange.read()
         try:
             yield
-            if name := first_non_finite(self.exchange.live):
+            if name := first_non_finite(self.exchange.tensors):
                 raise FloatingPointError(
                     f"Training left NaN or infinite values in {name!r}. Lower this client's learning rate, clip its "
                     "gradients (`max_grad_norm`), or look at its data."
@@ -199,7 +199,7 @@ class OwnModels(ClientModels):
         trainer, exchange, student = self._build(client_id)
         state = self.store.get(client_id)
         if state:
-            exchange.write_kept(state["model"], client_id)
+            exchange.restore(state["model"], client_id)
             if student is not None:
                 student.load_state_dict(state["student"])
         model = OwnModel(trainer, exchange, student, state.get("kept", {}))

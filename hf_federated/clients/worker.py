@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ..adapters import AnotherModelError, Exchange
+from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..distributed.process_group import PeerFailedError
 from ..messages import (
@@ -119,7 +119,7 @@ class ClientWorker:
                 reply = self._evaluate(message, model)
             else:
                 reply = self._distil(message, model)
-        except (AnotherModelError, PeerFailedError, UnsupportedTrainerError):
+        except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
             # Not this client's fault, and not the end of this client alone.
             raise
         except Exception as error:

@@ -214,7 +214,7 @@ class FedDRS(Distillation):
     def _left_as_is(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
         """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
         frozen = {id(parameter) for parameter in self.frozen_parameters(server.student.model, round)}
-        live = server.exchange.live
+        live = server.exchange.tensors
         return {name: live[name] for name, item in server.exchange.parameters.items() if id(item) in frozen}
 
     def _iterate(

@@ -1,4 +1,4 @@
-"""A tiny model of each family, its blocks from the embedding up, and what stands before the first of them."""
+"""Tiny models of many families, with the parameter names of their layers in order and of their embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 class Family(NamedTuple):
-    """Prefixes of parameter names. `layers`: an encoder's before a decoder's."""
+    """Prefixes of parameter names. In `layers`, the encoder layers come before the decoder layers."""
 
     model: str
     config: tf.PreTrainedConfig

@@ -1,4 +1,4 @@
-"""What travels of a model: adapters without their base, trainable parameters, tied weights once."""
+"""Tests of the exchanged values: adapters without the base model, trainable parameters, tied weights once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llama_classifier() -> nn.Module:
         return LlamaForSequenceClassification(LlamaConfig(**LLAMA))
 
 
-# name -> (config for a model, words one of which is in every key that travels)
+# name -> (function that creates the config, words of which each exchanged name contains one)
 METHODS: dict[str, tuple[Callable[[str], PeftConfig], tuple[str, ...]]] = {
     "lora": (lambda task: LoraConfig(task_type=task, r=2), ("lora_A", "lora_B")),
     "ia3": (lambda task: IA3Config(task_type=task), ("ia3_l",)),
@@ -100,18 +100,18 @@ def randomised(state: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch
 
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("model", list(MODELS))
-def test_the_adapter_travels_and_the_base_does_not(model, method):
+def test_adapter_is_exchanged_without_base_model(model, method):
     peft_model = adapted(model, method)
     exchange = Exchange(peft_model)
     assert exchange.kind == "adapter"
-    travels = set(exchange.names)
-    assert travels == {name for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
+    exchanged = set(exchange.names)
+    assert exchanged == {name for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
     head = "modules_to_save" if MODELS[model][1] == "SEQ_CLS" else None
     words = METHODS[method][1] + ((head,) if head else ())
-    assert all(any(word in name for word in words) for name in travels)
+    assert all(any(word in name for word in words) for name in exchanged)
     for word in words:
-        assert any(word in name for name in travels), f"nothing of {word} travels"
-    # No tensor of the base, by its storage.
+        assert any(word in name for name in exchanged), f"no exchanged name contains {word}"
+    # No exchanged tensor shares storage with the base model.
     base = {parameter.data_ptr() for parameter in peft_model.parameters() if not parameter.requires_grad}
     assert base and base.isdisjoint(parameter.data_ptr() for parameter in exchange.parameters.values())
     assert all(value.data_ptr() not in base for value in exchange.read().values())
@@ -119,7 +119,7 @@ def test_the_adapter_travels_and_the_base_does_not(model, method):
 
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("model", list(MODELS))
-def test_an_adapter_is_written_as_it_was_read(model, method):
+def test_writing_adapter_state_reproduces_sender_weights(model, method):
     sender, receiver = adapted(model, method), adapted(model, method)
     untouched = {name: p.detach().clone() for name, p in receiver.named_parameters() if not p.requires_grad}
     state = randomised(Exchange(sender).read())
@@ -135,7 +135,7 @@ def test_an_adapter_is_written_as_it_was_read(model, method):
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_what_an_optimizer_step_changes_is_all_that_travels(method):
+def test_optimizer_step_changes_only_exchanged_parameters(method):
     model = adapted("llama", method)
     exchange = Exchange(model)
     before = exchange.read()
@@ -146,12 +146,12 @@ def test_what_an_optimizer_step_changes_is_all_that_travels(method):
     optimizer.step()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, everything[name])}
     assert changed and changed <= set(exchange.names)
-    # The reparameterised prompt that a forward pass uses is again that of the state sent.
+    # After the write, the prompt encoder again produces the prompt of the written state.
     exchange.write(before)
     assert all(torch.equal(p, everything[name]) for name, p in model.named_parameters())
 
 
-def test_only_the_active_adapter_travels():
+def test_only_active_adapter_is_exchanged():
     model = adapted("llama", "lora")
     model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=2))
     model.set_adapter("other")
@@ -159,27 +159,27 @@ def test_only_the_active_adapter_travels():
     assert names and all(".other." in name for name in names)
 
 
-def test_modules_to_save_travel_beside_the_adapter():
+def test_modules_to_save_are_exchanged_with_adapter():
     model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", r=2, modules_to_save=["lm_head"]))
     saved = [name for name in Exchange(model).names if "lora" not in name]
     assert saved == ["base_model.model.lm_head.modules_to_save.default.weight"]
 
 
-def test_asking_for_the_adapter_of_a_plain_model_is_refused():
+def test_adapter_mode_requires_peft_model():
     with pytest.raises(ValueError, match="exchange='adapter' needs a PEFT model, got BertForSequenceClassification"):
         Exchange(tiny_model(), "adapter")
 
 
-@pytest.mark.parametrize("what", ["auto", "adapter"])
-def test_parameters_that_train_outside_the_adapter_are_refused_by_name(what):
+@pytest.mark.parametrize("mode", ["auto", "adapter"])
+def test_error_names_trainable_parameter_outside_adapter(mode):
     model = adapted("llama", "lora")
     model.base_model.model.lm_head.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"1 parameters outside the adapter train.*lm_head\.weight.*'trainable'"):
-        Exchange(model, what)
+    with pytest.raises(ValueError, match=r"1 parameters outside the adapter are.*lm_head\.weight.*'trainable'"):
+        Exchange(model, mode)
     assert "base_model.model.lm_head.weight" in Exchange(model, "trainable").names
 
 
-def test_an_adapter_loaded_for_inference_is_refused():
+def test_adapter_loaded_for_inference_raises():
     model = adapted("llama", "lora")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -190,7 +190,7 @@ def test_an_adapter_loaded_for_inference_is_refused():
 # ---- Plain models
 
 
-def test_all_parameters_of_a_plain_model_travel_bit_for_bit():
+def test_plain_model_exchanges_all_parameters_bit_for_bit():
     sender, receiver = tiny_model(seed=1), tiny_model(seed=2)
     exchange = Exchange(receiver)
     assert exchange.kind == "trainable"
@@ -200,17 +200,17 @@ def test_all_parameters_of_a_plain_model_travel_bit_for_bit():
     assert same_weights(sender, receiver)
 
 
-@pytest.mark.parametrize("what", ["auto", "trainable"])
-def test_frozen_layers_never_travel(what):
+@pytest.mark.parametrize("mode", ["auto", "trainable"])
+def test_frozen_layers_are_not_exchanged(mode):
     model = tiny_model()
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[0].requires_grad_(False)
-    names = Exchange(model, what).names
+    names = Exchange(model, mode).names
     assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert not any("embeddings" in name or ".layer.0." in name for name in names)
 
 
-def test_everything_travels_when_asked_for():
+def test_mode_all_exchanges_complete_state_dict():
     model = tiny_model()
     model.bert.embeddings.requires_grad_(False)
     exchange = Exchange(model, "all")
@@ -218,18 +218,18 @@ def test_everything_travels_when_asked_for():
     assert set(exchange.trainable) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("what", ["auto", "all"])
-def test_tied_weights_travel_once_and_stay_tied(what):
+@pytest.mark.parametrize("mode", ["auto", "all"])
+def test_tied_weights_are_exchanged_once_and_stay_tied(mode):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     assert model.lm_head.weight is model.transformer.wte.weight
-    exchange = Exchange(model, what)
+    exchange = Exchange(model, mode)
     assert [name for name in exchange.names if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
     exchange.write(randomised(exchange.read()))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert exchange.num_values == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_what_was_read_is_a_copy():
+def test_read_returns_copy():
     model = tiny_model()
     exchange = Exchange(model)
     state = exchange.read()
@@ -239,7 +239,7 @@ def test_what_was_read_is_a_copy():
     assert not any(value.requires_grad for value in state.values())
 
 
-def test_what_was_written_may_change_afterwards():
+def test_write_copies_values():
     model = tiny_model()
     exchange = Exchange(model)
     state = randomised(exchange.read())
@@ -250,7 +250,8 @@ def test_what_was_written_may_change_afterwards():
     assert all(torch.equal(value, written[name]) for name, value in exchange.read().items())
 
 
-def test_writing_keeps_the_parameters_and_their_optimizer():
+def test_write_keeps_parameter_objects():
+    """Optimizers hold references to the parameter objects."""
     model = tiny_model()
     parameters = list(model.parameters())
     exchange = Exchange(model)
@@ -258,7 +259,7 @@ def test_writing_keeps_the_parameters_and_their_optimizer():
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 
-def test_a_state_in_another_dtype_is_cast():
+def test_write_casts_state_to_model_dtype():
     model = tiny_model().bfloat16()
     exchange = Exchange(model)
     state = randomised({name: value.float() for name, value in exchange.read().items()})
@@ -267,7 +268,7 @@ def test_a_state_in_another_dtype_is_cast():
         assert value.dtype == torch.bfloat16 and torch.equal(value, state[name].bfloat16())
 
 
-def test_a_state_that_lacks_a_name_is_refused_and_changes_nothing():
+def test_state_with_missing_name_raises_and_changes_nothing():
     model = tiny_model()
     exchange = Exchange(model)
     state = randomised(exchange.read())
@@ -277,18 +278,18 @@ def test_a_state_that_lacks_a_name_is_refused_and_changes_nothing():
     assert same_weights(model, tiny_model())
 
 
-def test_a_model_that_trains_nothing_is_refused():
+def test_model_without_trainable_parameters_raises():
     model = tiny_model().requires_grad_(False)
-    for what in ("auto", "trainable", "all"):
+    for mode in ("auto", "trainable", "all"):
         with pytest.raises(ValueError, match="No parameter of the model requires a gradient"):
-            Exchange(model, what)
+            Exchange(model, mode)
 
 
 # ---- Buffers
 
 
 class Buffered(nn.Module):
-    """A trained and a frozen normalisation with running statistics, and a buffer outside the state."""
+    """A trainable and a frozen batch norm with running statistics, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +302,7 @@ class Buffered(nn.Module):
         return self.frozen(self.trained(values))
 
 
-def test_buffers_travel_with_the_modules_that_train():
+def test_buffers_of_trainable_modules_are_exchanged():
     exchange = Exchange(Buffered())
     statistics = ["running_mean", "running_var", "num_batches_tracked"]
     assert exchange.names == [f"trained.{name}" for name in ["weight", "bias", *statistics]]
@@ -319,7 +320,7 @@ def test_integer_buffers_are_written_exactly():
     assert model.trained.num_batches_tracked.item() == 2**53 + 1
 
 
-def test_buffers_that_stay_are_put_back_with_every_write():
+def test_write_restores_buffers_that_are_not_exchanged():
     model = Buffered()
     exchange = Exchange(model)
     state = exchange.read()
@@ -331,7 +332,7 @@ def test_buffers_that_stay_are_put_back_with_every_write():
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-def test_a_model_that_is_moved_is_read_and_written_where_it_is():
+def test_exchange_follows_model_to_new_device():
     model = Buffered()
     exchange = Exchange(model)
     storage = model.trained.weight.data_ptr()

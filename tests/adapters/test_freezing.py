@@ -1,4 +1,4 @@
-"""Freezing from the embedding up: FedNLP's Table 3, and models of other shapes."""
+"""Tests of freezing from the embeddings upward: FedNLP's Table 3, and other model families."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def trainable(model: nn.Module) -> int:
 
 
 def distilbert() -> PreTrainedModel:
-    """DistilBERT's size with the classes of 20 Newsgroups, without memory for its weights."""
+    """DistilBERT at full size with the 20 classes of 20 Newsgroups, on the meta device to save memory."""
     with torch.device("meta"):
         return DistilBertForSequenceClassification(DistilBertConfig(num_labels=20))
 
 
-def test_without_freezing_the_count_is_that_of_table_three():
+def test_unfrozen_parameter_count_matches_table_three():
     count = Exchange(distilbert()).num_values
     assert count == trainable(distilbert())
     assert round(count / 1e6, 1) == 67.0
@@ -55,32 +55,32 @@ def test_without_freezing_the_count_is_that_of_table_three():
         ("embeddings+6", 0.6),
     ],
 )
-def test_trainable_parameters_are_those_of_table_three(freeze, millions):
+def test_trainable_parameter_count_matches_table_three(freeze, millions):
     model = distilbert()
     count = freeze_layers(model, freeze)
     assert count == trainable(model)
     assert round(count / 1e6, 1) == millions
-    assert Exchange(model).num_values == count  # and nothing else travels
+    assert Exchange(model).num_values == count  # frozen parameters are not exchanged
 
 
-# ---- Other shapes
+# ---- Other model families
 
 
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 @families
-def test_layers_are_frozen_from_the_embedding_up(family):
+def test_layers_are_frozen_from_embeddings_upward(family):
     for number in range(len(family.layers) + 1):
         model = family.build()
         count = freeze_layers(model, str(number))
         expected = {n for n, _ in model.named_parameters() if n.startswith(tuple(family.layers[:number]) or "-")}
-        assert frozen(model) == expected | frozen(family.build())  # Marian's sines never train
+        assert frozen(model) == expected | frozen(family.build())  # Marian's sinusoidal positions are always frozen
         assert count == trainable(model)
 
 
 @families
-def test_all_that_stands_before_the_first_layer_is_frozen_and_nothing_else(family):
+def test_embeddings_freezes_exactly_parameters_before_first_layer(family):
     model = family.build()
     freeze_layers(model, "embeddings")
     found = [{n for n, _ in model.named_parameters() if n.startswith(prefix)} for prefix in family.embeddings]
@@ -88,7 +88,7 @@ def test_all_that_stands_before_the_first_layer_is_frozen_and_nothing_else(famil
 
 
 @families
-def test_both_are_frozen_in_either_order(family):
+def test_embeddings_and_layers_can_be_given_in_either_order(family):
     expected = tuple(family.embeddings + family.layers[:1])
     for freeze in ("embeddings+1", "1+embeddings"):
         model = family.build()
@@ -97,7 +97,7 @@ def test_both_are_frozen_in_either_order(family):
 
 
 @families
-def test_more_layers_than_there_are_is_refused_with_their_number(family):
+def test_too_many_layers_raises_with_number_of_layers(family):
     model = family.build()
     with pytest.raises(ValueError, match=f"asks for 9 layers; {family.model} has {len(family.layers)}"):
         freeze_layers(model, "embeddings+9")
@@ -105,7 +105,7 @@ def test_more_layers_than_there_are_is_refused_with_their_number(family):
 
 
 @pytest.mark.parametrize(("num_groups", "allowed"), [(1, "0 or 4"), (2, "0, 2 or 4")])
-def test_layers_that_share_weights_are_frozen_together(num_groups, allowed):
+def test_layers_with_shared_weights_are_frozen_together(num_groups, allowed):
     def albert() -> PreTrainedModel:
         return AlbertForSequenceClassification(
             AlbertConfig(**BERT, embedding_size=8, num_hidden_layers=4, num_hidden_groups=num_groups)
@@ -115,7 +115,7 @@ def test_layers_that_share_weights_are_frozen_together(num_groups, allowed):
         model = albert()
         groups = [f"albert.encoder.albert_layer_groups.{i}." for i in range(number * num_groups // 4)]
         if len(groups) * 4 != number * num_groups:
-            with pytest.raises(ValueError, match=f"asks for {number} layers; Albert.* only {allowed} of them"):
+            with pytest.raises(ValueError, match=f"asks for {number} layers, but Albert.* to {allowed} layers"):
                 freeze_layers(model, f"embeddings+{number}")
             assert not frozen(model)
         else:
@@ -125,24 +125,24 @@ def test_layers_that_share_weights_are_frozen_together(num_groups, allowed):
 
 
 @pytest.mark.parametrize("freeze", ["encoder", "-1", "1.5", "", "embeddings+", "embeddings 2", "all"])
-def test_other_words_are_refused(freeze):
-    with pytest.raises(ValueError, match="write 'embeddings', a number of layers, or 'embeddings"):
+def test_invalid_freeze_value_raises(freeze):
+    with pytest.raises(ValueError, match="use 'embeddings', a number of layers, or 'embeddings"):
         freeze_layers(tiny_model(), freeze)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_model_that_is_not_from_transformers_is_refused(wrapped):
+def test_model_outside_transformers_raises(wrapped):
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["query"])) if wrapped else nn.Linear(1, 1)
     before = frozen(model)
-    with pytest.raises(ValueError, match=f"not of {type(model).__name__}. Freeze a model before it is wrapped"):
+    with pytest.raises(ValueError, match=f"got {type(model).__name__}. Freeze a model before wrapping it"):
         freeze_layers(model, "1")
     assert frozen(model) == before
 
 
-# ---- In a run
+# ---- In a training run
 
 
-def test_a_model_that_the_trainer_builds_itself_is_frozen_in_the_run_too(tmp_path):
+def test_model_from_model_init_is_frozen_like_given_model(tmp_path):
     def run(**model) -> FederatedTrainer:
         trainer = FederatedTrainer(
             **model,

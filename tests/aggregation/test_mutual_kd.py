@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD, federate
-from hf_federated.adapters import AnotherModelError, Exchange
+from hf_federated.adapters import Exchange, ModelMismatchError
 from hf_federated.aggregation import LowRankUpdates
 from hf_federated.aggregation.mutual_kd import Mentor
 from hf_federated.distillation.losses import kl_divergence
@@ -397,14 +397,14 @@ def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_aft
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("depth", "words"), [(2, "None here"), (5, "None there")])
+@pytest.mark.parametrize(("depth", "words"), [(2, "None in the model"), (5, "None in the state")])
 def test_a_mentor_of_another_shape_does_not_resume(tmp_path, depth, words):
     trainer_of(tmp_path, args={"save_strategy": "steps"}).train()
     trainer = trainer_of(
         tmp_path,
         model_init=lambda client_id: tiny_model(num_hidden_layers=depth, hidden_size=32, intermediate_size=32),
     )
-    with pytest.raises(AnotherModelError, match=f"What client '[ab]' kept is of another model .*{words}"):
+    with pytest.raises(ModelMismatchError, match=f"saved state of client '[ab]' does not match .*{words}"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

@@ -221,15 +221,15 @@ def test_another_size_of_mini_batches_over_which_rates_fall_does_not_resume(tmp_
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ({"num_hidden_layers": 2}, r"'bert.encoder.layer.2.* None here"),
+        ({"num_hidden_layers": 2}, r"'bert.encoder.layer.2.* None in the model"),
         (
             {"num_hidden_layers": 3, "intermediate_size": 24},
-            r"'bert.encoder.layer.0.inter.* \(24,\) here and \(16,\) there",
+            r"'bert.encoder.layer.0.inter.* \(16,\) in the state and \(24,\) in",
         ),
     ],
 )
 def test_a_clients_model_of_another_shape_does_not_resume(tmp_path, shape, words):
     distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}).train()
     trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(**shape))
-    with pytest.raises(ValueError, match=f"What client 'a' kept is of another model than it has now: {words}"):
+    with pytest.raises(ValueError, match=f"saved state of client 'a' does not match its current model: {words}"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
