@@ -1,4 +1,4 @@
-"""A tiny causal model and tokenizers that split words, as tasks of causal models meet them."""
+"""A tiny causal model and tokenizers that split words, for tests of tasks with causal models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def bytes_tokenizer(texts: Iterable[str], vocab_size: int = 420) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as GPT-2, Llama 3 and SmolLM2 have it; the end token pads too."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and SmolLM2. The end token is also the pad token."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +26,7 @@ def bytes_tokenizer(texts: Iterable[str], vocab_size: int = 420) -> PreTrainedTo
 
 
 def pieces_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """BPE with `▁` for spaces, one of them before every text, and a start token, as Llama 2 has it."""
+    """BPE with `▁` for spaces, a space before every text, and a start token, as in Llama 2."""
     tokenizer = Tokenizer(BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     tokenizer.decoder = decoders.Metaspace()
@@ -38,7 +38,7 @@ def pieces_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def llama(vocab_size: int, seed: int = 0, num_layers: int = 2) -> LlamaForCausalLM:
-    """Layers of 32. The global generator is left as it was."""
+    """A Llama model with hidden size 32. Building it does not change the global random state."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,

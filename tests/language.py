@@ -1,4 +1,4 @@
-"""A tiny causal language model, its tokenizer and texts, for trainers that work on text."""
+"""A tiny causal language model with its tokenizer and texts, for trainers that work on text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-# Each client speaks words of its own.
+# The clients have disjoint vocabularies.
 WORDS = {"north": [f"snow{i}" for i in range(12)], "south": [f"sand{i}" for i in range(12)]}
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word, one token."""
+    """A tokenizer with one token per word."""
     words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
@@ -24,14 +24,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def masking_tokenizer() -> PreTrainedTokenizerFast:
-    """The same with a word to mask by."""
+    """The same tokenizer with an additional mask token."""
     with_mask = tokenizer()
     with_mask.add_special_tokens({"mask_token": "<mask>"})
     return with_mask
 
 
 def language_model(hidden_size: int = 16) -> LlamaForCausalLM:
-    """Two layers of Llama; the same weights at each call."""
+    """A Llama model with two layers. Each call returns the same weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(
@@ -50,18 +50,18 @@ def language_model(hidden_size: int = 16) -> LlamaForCausalLM:
 
 
 def sentences(client_id: str, num_rows: int) -> list[str]:
-    """Runs of a client's words, of 3 to 6 words."""
+    """Consecutive words of a client, 3 to 6 words per sentence."""
     words = WORDS[client_id]
     return [" ".join(words[(i + j) % len(words)] for j in range(3 + i % 4)) for i in range(num_rows)]
 
 
 def texts(client_id: str, num_rows: int) -> Dataset:
-    """Rows for language modelling."""
+    """A dataset for language modeling."""
     return Dataset.from_dict({"text": sentences(client_id, num_rows)})
 
 
 def preferences(client_id: str, num_rows: int) -> Dataset:
-    """Rows of a prompt, a chosen and a rejected answer."""
+    """A dataset with prompts and chosen and rejected answers."""
     words = WORDS[client_id]
     return Dataset.from_dict(
         {

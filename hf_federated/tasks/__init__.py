@@ -1,4 +1,4 @@
-"""From raw rows to model inputs, and from predictions to metrics: one object a task."""
+"""Tasks: encode raw examples as model inputs and compute metrics from predictions."""
 
 from .base import Task
 from .language_modeling import LanguageModeling
@@ -10,7 +10,7 @@ from .superglue import SuperGlueClassification, SuperGlueCloze, SuperGlueSeq2Seq
 from .text_classification import TextClassification
 
 
-# Their names in recipes.
+# Task names in recipes.
 TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "sequence-tagging": SequenceTagging,

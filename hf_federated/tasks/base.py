@@ -1,7 +1,7 @@
-"""What the tasks share: the model with its labels, a data set encoded, and errors that name the row.
+"""Base class of the tasks, with helpers to read raw columns and to report errors with row numbers.
 
-A task reads raw columns and knows nothing of a tokenizer until it is given one, so clients whose tokenizers differ
-share one task. What it returns is for `transformers.Trainer` as it is.
+A task reads raw columns. Its methods receive the tokenizer as an argument, so clients with different tokenizers can
+share one task object. The encoded datasets work with `transformers.Trainer` without further changes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..data import FederatedDataset
 from .mapping import fingerprint, map_rows, with_arrays
 
 
-IGNORED = -100  # what a loss skips
-# How many predictions a public row has for everybody, beside its encoding.
+IGNORED = -100  # label value that losses skip
+# Column with the number of predictions for a public example, including positions that the tokenizer drops.
 NUM_POSITIONS = "num_positions"
 
 Batch = Mapping[str, Sequence[Any]]
@@ -28,24 +28,26 @@ ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
 class Task(ABC):
     """
-    A task formulation: how raw rows become model inputs, and predictions metrics.
+    Base class of the task formulations, which encode raw examples and compute metrics from predictions.
 
-    Those of the package: [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`],
-    [`LanguageModeling`] and [`Summarization`]; of SuperGLUE [`SuperGlueClassification`], [`SuperGlueSeq2Seq`] and
-    [`SuperGlueCloze`]. Every one of them has:
+    The package provides [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`],
+    [`LanguageModeling`] and [`Summarization`]. For SuperGLUE it provides [`SuperGlueClassification`],
+    [`SuperGlueSeq2Seq`] and [`SuperGlueCloze`]. Each task has these members:
 
-    - `model_class`: the `AutoModelFor…` that it trains, and `model_kwargs` for its `from_pretrained`;
-    - `columns`: the raw columns that it reads, and `one_feature_a_row`: whether their number stays;
-    - `encode(batch, tokenizer)`: for `datasets.Dataset.map(batched=True)`;
-    - `prepare(dataset, tokenizer)`: a `Dataset` or a [`FederatedDataset`] encoded;
-    - `data_collator(tokenizer)`: of `transformers`;
-    - `build_compute_metrics(tokenizer, features, rows)`: for `Trainer(compute_metrics=...)`, and `needs_rows`: whether
-      it cannot do without `rows`;
-    - `preprocess_logits_for_metrics`: for `Trainer`'s argument of that name; `None` where logits stay as they are;
-    - `prediction_unit`: what a model's prediction is about, and `encode_public` and `prepare_public`: public rows
-      encoded for distillation, with the places of what is predicted;
-    - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and its arguments;
-    - `main_metric`: the metric that runs are compared by, and `lower_is_better`.
+    - `model_class` and `model_kwargs`: the `AutoModelFor…` class to train, and arguments for its `from_pretrained`;
+    - `columns`: the raw columns that the task reads;
+    - `one_feature_per_example`: whether encoding keeps the number of examples;
+    - `encode(batch, tokenizer)`: the function for `datasets.Dataset.map(batched=True)`;
+    - `prepare(dataset, tokenizer)`: encodes a `Dataset` or a [`FederatedDataset`];
+    - `data_collator(tokenizer)`: the data collator from `transformers`;
+    - `build_compute_metrics(tokenizer, features, rows)`: the function for `Trainer(compute_metrics=...)`;
+    - `needs_rows`: whether `build_compute_metrics` requires `rows`;
+    - `preprocess_logits_for_metrics`: the function for the `Trainer` argument with the same name. It is `None` if the
+      metrics use the logits unchanged;
+    - `prediction_unit`: the unit that one prediction of the model describes;
+    - `encode_public` and `prepare_public`: encode public examples for distillation and mark the predicted positions;
+    - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and the class of its arguments;
+    - `main_metric` and `lower_is_better`: the metric for comparing runs, and its direction.
     """
 
     model_class: ClassVar[Any]
@@ -53,37 +55,37 @@ class Task(ABC):
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     lower_is_better: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = False
-    # What one softmax of the model is about: a `"row"`, a `"word"` of it, or a `"token"` of the model's vocabulary;
-    # `None` if its predictions are none of these, and cannot be distilled.
+    # Unit that one softmax of the model describes: an example (`"row"`), a `"word"` of the example, or a `"token"` of
+    # the vocabulary. `None` for other predictions, which cannot be distilled.
     prediction_unit: str | None = "row"
-    # Whether a model is given the labels of public rows, which are then text that everybody has.
+    # Whether the model receives the labels of public examples as inputs. Such labels are public text.
     labels_are_inputs: ClassVar[bool] = False
     preprocess_logits_for_metrics: Any = None
 
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The raw columns that the task reads, those with labels too."""
+        """The raw columns that the task reads, including label columns."""
 
     @property
     @abstractmethod
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
 
     @property
     def model_kwargs(self) -> dict[str, Any]:
-        """Arguments of the model's config that the task decides: its labels."""
+        """Model config arguments that the task sets, such as the labels."""
         return {}
 
     @property
-    def one_feature_a_row(self) -> bool:
-        """Whether each raw row becomes one encoded row, whatever rows stand beside it."""
+    def one_feature_per_example(self) -> bool:
+        """Whether each raw example becomes exactly one encoded example, independent of the rest of the batch."""
         return True
 
     @abstractmethod
     def find_empty(self, batch: Batch) -> list[bool]:
         """
-        Which rows [`~Task.encode`] refuses because something in them is missing or nothing but space.
+        Find the examples that [`~Task.encode`] rejects because a value is missing or contains only whitespace.
 
         Args:
             batch (`Mapping[str, Sequence]`): Raw columns.
@@ -97,25 +99,25 @@ class Task(ABC):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
         """
-        Turns raw rows into model inputs.
+        Encode raw examples as model inputs.
 
         Args:
-            batch (`Mapping[str, Sequence]`): Raw columns, as `datasets.Dataset.map(batched=True)` gives them.
+            batch (`Mapping[str, Sequence]`): Raw columns, as `datasets.Dataset.map(batched=True)` passes them.
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
-            indices (`Sequence[int]`, *optional*): The rows' numbers, which errors name. Positions in the batch if not
-                given.
-            with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read. Rows without any can be
-                predicted.
+            indices (`Sequence[int]`, *optional*): Row numbers for error messages. Defaults to the positions in the
+                batch.
+            with_labels (`bool`, *optional*, defaults to `True`): Whether to read labels. Set it to `False` to encode
+                unlabelled examples for prediction.
         """
 
     @abstractmethod
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
         """
-        The collator of `transformers` that pads encoded rows to the longest of a batch.
+        Return the `transformers` collator that pads encoded examples to the longest one in the batch.
 
         Args:
-            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
-            model (`PreTrainedModel`, *optional*): The model, which [`Seq2Seq`] asks for its decoder's inputs.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the examples.
+            model (`PreTrainedModel`, *optional*): The model. [`Seq2Seq`] uses it to create decoder inputs.
         """
 
     @abstractmethod
@@ -123,32 +125,33 @@ class Task(ABC):
         self, tokenizer: Any, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        The `compute_metrics` of a `Trainer`.
+        Build the `compute_metrics` function for a `Trainer`.
 
         Args:
-            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
-            features (`Dataset`, *optional*): The encoded evaluation data set; [`QuestionAnswering`] and
-                [`SuperGlueCloze`] need it.
-            rows (`Dataset`, *optional*): The raw evaluation data set; tasks with `needs_rows` need it.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the examples.
+            features (`Dataset`, *optional*): The encoded evaluation dataset. [`QuestionAnswering`] and
+                [`SuperGlueCloze`] require it.
+            rows (`Dataset`, *optional*): The raw evaluation dataset. Tasks with `needs_rows` require it.
         """
 
     def prepare(self, dataset: Any, tokenizer: Any, with_labels: bool = True, **kwargs: Any) -> Any:
         """
-        A data set encoded, without its raw columns.
+        Encode a dataset and remove its raw columns.
 
         Args:
-            dataset (`datasets.Dataset` or [`FederatedDataset`]): Raw rows, of which each client keeps its own.
+            dataset (`datasets.Dataset` or [`FederatedDataset`]): Raw examples. In a [`FederatedDataset`], examples
+                stay with their client.
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
-            with_labels (`bool`, *optional*, defaults to `True`): Whether labels are read.
-            kwargs (*optional*): Passed on to `map`.
+            with_labels (`bool`, *optional*, defaults to `True`): Whether to read labels.
+            kwargs (*optional*): Further arguments of `map`.
 
         Returns:
-            The same kind of data set, of encoded rows.
+            A dataset of the same type with encoded examples.
 
         Raises:
-            ValueError: If a row cannot be used, or nothing is left of a client's. The message has the row's number; it
-                names the client where clients are encoded one after the other. `kwargs` may not name one cache file
-                for them all.
+            ValueError: If an example is invalid, or if encoding leaves no examples for a client. The message contains
+                the row number, and also the client ID if clients are encoded one by one. Also raised if `kwargs`
+                contains `cache_file_name` or `new_fingerprint` and clients are encoded one by one.
         """
 
         def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
@@ -158,13 +161,15 @@ class Task(ABC):
         encode_as_arrays = with_arrays(encode, tokenizer.model_input_names)
         if isinstance(dataset, Dataset):
             return map_rows(dataset, encode_as_arrays, settings, **kwargs)
-        if not isinstance(dataset, FederatedDataset):  # an `IterableDataset`, whose rows go to a collator as they are
+        if not isinstance(dataset, FederatedDataset):  # `IterableDataset`: collators receive its examples unchanged
             return map_rows(dataset, encode, settings, **kwargs)
-        if self.one_feature_a_row and dataset.source is not None:
-            # A source that was cut is encoded once, not client by client.
+        if self.one_feature_per_example and dataset.source is not None:
+            # Encode the shared source dataset once instead of once per client.
             return map_rows(dataset, encode_as_arrays, settings, **kwargs)
-        if shared := {"cache_file_name", "new_fingerprint"} & kwargs.keys():  # clients would get each other's rows
-            raise ValueError(f"{sorted(shared)} is for one data set, and each client has its own here. Leave it out.")
+        if shared := {"cache_file_name", "new_fingerprint"} & kwargs.keys():  # clients would read the same cache
+            raise ValueError(
+                f"`prepare` got {sorted(shared)}, but each client has a separate dataset here. Remove the argument."
+            )
         prepared = {}
         for client_id, rows in dataset.items():
             encode_client = encode_as_arrays if isinstance(rows, Dataset) else encode
@@ -174,8 +179,8 @@ class Task(ABC):
                 raise ValueError(f"Client {client_id!r}: {error}") from error
             if isinstance(rows, Dataset) and len(prepared[client_id]) == 0:
                 raise ValueError(
-                    f"Client {client_id!r} has {len(rows)} rows of which the tokenizer keeps nothing. Leave it out"
-                    " with select_clients, or take a tokenizer that knows its texts."
+                    f"Client {client_id!r} has {len(rows)} rows, but the tokenizer returns no tokens for them. Remove"
+                    " the client with select_clients, or use a tokenizer with a suitable vocabulary."
                 )
         clients = FederatedDataset.from_dict(prepared)
         clients.partitioning, clients.origin = dataset.partitioning, dataset.origin
@@ -185,30 +190,32 @@ class Task(ABC):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
     ) -> dict[str, list[Any]]:
         """
-        Turns raw public rows into model inputs whose places of prediction are known.
+        Encode raw public examples as model inputs and mark the positions of the predictions.
 
-        Where `prediction_unit` is `"row"` that is [`~Task.encode`] without labels. Otherwise there are two columns
-        more: `labels`, −100 but at the places of the model's predictions, and `num_positions`, how many of these the
-        row has for whoever encodes it, whether this tokenizer keeps them or not.
+        If `prediction_unit` is `"row"`, this method calls [`~Task.encode`] without labels. Otherwise, the result has
+        two additional columns:
+
+        - `labels`: −100 except at the positions of the model's predictions;
+        - `num_positions`: the number of predictions for the example, including positions that this tokenizer drops.
 
         Args:
             batch (`Mapping[str, Sequence]`): Raw columns.
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
-            indices (`Sequence[int]`, *optional*): The rows' numbers, which errors name.
+            indices (`Sequence[int]`, *optional*): Row numbers for error messages.
 
         Raises:
-            NotImplementedError: If the task has units that it does not mark.
+            NotImplementedError: If the task does not mark the positions of its predictions.
         """
         if self.prediction_unit == "row":
             return self.encode(batch, tokenizer, indices, with_labels=False)
-        raise NotImplementedError(f"{type(self).__name__} does not say where in a row its model predicts.")
+        raise NotImplementedError(f"{type(self).__name__} does not mark the positions of its model's predictions.")
 
     def prepare_public(self, dataset: Dataset, tokenizer: Any) -> Dataset:
         """
-        A public data set encoded for distillation, without its raw columns.
+        Encode a public dataset for distillation and remove its raw columns.
 
         Args:
-            dataset (`datasets.Dataset`): Raw rows.
+            dataset (`datasets.Dataset`): Raw examples.
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
         """
         if self.prediction_unit == "row":
@@ -222,19 +229,21 @@ class Task(ABC):
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
-        Encoded rows as they are evaluated, which is the same in every evaluation: with tokens masked (language
-        modelling), for each candidate (cloze questions), as prompts (summaries); of other tasks as they are.
+        Convert encoded examples to the inputs for evaluation, which are the same in every evaluation.
+
+        Masked language modeling masks tokens. Cloze questions become one example per candidate. Summarization keeps
+        only the prompts. Other tasks return the examples unchanged.
 
         Args:
-            features (`datasets.Dataset`): What [`~Task.prepare`] returned.
+            features (`datasets.Dataset`): The dataset from [`~Task.prepare`].
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
-            seed (`int`, *optional*, defaults to `0`): Seed of what a task draws; only masked language modelling does.
+            seed (`int`, *optional*, defaults to `0`): Random seed. Only masked language modeling uses it.
         """
         return features
 
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """
-        The pretrained model with the head and the labels of the task.
+        Load the pretrained model with the head and the labels of the task.
 
         Args:
             name_or_path (`str`): As in `from_pretrained`.
@@ -244,20 +253,22 @@ class Task(ABC):
 
     def set_up(self, model: PreTrainedModel) -> PreTrainedModel:
         """
-        The same model, with what the task decides of it beside weights and config. [`~Task.load_model`] has done it.
+        Apply task settings that are not part of the weights or the config, and return the same model.
+
+        [`~Task.load_model`] calls this method.
 
         Args:
-            model (`PreTrainedModel`): One that was loaded otherwise, such as a client's part of a split model.
+            model (`PreTrainedModel`): A model loaded in another way, such as a client's part of a split model.
         """
         return model
 
 
 def label_maps(names: Sequence[str]) -> dict[str, Any]:
     """
-    The labels as a model's config holds them.
+    Return the label arguments of a model config.
 
     Args:
-        names (`Sequence[str]`): Names by number.
+        names (`Sequence[str]`): Label names. The position of a name is its label ID.
     """
     return {
         "num_labels": len(names),
@@ -268,85 +279,85 @@ def label_maps(names: Sequence[str]) -> dict[str, Any]:
 
 def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     """
-    Names of labels as a tuple.
+    Validate label names and return them as a tuple.
 
     Args:
-        argument (`str`): What the caller names them.
-        names (`Sequence[str]`): Names by number.
+        argument (`str`): The name of the argument, for error messages.
+        names (`Sequence[str]`): Label names. The position of a name is its label ID.
 
     Raises:
-        ValueError: If there are none, or two are equal.
-        TypeError: If they are a single string, or not strings.
+        ValueError: If there are no names, or if a name occurs twice.
+        TypeError: If `names` is a single string or contains a value that is not a string.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`{argument}` is {names!r}; give a list of strings, the labels' names by number.")
+        raise TypeError(f"`{argument}` is {names!r}; it must be a list of strings, the label names in ID order.")
     if len(names) == 0 or len(set(names)) < len(names):
-        raise ValueError(f"`{argument}` is {list(names)!r}; give at least one name, and each once.")
+        raise ValueError(f"`{argument}` is {list(names)!r}; it must contain at least one name and no duplicates.")
     return tuple(names)
 
 
-def check_length(argument: str, length: int | None, least: int = 1) -> None:
+def check_length(argument: str, length: int | None, minimum: int = 1) -> None:
     """
-    Checks a number of tokens.
+    Check that a number of tokens is in range.
 
     Args:
-        argument (`str`): What the caller names it.
-        length (`int`, *optional*): The number; `None` leaves it open.
-        least (`int`, *optional*, defaults to `1`): The smallest that is allowed.
+        argument (`str`): The name of the argument, for error messages.
+        length (`int`, *optional*): The number of tokens. `None` passes the check.
+        minimum (`int`, *optional*, defaults to `1`): The smallest allowed value.
 
     Raises:
-        ValueError: If it is smaller.
+        ValueError: If `length` is smaller than `minimum`.
     """
-    if length is not None and length < least:
-        raise ValueError(f"`{argument}` is {length}; it must be at least {least}.")
+    if length is not None and length < minimum:
+        raise ValueError(f"`{argument}` is {length}; it must be at least {minimum}.")
 
 
 def row_name(position: int, indices: Sequence[int] | None) -> str:
     """
-    How errors name a row.
+    Return the name of a row for error messages.
 
     Args:
-        position (`int`): Its position in the batch.
-        indices (`Sequence[int]`, *optional*): The numbers of the batch's rows.
+        position (`int`): The position of the row in the batch.
+        indices (`Sequence[int]`, *optional*): The row numbers of the batch.
     """
     return f"Row {position} of the batch" if indices is None else f"Row {indices[position]}"
 
 
 def read_column(batch: Batch, column: str) -> Sequence[Any]:
     """
-    A column of a batch.
+    Return a column of a batch.
 
     Args:
         batch (`Mapping[str, Sequence]`): Raw columns.
-        column (`str`): Its name.
+        column (`str`): The name of the column.
 
     Raises:
-        ValueError: If there is none of that name. The message lists those there are.
+        ValueError: If the column does not exist. The message lists the existing columns.
     """
     if column not in batch:
         raise ValueError(
-            f"There is no column {column!r}; the columns are {', '.join(map(repr, batch))}. Name the column in the"
-            " task, or encode with `with_labels=False` if it holds labels that the rows lack."
+            f"There is no column {column!r}; the columns are {', '.join(map(repr, batch))}. Set the column name in the"
+            " task. If the missing column holds labels, you can encode with `with_labels=False`."
         )
     return batch[column]
 
 
 def is_blank(text: Any) -> bool:
-    """Whether a value is no text, or one of nothing but space."""
+    """Whether a value is not a string or contains only whitespace."""
     return not isinstance(text, str) or not text.strip()
 
 
 def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list[str]:
     """
-    A column of texts, none of them empty.
+    Return a text column and check that no text is empty.
 
     Args:
         batch (`Mapping[str, Sequence]`): Raw columns.
         column (`str`): The name of the column.
-        indices (`Sequence[int]`, *optional*): The rows' numbers.
+        indices (`Sequence[int]`, *optional*): The row numbers of the batch.
 
     Raises:
-        ValueError: If a text is missing, empty, or nothing but space. The message names the row.
+        ValueError: If a text is missing, empty or only whitespace. The message contains the row number.
     """
     texts = list(read_column(batch, column))
     for position, text in enumerate(texts):
@@ -358,9 +369,9 @@ def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list
 
 def first_output(predictions: Any) -> np.ndarray:
     """
-    The logits of what a `Trainer` predicted, for models that return more than logits.
+    Return the first element of a model output tuple, or the output itself.
 
     Args:
-        predictions (`np.ndarray` or `tuple`): `EvalPrediction.predictions`.
+        predictions (`np.ndarray` or `tuple`): `EvalPrediction.predictions`. The first element contains the logits.
     """
     return predictions[0] if isinstance(predictions, tuple) else predictions

@@ -1,4 +1,4 @@
-"""Language modelling: the next token of a text (causal), or tokens that were hidden in it (masked)."""
+"""Language modeling: predict the next token of a text (causal), or masked tokens (masked)."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ OBJECTIVES = ("causal", "masked")
 @dataclass(frozen=True)
 class LanguageModeling(Task):
     """
-    Predicts tokens of raw text: from those before them, or from those around them (FedNLP, section 3.1).
+    Language modeling on raw text, causal or masked (FedNLP, section 3.1).
 
-    - `"causal"`: encoded rows have `labels` equal to `input_ids`, and padding is −100 by its place. A pad token that
-      is the end token too therefore costs no end token its place in the loss.
-    - `"masked"`: the collator hides `mlm_probability` of the tokens in each batch anew and sets the labels, as in
-      Devlin et al., "BERT" (2019), section 3.1. [`~LanguageModeling.for_evaluation`] hides them once for all
-      evaluations, so that perplexities of the same rows can be compared.
+    - `"causal"`: encoded examples have `labels` equal to `input_ids`. The collator sets labels to −100 at padding
+      positions only. End tokens therefore count in the loss even if the tokenizer uses the end token for padding.
+    - `"masked"`: the collator masks `mlm_probability` of the tokens, newly drawn for each batch, and sets the labels,
+      as in Devlin et al., "BERT" (2019), section 3.1. [`~LanguageModeling.for_evaluation`] masks tokens once for all
+      evaluations, so that perplexities on the same examples are comparable.
 
-    The metric is the perplexity of predicted tokens, each of the same weight.
+    The metric is the perplexity of the predicted tokens. All tokens have the same weight.
 
     Args:
         objective (`str`, *optional*, defaults to `"causal"`): `"causal"` or `"masked"`.
         text_column (`str`, *optional*, defaults to `"text"`): The column with the texts.
-        max_length (`int`, *optional*): Tokens that are kept of a row. Defaults to what the tokenizer allows. Not used
-            with `block_size`.
+        max_length (`int`, *optional*): Maximum number of tokens per example. Defaults to the maximum of the tokenizer.
+            Cannot be combined with `block_size`.
         block_size (`int`, *optional*):
-            Joins the texts of a batch, with the end token between them if the tokenizer has one, and cuts them into
-            blocks of this length; the last one may be shorter. By default a row is a row.
-        mlm_probability (`float`, *optional*, defaults to 0.15): Share of tokens that are hidden.
+            If set, the task concatenates the texts of a batch, separated by the end token if the tokenizer has one,
+            and splits the result into blocks of this number of tokens. The last block can be shorter. By default, each
+            text stays a separate example.
+        mlm_probability (`float`, *optional*, defaults to 0.15): Fraction of tokens to mask.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a text is empty.
+        ValueError: If an argument is out of range. `encode` raises it if a text is empty.
 
     Example:
 
@@ -95,12 +96,12 @@ class LanguageModeling(Task):
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"`objective` is {self.objective!r}; allowed are {', '.join(map(repr, OBJECTIVES))}.")
-        check_length("max_length", self.max_length, least=2)
-        check_length("block_size", self.block_size, least=2)
+        check_length("max_length", self.max_length, minimum=2)
+        check_length("block_size", self.block_size, minimum=2)
         if self.max_length is not None and self.block_size is not None:
-            raise ValueError("`max_length` cuts rows and `block_size` joins them; give one of the two.")
+            raise ValueError("`max_length` truncates texts and `block_size` joins texts. Set only one of them.")
         if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"`mlm_probability` is {self.mlm_probability}; it must lie between 0 and 1.")
+            raise ValueError(f"`mlm_probability` is {self.mlm_probability}; it must be between 0 and 1.")
 
     @property
     def model_class(self) -> Any:
@@ -108,18 +109,18 @@ class LanguageModeling(Task):
         return AutoModelForCausalLM if self.objective == "causal" else AutoModelForMaskedLM
 
     @property
-    def prediction_unit(self) -> str | None:  # type: ignore[override]  # a constant of the other tasks
-        """`"token"` if causal. What is hidden is drawn anew in each batch: no two clients would predict the same."""
+    def prediction_unit(self) -> str | None:  # type: ignore[override]  # a class attribute in the other tasks
+        """`"token"` for causal models, `None` for masked models, because clients mask different tokens."""
         return "token" if self.objective == "causal" else None
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "perplexity"
 
     @property
-    def one_feature_a_row(self) -> bool:
-        """Whether a row stays a row: not with `block_size`, when a block may hold several."""
+    def one_feature_per_example(self) -> bool:
+        """`False` with `block_size`, because a block can contain several texts."""
         return self.block_size is None
 
     @property
@@ -128,19 +129,19 @@ class LanguageModeling(Task):
         return (self.text_column,)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a text."""
+        """Find examples without a text."""
         return [is_blank(text) for text in read_column(batch, self.text_column)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """Ids, attention mask and, if causal, `labels`: one row for each, or blocks. See [`Task.encode`]."""
+        """Encode token IDs, attention mask and, if causal, `labels`, per text or per block. See [`Task.encode`]."""
         texts = read_texts(batch, self.text_column, indices)
         if self.block_size is None:
             tokens = tokenizer(texts, truncation=True, max_length=self.max_length, return_attention_mask=True)
             encoded = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
         else:
-            # Not cut, so nothing to warn of: blocks are shorter than what the model takes.
+            # The tokenizer does not truncate here. `verbose=False` hides its length warning: the blocks are shorter.
             rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
             blocks = _blocks(rows, tokenizer.eos_token_id, self.block_size)
             encoded = {"input_ids": blocks, "attention_mask": [[1] * len(block) for block in blocks]}
@@ -152,8 +153,9 @@ class LanguageModeling(Task):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
     ) -> dict[str, list[Any]]:
         """
-        Ids, attention mask, and `labels` that number the places at which a next token is predicted: all but the last.
-        See [`Task.encode_public`].
+        Encode token IDs and attention mask, with `labels` that number the positions that predict a next token.
+
+        All tokens except the last one predict a next token. See [`Task.encode_public`].
         """
         if self.objective != "causal":
             return super().encode_public(batch, tokenizer, indices)
@@ -166,17 +168,18 @@ class LanguageModeling(Task):
         return {**encoded, "labels": marks, NUM_POSITIONS: counts}
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
-        """Pads rows; hides tokens if they are to be. Shapes: `(batch, length)`. See [`Task.data_collator`]."""
+        """Pad examples to `(batch, length)`. If masked, also mask tokens. See [`Task.data_collator`]."""
         if self.objective == "masked":
             return _MaskingCollator(tokenizer, mlm=True, mlm_probability=self.mlm_probability)
-        # The one for language models takes every pad token for padding, also where it is the end token.
+        # The collator for language models treats every pad token as padding, even if it is also the end token.
         return DataCollatorForTokenClassification(tokenizer, label_pad_token_id=IGNORED)
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
-        If masked, the rows with tokens hidden and `labels`, at least one in each row; the collator leaves these alone.
+        Mask tokens and add `labels` if the objective is masked.
 
-        See [`Task.for_evaluation`].
+        At least one token of each example is masked. The data collator does not mask these examples again. See
+        [`Task.for_evaluation`].
         """
         if self.objective == "causal":
             return features
@@ -190,8 +193,8 @@ class LanguageModeling(Task):
                 np.logical_not(tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True))
             )
             if (labels == IGNORED).all() and len(words):
-                place = int(draw.choice(words))
-                labels[place], hidden[place] = ids[place], tokenizer.mask_token_id
+                position = int(draw.choice(words))
+                labels[position], hidden[position] = ids[position], tokenizer.mask_token_id
             masked["input_ids"].append(hidden.tolist())
             masked["labels"].append(labels.tolist())
         kept = features.remove_columns("input_ids")
@@ -199,10 +202,10 @@ class LanguageModeling(Task):
 
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """
-        The pretrained model with its language modelling head. See [`Task.load_model`].
+        Load the pretrained model with its language modeling head. See [`Task.load_model`].
 
-        An encoder such as BERT is made to look back only if the objective is causal: it would see the token that it
-        has to predict.
+        If the objective is causal, encoders such as BERT get causal attention. Otherwise, they would attend to the
+        token to predict.
         """
         if self.objective == "causal" and "is_decoder" not in kwargs:
             config = AutoConfig.from_pretrained(name_or_path, revision=kwargs.get("revision"))
@@ -212,16 +215,16 @@ class LanguageModeling(Task):
 
     def preprocess_logits_for_metrics(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """
-        What perplexity needs of logits, so that an evaluation keeps no vocabulary for each token.
+        Reduce logits to the values that perplexity needs, so that evaluation does not store logits per token.
 
         Args:
             logits (`torch.Tensor` of shape `(batch, length, vocabulary)`, or a tuple that begins with it):
-                The model's.
-            labels (`torch.Tensor` of shape `(batch, length)`): Token ids, −100 for what is not predicted.
+                The logits of the model.
+            labels (`torch.Tensor` of shape `(batch, length)`): Token IDs, with −100 for tokens that are not predicted.
 
         Returns:
-            `torch.Tensor` of shape `(batch, 2)`, `float32`: the negative log-likelihood of each row, summed over its
-            predicted tokens, and how many they are.
+            `torch.Tensor` of shape `(batch, 2)`, `float32`: the negative log-likelihood of each example, summed over
+            its predicted tokens, and the number of predicted tokens.
         """
         scores: Any = first_output(logits)
         if self.objective == "causal":
@@ -235,9 +238,9 @@ class LanguageModeling(Task):
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        Perplexity from what `preprocess_logits_for_metrics` gives, which the `Trainer` has to be given too.
+        Build the function that computes perplexity from the output of `preprocess_logits_for_metrics`.
 
-        Needs none of its arguments.
+        The `Trainer` must also receive `preprocess_logits_for_metrics`. The arguments are not used.
         """
         metric = Perplexity()
 
@@ -245,7 +248,7 @@ class LanguageModeling(Task):
             sums = first_output(prediction.predictions)
             if sums.ndim != 2 or sums.shape[1] != 2:
                 raise ValueError(
-                    f"Predictions have the shape {sums.shape} instead of (rows, 2). Give the trainer"
+                    f"Predictions have the shape {sums.shape} instead of (examples, 2). Create the trainer with"
                     " `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`."
                 )
             return metric.compute(nll=sums[:, 0], num_tokens=sums[:, 1].round().astype(int))
@@ -254,7 +257,7 @@ class LanguageModeling(Task):
 
 
 class _MaskingCollator(DataCollatorForLanguageModeling):
-    """Hides tokens, but for rows that have labels: theirs are hidden already."""
+    """Collator that masks tokens, except in examples with labels, which are already masked."""
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
         if not all("labels" in example for example in examples):
@@ -263,7 +266,7 @@ class _MaskingCollator(DataCollatorForLanguageModeling):
 
 
 def _blocks(rows: list[list[int]], end: int | None, block_size: int) -> list[list[int]]:
-    """The ids of all rows, one after the other, in blocks. A single token at the end predicts nothing, and is left."""
+    """Concatenate the token IDs of all texts and split them into blocks. A final block of one token is dropped."""
     if end is not None:
         rows = [ids if ids and ids[-1] == end else [*ids, end] for ids in rows]
     joined = list(chain.from_iterable(rows))

@@ -1,8 +1,8 @@
-"""Rows encoded by `datasets.map`, without two things that take it longer than the tokenizer.
+"""Encode datasets with `datasets.map`, with faster fingerprints and faster writing.
 
-To know a cached result again, `datasets` pickles the tokenizer with its vocabulary word by word, for every data set
-anew; here a tokenizer is hashed once for all clients, and its vocabulary in one piece. And lists of ids are searched
-for dictionaries token by token before they are written, which arrays are not.
+To recognize a cached result, `datasets` pickles the tokenizer for every dataset, and its vocabulary entry by entry.
+This module hashes the tokenizer once for all clients and serializes the vocabulary in one piece. It also returns
+token IDs as arrays, because `datasets` searches lists of IDs for dictionaries, token by token, before it writes them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 
-LARGE = 1000  # entries of a vocabulary, or of merges
+LARGE = 1000  # number of entries above which a vocabulary or a list of merges is serialized in one piece
 
 
 def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
     """
-    What stands for a tokenizer and for other settings in the fingerprint of a data set encoded with them.
+    Hash a tokenizer and other settings for the fingerprint of an encoded dataset.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer. Truncation and padding of its last call do not matter.
-        settings (`Any`): Whatever else decides how rows are encoded.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer. The hash does not depend on the truncation and padding of
+            its last call.
+        settings (`Any`): Other settings that determine how examples are encoded.
 
     Returns:
-        `str`: A hash, the same in every process. `None` where there is no short way; `datasets` then finds its own.
+        `str`: A hash that is the same in every process. `None` if the settings cannot be pickled. In that case,
+            `datasets` computes its own fingerprint.
 
     Example:
 
@@ -39,9 +41,9 @@ def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
     >>> from transformers import PreTrainedTokenizerFast
     >>> from hf_federated.tasks.mapping import fingerprint
 
-    >>> one = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
-    >>> other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"b": 0}, unk_token="b")))
-    >>> fingerprint(one) == fingerprint(one), fingerprint(one) == fingerprint(other)
+    >>> first = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    >>> second = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"b": 0}, unk_token="b")))
+    >>> fingerprint(first) == fingerprint(first), fingerprint(first) == fingerprint(second)
     (True, False)
 
     ```
@@ -49,23 +51,23 @@ def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
     try:
         light = copy.copy(tokenizer)
         for name, value in vars(tokenizer).items():
-            if isinstance(value, dict) and len(value) > LARGE:  # word to number
+            if isinstance(value, dict) and len(value) > LARGE:  # vocabulary: word to ID
                 words = sorted(value, key=value.__getitem__)
                 vars(light)[name] = json.dumps([words, [value[word] for word in words]])
             elif isinstance(value, list) and len(value) > LARGE:
                 vars(light)[name] = json.dumps(value)
         return Hasher.hash((light, settings))
-    except Exception:  # whatever pickling may raise; `datasets` warns of it
+    except Exception:  # pickling can raise any exception; `datasets` then logs a warning
         return None
 
 
 def with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) -> Callable[..., dict[str, Any]]:
     """
-    The same function, returning lists of whole numbers as arrays.
+    Wrap an encoding function so that it returns token ID columns as arrays.
 
     Args:
-        encode (`Callable`): Returns a batch of encoded rows.
-        columns (`list[str]`): The columns that hold a list of ids for each row, if they are there.
+        encode (`Callable`): A function that returns a batch of encoded examples.
+        columns (`list[str]`): Columns with a list of IDs per example. Missing columns are skipped.
     """
 
     def encode_as_arrays(*args: Any) -> dict[str, Any]:
@@ -79,13 +81,14 @@ def with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) ->
 
 def map_rows(rows: Any, encode: Callable[..., Any], settings: str | None, **kwargs: Any) -> Any:
     """
-    `rows.map` in batches, without the raw columns.
+    Apply `rows.map` in batches and remove the raw columns.
 
     Args:
-        rows (`datasets.Dataset` or `datasets.IterableDataset`): Raw rows.
-        encode (`Callable`): Of a batch and the numbers of its rows.
-        settings (`str`, *optional*): What decides the result beside the rows: a [`fingerprint`].
-        kwargs (*optional*): Passed on to `map`.
+        rows (`datasets.Dataset` or `datasets.IterableDataset`): Raw examples.
+        encode (`Callable`): A function that takes a batch and its row numbers.
+        settings (`str`, *optional*): A [`fingerprint`] of the settings that determine the result, in addition to the
+            examples.
+        kwargs (*optional*): Further arguments of `map`.
     """
     if settings is not None and isinstance(rows, Dataset):
         kwargs.setdefault("new_fingerprint", Hasher.hash((rows._fingerprint, settings)))

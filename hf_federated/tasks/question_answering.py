@@ -1,7 +1,7 @@
-"""Extractive question answering: an answer is a piece of a context, which may be longer than the model's input.
+"""Extractive question answering: the answer is a span of a context, which can exceed the model's maximum length.
 
-Sources: Devlin et al., "BERT" (2019), sections 4.2 and 4.3, for spans and the score of no answer; Rajpurkar et al.
-(2016, 2018) for the metrics.
+Sources: Devlin et al., "BERT" (2019), sections 4.2 and 4.3, for spans and for the score of an empty answer; Rajpurkar
+et al. (2016, 2018) for the metrics.
 """
 
 from __future__ import annotations
@@ -20,47 +20,54 @@ from .base import Batch, ComputeMetrics, Task, check_length, is_blank, read_colu
 from .metrics import ExactMatch, TokenF1
 
 
-FEATURES_AT_ONCE = 256  # bounds the memory for candidate spans
+FEATURES_AT_ONCE = 256  # limits the memory for candidate spans
 
 
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
     """
-    A span of a context that answers a question (MRQA in FedNLP, section 3.1).
+    Extractive question answering (MRQA in FedNLP, section 3.1).
 
-    A row becomes one or more *features*, windows over its context that overlap by `stride` tokens, each behind the
-    whole question. Encoded features have the tokenizer's columns, always with an attention mask, and:
+    Each example becomes one or more *features*. A feature contains the whole question, followed by a window of the
+    context. Consecutive windows overlap by `stride` tokens. Encoded features have the tokenizer's columns, always with
+    an attention mask, and these columns:
 
-    - `start_positions`, `end_positions` (`int`): the first and last token of the first answer; `null_position` where
-      the window does not hold all of it;
-    - `example_id` (`str`), `offset_starts`, `offset_ends` (shape `(length,)`): the row, and where in its context each
-      token begins and ends, −1 for what is no context; `null_position` (`int`), the token that stands for "no answer".
-      `Trainer` leaves these out of the model's inputs.
+    - `start_positions`, `end_positions` (`int`): the first and last token of the first answer. Both are
+      `null_position` if the window does not contain the whole answer;
+    - `example_id` (`str`): the ID of the example;
+    - `offset_starts`, `offset_ends` (shape `(length,)`): the start and end of each token in the context, in
+      characters. They are −1 for tokens outside the context;
+    - `null_position` (`int`): the token that represents "no answer".
 
-    The answer of a row is the span with the highest start logit + end logit over all its features, among the `n_best`
-    starts and ends of each. With `no_answer`, it is empty if the smallest logit sum at the null position over features
-    is higher than that by more than `null_threshold`. The metrics are exact match and token F1, the maximum over a
-    row's gold answers.
+    `Trainer` removes `example_id`, `offset_starts`, `offset_ends` and `null_position` from the model inputs.
+
+    The predicted answer is the span with the highest score, which is start logit + end logit, over all features of the
+    example. Each feature contributes the spans between its `n_best` starts and its `n_best` ends. With `no_answer`,
+    the null score is the smallest sum of the two logits at the null position over the features of the example. The
+    predicted answer is empty if the null score exceeds the highest span score by more than `null_threshold`. The
+    metrics are exact match and token F1, with the maximum over the gold answers of each example.
 
     Args:
-        max_length (`int`, *optional*, defaults to 384): Tokens of a feature, with the question and special tokens.
-        stride (`int`, *optional*, defaults to 128): Tokens of context that two windows in a row share.
+        max_length (`int`, *optional*, defaults to 384): Maximum number of tokens per feature, including the question
+            and special tokens.
+        stride (`int`, *optional*, defaults to 128): Number of context tokens that consecutive windows share.
         no_answer (`bool`, *optional*, defaults to `False`):
-            Whether rows may have no answer (SQuAD 2): empty `answers`, or empty texts in them.
-        null_threshold (`float`, *optional*, defaults to 0.0): How much higher "no answer" has to score.
-        n_best (`int`, *optional*, defaults to 20): Starts and ends of a feature that are combined.
-        max_answer_length (`int`, *optional*, defaults to 30): Tokens of an answer.
-        id_column (`str`, *optional*, defaults to `"id"`): The column with a unique name of each row.
+            Whether examples can have no answer, as in SQuAD 2. Such examples have empty `answers` or empty texts in
+            `answers`.
+        null_threshold (`float`, *optional*, defaults to 0.0): Minimum score difference for predicting no answer.
+        n_best (`int`, *optional*, defaults to 20): Number of starts and number of ends per feature to combine.
+        max_answer_length (`int`, *optional*, defaults to 30): Maximum number of tokens of an answer.
+        id_column (`str`, *optional*, defaults to `"id"`): The column with unique IDs.
         question_column (`str`, *optional*, defaults to `"question"`): The column with the questions.
         context_column (`str`, *optional*, defaults to `"context"`): The column with the contexts.
         answers_column (`str`, *optional*, defaults to `"answers"`):
-            The column with a row's gold answers, as SQuAD has them, `{"text": [...], "answer_start": [...]}`, or as a
+            The column with the gold answers, either in SQuAD format, `{"text": [...], "answer_start": [...]}`, or as a
             list of `{"text": ..., "answer_start": ...}`.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a question or a context is empty, an answer is
-            missing or does not stand in the context where it says, a question leaves no room for the context, or the
-            tokenizer is not a fast one that pads on the right.
+        ValueError: If an argument is out of range. `encode` raises it if a question or a context is empty, an answer
+            is missing or is not at its position in the context, or a question leaves no space for the context. It also
+            raises it if the tokenizer is not a fast tokenizer that pads on the right.
 
     Example:
 
@@ -95,24 +102,24 @@ class QuestionAnswering(Task):
     answers_column: str = "answers"
 
     model_class: ClassVar[Any] = AutoModelForQuestionAnswering
-    # Starts and ends compete over the tokens of a tokenizer.
+    # The softmax is over the tokens of the input, which depend on the tokenizer.
     prediction_unit = None
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_length("stride", self.stride, least=0)
-        check_length("max_length", self.max_length, least=self.stride + 1)
+        check_length("stride", self.stride, minimum=0)
+        check_length("max_length", self.max_length, minimum=self.stride + 1)
         check_length("n_best", self.n_best)
         check_length("max_answer_length", self.max_answer_length)
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "token_f1"
 
     @property
-    def one_feature_a_row(self) -> bool:
-        """A long context becomes several features."""
+    def one_feature_per_example(self) -> bool:
+        """`False`, because a long context becomes several features."""
         return False
 
     @property
@@ -121,7 +128,7 @@ class QuestionAnswering(Task):
         return (self.id_column, self.question_column, self.context_column, self.answers_column)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a question or a context, or without an answer unless they may have none."""
+        """Find examples without a question, without a context or, if required, without an answer."""
         texts = zip(read_column(batch, self.question_column), read_column(batch, self.context_column), strict=True)
         empty = [is_blank(question) or is_blank(context) for question, context in texts]
         if self.no_answer:
@@ -132,17 +139,17 @@ class QuestionAnswering(Task):
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """One or more features for each row. See [`Task.encode`]."""
+        """Return one or more features per example. See [`Task.encode`]."""
         if not tokenizer.is_fast or tokenizer.padding_side != "right":
             raise ValueError(
-                f"{type(tokenizer).__name__} gives no character offsets or pads on the left. Use a fast tokenizer and"
-                ' set tokenizer.padding_side = "right".'
+                f"{type(tokenizer).__name__} returns no character offsets, or it pads on the left. Use a fast"
+                ' tokenizer with tokenizer.padding_side = "right".'
             )
         ids = read_column(batch, self.id_column)
         questions = [question.strip() for question in read_texts(batch, self.question_column, indices)]
         contexts = read_texts(batch, self.context_column, indices)
         spans = self._read_spans(batch, contexts, indices) if with_labels else None
-        self._check_room(questions, tokenizer, indices)
+        self._check_question_lengths(questions, tokenizer, indices)
         tokens = tokenizer(
             questions,
             contexts,
@@ -160,41 +167,41 @@ class QuestionAnswering(Task):
         if spans is not None:
             encoded |= {"start_positions": [], "end_positions": []}
         for feature, row in enumerate(rows):
-            input_ids, begin, places = encoded["input_ids"][feature], 0, np.empty((0, 2), dtype=np.int64)
+            input_ids, begin, offset_pairs = encoded["input_ids"][feature], 0, np.empty((0, 2), dtype=np.int64)
             sequences = tokens.sequence_ids(feature)
             if 1 in sequences:
-                # The context's tokens stand in a row. Shape (context length, 2).
+                # The tokens of the context are contiguous. Shape (context length, 2).
                 begin, length = sequences.index(1), sequences.count(1)
                 characters = chain.from_iterable(offsets[feature][begin : begin + length])
-                places = np.fromiter(characters, dtype=np.int64, count=2 * length).reshape(-1, 2)
+                offset_pairs = np.fromiter(characters, dtype=np.int64, count=2 * length).reshape(-1, 2)
             for name, column in (("offset_starts", 0), ("offset_ends", 1)):
                 padded = np.full(len(input_ids), -1)
-                padded[begin : begin + len(places)] = places[:, column]
+                padded[begin : begin + len(offset_pairs)] = offset_pairs[:, column]
                 encoded[name].append(padded)
             null = input_ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in input_ids else 0
             encoded["null_position"].append(null)
             if spans is not None:
-                span = _token_span(places, spans[row])
+                span = _token_span(offset_pairs, spans[row])
                 first, last = (null, null) if span is None else (begin + span[0], begin + span[1])
                 encoded["start_positions"].append(first)
                 encoded["end_positions"].append(last)
         return encoded
 
-    def _check_room(self, questions: list[str], tokenizer: Any, indices: Sequence[int] | None) -> None:
-        """The tokenizer panics where a question leaves less room than the stride."""
+    def _check_question_lengths(self, questions: list[str], tokenizer: Any, indices: Sequence[int] | None) -> None:
+        """Check that each question leaves more tokens than the stride. Otherwise, the tokenizer panics."""
         special = tokenizer.num_special_tokens_to_add(pair=True)
         for position, question in enumerate(tokenizer(questions, add_special_tokens=False)["input_ids"]):
             if self.max_length - special - len(question) <= self.stride:
                 raise ValueError(
-                    f"{row_name(position, indices)} has a question of {len(question)} tokens, which with {special}"
-                    f" special ones and a stride of {self.stride} leaves no room for the context in"
-                    f" {self.max_length} tokens. Raise `max_length`, lower `stride`, or shorten the question."
+                    f"{row_name(position, indices)} has a question of {len(question)} tokens. With {special} special"
+                    f" tokens and a stride of {self.stride}, {self.max_length} tokens leave no space for the context."
+                    " Increase `max_length`, decrease `stride`, or shorten the question."
                 )
 
     def _read_spans(
         self, batch: Batch, contexts: list[str], indices: Sequence[int] | None
     ) -> list[tuple[int, int] | None]:
-        """The characters of each row's first answer without spaces around it; None for rows without an answer."""
+        """Return the character span of each first answer, without surrounding spaces, or None without an answer."""
         spans: list[tuple[int, int] | None] = []
         for position, answers in enumerate(read_column(batch, self.answers_column)):
             row, golds = row_name(position, indices), _gold_answers(answers)
@@ -206,7 +213,7 @@ class QuestionAnswering(Task):
             for text, begin in golds:
                 found = contexts[position][begin : begin + len(text)] if begin >= 0 else ""
                 if found != text:
-                    where = "outside the context" if not found else f"where the context has {found!r}"
+                    where = "outside the context" if not found else f"but the context has {found!r} there"
                     raise ValueError(
                         f"{row} has the answer {text!r} at character {begin}, {where}. Correct `answer_start`, which"
                         " counts characters from 0."
@@ -220,33 +227,36 @@ class QuestionAnswering(Task):
         return spans
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
-        """Pads inputs of shape `(batch, length)`. See [`Task.data_collator`]."""
+        """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""
         return DataCollatorWithPadding(tokenizer)
 
     def postprocess(
         self, start_logits: np.ndarray, end_logits: np.ndarray, features: Dataset, rows: Dataset
     ) -> list[str]:
         """
-        The answer of each row, out of the logits of its features.
+        Return the predicted answer of each example from the logits of its features.
 
         Args:
-            start_logits (`np.ndarray` of shape `(features, length)`): Logits of an answer's first token.
-            end_logits (`np.ndarray` of shape `(features, length)`): Logits of its last token.
-            features (`Dataset`): What [`~QuestionAnswering.encode`] made of the rows, in the order of the logits.
-            rows (`Dataset`): The raw rows.
+            start_logits (`np.ndarray` of shape `(features, length)`): Logits of the first token of an answer.
+            end_logits (`np.ndarray` of shape `(features, length)`): Logits of the last token of an answer.
+            features (`Dataset`): The features from [`~QuestionAnswering.encode`], in the order of the logits.
+            rows (`Dataset`): The raw examples.
 
         Returns:
-            `list[str]`: A piece of each row's context, or `""`.
+            `list[str]`: A span of the context, or `""`, for each example.
 
         Raises:
-            ValueError: If logits, features and rows do not belong together.
+            ValueError: If logits, features and examples do not belong together.
         """
         if len(start_logits) != len(features):
-            raise ValueError(f"There are logits of {len(start_logits)} features, but {len(features)} features.")
+            raise ValueError(
+                f"There are logits for {len(start_logits)} features, but `features` has {len(features)} rows. Pass the"
+                " features that produced the logits."
+            )
         ids = [str(value) for value in rows[self.id_column]]
-        row_of = _numbers_of(ids)
+        row_of = _rows_by_id(ids)
         if set(features["example_id"]) != set(ids):
-            raise ValueError("Features and rows do not belong together: encode these rows to get their features.")
+            raise ValueError("`features` and `rows` have different IDs. Encode `rows` to create matching features.")
 
         best: list[tuple[float, int, int]] = [(-np.inf, 0, 0)] * len(ids)
         null_scores = np.full(len(ids), np.inf)
@@ -270,14 +280,14 @@ class QuestionAnswering(Task):
     def _best_spans(
         self, starts: np.ndarray, ends: np.ndarray, offset_starts: list[list[int]], offset_ends: list[list[int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """The best score of each feature, and the characters of its span. Shapes of logits: `(features, length)`."""
-        places = np.full((2, *starts.shape), -1)
+        """Return the best score and the character span of each feature. The logits have shape `(features, length)`."""
+        offsets = np.full((2, *starts.shape), -1)
         for feature, (begins, finishes) in enumerate(zip(offset_starts, offset_ends, strict=True)):
-            places[0, feature, : len(begins)], places[1, feature, : len(finishes)] = begins, finishes
-        outside = places[0] < 0
-        first, first_logits = _highest(np.where(outside, -np.inf, starts), self.n_best)
-        last, last_logits = _highest(np.where(outside, -np.inf, ends), self.n_best)
-        # Every start with every end. Shape (features, n_best, n_best).
+            offsets[0, feature, : len(begins)], offsets[1, feature, : len(finishes)] = begins, finishes
+        outside = offsets[0] < 0
+        first, first_logits = _top_k(np.where(outside, -np.inf, starts), self.n_best)
+        last, last_logits = _top_k(np.where(outside, -np.inf, ends), self.n_best)
+        # Combine every start with every end. Shape (features, n_best, n_best).
         lengths = last[:, None, :] - first[:, :, None] + 1
         scores = first_logits[:, :, None] + last_logits[:, None, :]
         scores = np.where((lengths >= 1) & (lengths <= self.max_answer_length), scores, -np.inf)
@@ -285,23 +295,24 @@ class QuestionAnswering(Task):
         chosen = scores.argmax(axis=1)
         each = np.arange(len(starts))
         first, last = first[each, chosen // last.shape[1]], last[each, chosen % last.shape[1]]
-        characters = zip(places[0, each, first].tolist(), places[1, each, last].tolist(), strict=True)
+        characters = zip(offsets[0, each, first].tolist(), offsets[1, each, last].tolist(), strict=True)
         return scores[each, chosen], list(characters)
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        `exact_match` and `token_f1` of start and end logits, each of shape `(features, length)`.
+        Build the function that computes `exact_match` and `token_f1` from start and end logits.
 
-        Needs `features` and `rows` of the evaluation data set, in its order.
+        Both logits have shape `(features, length)`. The function requires `features` and `rows` of the evaluation
+        dataset, in evaluation order.
         """
         if features is None or rows is None:
             raise ValueError(
-                "Answers are read from raw rows. Give `features`, the encoded evaluation data set, and `rows`, the raw"
-                " one."
+                "`features` or `rows` is missing, but answers are read from the raw dataset. Pass the encoded"
+                " evaluation dataset as `features` and the raw evaluation dataset as `rows`."
             )
-        _numbers_of([str(value) for value in rows[self.id_column]])  # not first after an hour of training
+        _rows_by_id([str(value) for value in rows[self.id_column]])  # find duplicate IDs before training starts
         metric = evaluate.combine([ExactMatch(), TokenF1()])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -313,7 +324,7 @@ class QuestionAnswering(Task):
 
 
 def _gold_answers(answers: Any) -> list[tuple[str, int]]:
-    """A row's answers as pairs of text and first character, without empty ones."""
+    """Return the non-empty answers of an example as pairs of text and position of the first character."""
     if not answers:
         return []
     if isinstance(answers, dict):
@@ -323,20 +334,23 @@ def _gold_answers(answers: Any) -> list[tuple[str, int]]:
     return [(text, begin) for text, begin in pairs if text and text.strip()]
 
 
-def _numbers_of(ids: list[str]) -> dict[str, int]:
-    """The number of the row of each id, which no two rows share."""
+def _rows_by_id(ids: list[str]) -> dict[str, int]:
+    """Map each ID to its row number. IDs must be unique."""
     row_of = {value: row for row, value in enumerate(ids)}
     if len(row_of) < len(ids):
         repeated = next(row for row, value in enumerate(ids) if row_of[value] != row)
-        raise ValueError(f"Row {repeated} shares the id {ids[repeated]!r} with another row; make ids unique.")
+        raise ValueError(f"Row {repeated} has the same id {ids[repeated]!r} as another row. Use unique ids.")
     return row_of
 
 
-def _token_span(places: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The first and last token of a span of characters, if all of it is there. `places`: `(context length, 2)`."""
-    if span is None or len(places) == 0:
+def _token_span(offsets: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the first and last token of a character span, or None if tokens are missing.
+
+    `offsets` has the shape `(context length, 2)`.
+    """
+    if span is None or len(offsets) == 0:
         return None
-    begins, ends = places.T
+    begins, ends = offsets.T
     if span[0] < begins[0] or span[1] > ends[-1]:
         return None
     first = int(np.searchsorted(ends, span[0], side="right"))
@@ -344,8 +358,8 @@ def _token_span(places: np.ndarray, span: tuple[int, int] | None) -> tuple[int, 
     return (first, last) if first <= last else None
 
 
-def _highest(logits: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and values of the highest logits of each feature, both of shape `(features, number)`."""
-    number = min(number, logits.shape[1])
-    positions = np.argpartition(-logits, number - 1, axis=1)[:, :number]
+def _top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return positions and values of the `k` highest logits of each feature, both of shape `(features, k)`."""
+    k = min(k, logits.shape[1])
+    positions = np.argpartition(-logits, k - 1, axis=1)[:, :k]
     return positions, np.take_along_axis(logits, positions, axis=1)

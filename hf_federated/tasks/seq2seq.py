@@ -1,4 +1,4 @@
-"""Seq2seq generation: a text from a text, such as the headlines of Gigaword."""
+"""Sequence-to-sequence generation: generate a target text from a source text, such as the headlines of Gigaword."""
 
 from __future__ import annotations
 
@@ -39,27 +39,29 @@ from .metrics import Rouge
 @dataclass(frozen=True)
 class Seq2Seq(Task):
     """
-    A target text for a source text (Gigaword in FedNLP, section 3.1).
+    Sequence-to-sequence generation of a target text from a source text (Gigaword in FedNLP, section 3.1).
 
-    Encoded rows have the tokenizer's columns for the source, always with an attention mask, and `labels` of shape
-    `(target length,)`. The collator pads labels with −100, which the loss skips. Of several targets of a row the first
-    is trained on.
+    Encoded examples have the tokenizer's columns for the source, always with an attention mask, and `labels` of shape
+    `(target length,)`. The collator pads labels with −100, which the loss skips. If an example has several targets,
+    training uses the first target.
 
-    The metrics are ROUGE-1, ROUGE-2 and ROUGE-L of generated texts, so evaluate with `Seq2SeqTrainer` (or
-    `federate(Seq2SeqTrainer)`) and `predict_with_generate=True`. `Trainer` trains the task, but generates nothing.
+    The metrics are ROUGE-1, ROUGE-2 and ROUGE-L of generated texts. Evaluate with `Seq2SeqTrainer` (or
+    `federate(Seq2SeqTrainer)`) and `predict_with_generate=True`. `Trainer` can train the task, but does not generate.
 
     Args:
         source_column (`str`, *optional*, defaults to `"source"`): The column with the source texts.
         target_column (`str`, *optional*, defaults to `"target"`):
-            The column with the target texts, or with a list of them for each row.
-        prefix (`str`, *optional*, defaults to `""`): Stands before every source, as T5 expects it ("summarize: ").
-        max_source_length (`int`, *optional*, defaults to 512): Tokens that are kept of a source, with special ones.
-        max_target_length (`int`, *optional*, defaults to 64): Tokens that are kept of a target, with special ones.
+            The column with the target texts, or with a list of target texts per example.
+        prefix (`str`, *optional*, defaults to `""`): Text before every source, such as "summarize: " for T5.
+        max_source_length (`int`, *optional*, defaults to 512): Maximum number of tokens of a source, including special
+            tokens.
+        max_target_length (`int`, *optional*, defaults to 64): Maximum number of tokens of a target, including special
+            tokens.
         use_stemmer (`bool`, *optional*, defaults to `True`): Whether ROUGE compares the stems of English words.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a text is empty or a target missing; from the
-            metrics, if predictions are no token ids.
+        ValueError: If an argument is out of range. `encode` raises it if a text is empty or a target is missing. The
+            metrics raise it if predictions are not token IDs.
         ImportError: From `build_compute_metrics`, if rouge-score (extra `metrics`) is not installed.
 
     Example:
@@ -100,7 +102,7 @@ class Seq2Seq(Task):
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "rougeL"
 
     @property
@@ -109,16 +111,16 @@ class Seq2Seq(Task):
         return (self.source_column, self.target_column)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a source or a target, or with an empty one among several."""
+        """Find examples without a source or without a target, or with an empty target in a list."""
         rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
         return [is_blank(source) or is_empty_target(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
+        """Return the tokenizer's columns and `labels`, one encoded example per raw example. See [`Task.encode`]."""
         sources = [self.prefix + source for source in read_texts(batch, self.source_column, indices)]
-        # Targets before sources: a bad row is named before the longer half of the work.
+        # Targets are read first, so that errors in them are raised before the longer tokenization of the sources.
         targets = [golds[0] for golds in read_targets(batch, self.target_column, indices)] if with_labels else None
         encoded = dict(
             tokenizer(sources, truncation=True, max_length=self.max_source_length, return_attention_mask=True).items()
@@ -132,14 +134,15 @@ class Seq2Seq(Task):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
     ) -> dict[str, list[Any]]:
         """
-        Sources and, as `labels`, targets, whose tokens the decoder is given one after the other: a public row needs
-        its target column too. See [`Task.encode_public`].
+        Encode sources, with targets as `labels`. Public examples therefore need the target column.
+
+        The decoder receives the target tokens one after the other. See [`Task.encode_public`].
         """
         encoded = self.encode(batch, tokenizer, indices)
         return {**encoded, NUM_POSITIONS: [len(target) for target in encoded["labels"]]}
 
     def _read_targets(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
-        """The targets of each row, at least one and none of them empty."""
+        """Return the targets of each example. Each example has at least one target, and no target is empty."""
         rows = []
         for position, value in enumerate(read_column(batch, self.target_column)):
             targets = [value] if isinstance(value, str) else list(value or [])
@@ -153,27 +156,28 @@ class Seq2Seq(Task):
 
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """
-        A pretrained encoder and a pretrained decoder, joined by new cross-attention.
+        Load a pretrained encoder and a pretrained decoder, and connect them with new cross-attention layers.
 
-        Rothe et al., "Leveraging Pre-trained Checkpoints for Sequence Generation Tasks" (2020), start encoder-decoder
-        models from two BERTs like this. Both have to read the ids of one tokenizer.
+        Rothe et al., "Leveraging Pre-trained Checkpoints for Sequence Generation Tasks" (2020), initialize
+        encoder-decoder models from two BERT checkpoints in this way. Both models must use the same tokenizer.
 
         Args:
-            encoder (`str`): As in `from_pretrained`.
-            decoder (`str`): As in `from_pretrained`. An encoder is taken too, and made to look back only.
-            tokenizer (`PreTrainedTokenizerFast`): Its `bos` or `cls` token begins a target, its `eos` or `sep` token
-                ends it.
+            encoder (`str`): Name or path of the encoder, as in `from_pretrained`.
+            decoder (`str`): Name or path of the decoder, as in `from_pretrained`. An encoder model also works and gets
+                causal attention.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer. Its `bos` or `cls` token starts a target, its `eos`
+                or `sep` token ends it.
             kwargs (*optional*): Further arguments of `EncoderDecoderModel.from_encoder_decoder_pretrained`.
 
         Raises:
-            ValueError: If the tokenizer lacks one of these tokens or a pad token.
+            ValueError: If the tokenizer lacks a start token, an end token or a pad token.
         """
         begin = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         if None in (begin, end, tokenizer.pad_token_id):
             raise ValueError(
-                f"{type(tokenizer).__name__} lacks a token that begins a target (bos or cls), ends it (eos or sep), or"
-                " pads it. Set them on the tokenizer."
+                f"{type(tokenizer).__name__} lacks a token to start a target (bos or cls), a token to end a target"
+                " (eos or sep), or a pad token. Set the missing tokens on the tokenizer."
             )
         model = EncoderDecoderModel.from_encoder_decoder_pretrained(encoder, decoder, **kwargs)
         tokens = {"decoder_start_token_id": begin, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
@@ -185,9 +189,10 @@ class Seq2Seq(Task):
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorForSeq2Seq:
         """
-        Pads inputs and, with −100, labels. See [`Task.data_collator`].
+        Pad inputs, and pad labels with −100. See [`Task.data_collator`].
 
-        With `model`, it also shifts labels to `decoder_input_ids`, which only a loss with label smoothing needs.
+        With `model`, the collator also shifts the labels to `decoder_input_ids`. Only a loss with label smoothing
+        needs them.
         """
         return DataCollatorForSeq2Seq(tokenizer, model=model, label_pad_token_id=IGNORED)
 
@@ -195,10 +200,11 @@ class Seq2Seq(Task):
         self, tokenizer: Any, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        ROUGE of generated token ids of shape `(rows, length)`, −100 and special tokens left out.
+        Build the function that computes ROUGE from generated token IDs of shape `(examples, length)`.
 
-        With `rows`, the raw evaluation data set in its order, against all whole targets of a row; otherwise against
-        the labels, which `max_target_length` may have cut.
+        The function removes −100 and special tokens. With `rows`, the raw evaluation dataset in evaluation order, it
+        compares with all targets of an example at full length. Otherwise, it compares with the labels, which
+        `max_target_length` can truncate.
         """
         metric = Rouge(use_stemmer=self.use_stemmer)
         targets = None if rows is None else read_targets(rows[:], self.target_column, None)
@@ -212,7 +218,9 @@ class Seq2Seq(Task):
                 )
             references = targets or [[text] for text in decode_ids(tokenizer, prediction.label_ids)]
             if len(references) != len(generated):
-                raise ValueError(f"There are {len(generated)} predictions, but {len(references)} `rows`.")
+                raise ValueError(
+                    f"There are {len(generated)} predictions, but {len(references)} `rows`. Pass the evaluated rows."
+                )
             return metric.compute(predictions=decode_ids(tokenizer, generated), references=references)
 
         return compute_metrics
@@ -220,15 +228,15 @@ class Seq2Seq(Task):
 
 def read_targets(batch: Batch, column: str, indices: Sequence[int] | None) -> list[list[str]]:
     """
-    The targets of each row, at least one and none of them empty.
+    Return the targets of each example. Each example has at least one target, and no target is empty.
 
     Args:
         batch (`Mapping[str, Sequence]`): Raw columns.
-        column (`str`): The column with a target, or a list of them, for each row.
-        indices (`Sequence[int]`, *optional*): The rows' numbers.
+        column (`str`): The column with a target or a list of targets per example.
+        indices (`Sequence[int]`, *optional*): Row numbers for error messages.
 
     Raises:
-        ValueError: If a row has none, or an empty one. The message names the row.
+        ValueError: If an example has no target or an empty target. The message contains the row number.
     """
     rows = []
     for position, value in enumerate(read_column(batch, column)):
@@ -242,18 +250,18 @@ def read_targets(batch: Batch, column: str, indices: Sequence[int] | None) -> li
 
 
 def is_empty_target(value: Any) -> bool:
-    """Whether a target, or a list of them, is missing, or one is no text or nothing but space."""
+    """Whether a target or a list of targets is missing, or contains a target that is blank or not a string."""
     targets = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     return not targets or any(map(is_blank, targets))
 
 
 def decode_ids(tokenizer: Any, ids: np.ndarray) -> list[str]:
     """
-    Texts of token ids, without special ones.
+    Decode token IDs to texts without special tokens.
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
-        ids (`np.ndarray` of shape `(rows, length)`): Token ids, −100 where there are none.
+        ids (`np.ndarray` of shape `(examples, length)`): Token IDs, with −100 for padding.
     """
     texts = tokenizer.batch_decode(np.where(ids == IGNORED, tokenizer.pad_token_id, ids), skip_special_tokens=True)
     return [text.strip() for text in texts]

@@ -1,4 +1,4 @@
-"""Sequence tagging: a tag for each word, such as the named entities of OntoNotes."""
+"""Sequence tagging: predict a tag for each word, such as the named entities of OntoNotes."""
 
 from __future__ import annotations
 
@@ -40,27 +40,30 @@ from .metrics.span_f1 import has_position
 @dataclass(frozen=True)
 class SequenceTagging(Task):
     """
-    A tag for each word of a row (OntoNotes in FedNLP, section 3.1).
+    Sequence tagging: one tag for each word of an example (OntoNotes in FedNLP, section 3.1).
 
-    A word's tag stands at its first sub-token; its other sub-tokens and special tokens have −100, which the loss and
-    the metrics skip, as in Devlin et al., "BERT" (2019), section 5.3. A raw tag of −100 is skipped too. Words behind
-    `max_length`, and words of which the tokenizer keeps nothing, are neither trained on nor scored.
+    The first sub-token of a word has the word's tag. The other sub-tokens and the special tokens have −100, which the
+    loss and the metrics skip, as in Devlin et al., "BERT" (2019), section 5.3. A raw tag of −100 is also skipped.
+    Words beyond `max_length`, and words for which the tokenizer returns no tokens, are not used for training or
+    metrics.
 
-    Encoded rows have the tokenizer's columns, always with an attention mask, and `labels` of shape `(length,)`. The
-    metric is the accuracy of words (`token_accuracy`) and, where tags name spans (`B-PER`, `I-PER`, `O`), precision,
-    recall and F1 of whole entities.
+    Encoded examples have the tokenizer's columns, always with an attention mask, and `labels` of shape `(length,)`.
+    The metric is the accuracy over words (`token_accuracy`). If the tags describe spans (`B-PER`, `I-PER`, `O`), the
+    metrics also include precision, recall and F1 of whole entities.
 
     Args:
-        tag_names (`Sequence[str]`): The tags' names by number.
+        tag_names (`Sequence[str]`): Tag names. The position of a name is its tag ID.
         tokens_column (`str`, *optional*, defaults to `"tokens"`): The column with the lists of words.
-        tags_column (`str`, *optional*, defaults to `"ner_tags"`): The column with the lists of tags: numbers or names.
+        tags_column (`str`, *optional*, defaults to `"ner_tags"`):
+            The column with the lists of tags, as tag IDs or tag names.
         max_length (`int`, *optional*):
-            Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
+            Maximum number of tokens per example, including special tokens. Defaults to the maximum of the tokenizer.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a row has no words, an unknown tag or
-            another number of tags than of words, or if the tokenizer is not a fast one.
-        ImportError: From `build_compute_metrics`, if seqeval (extra `metrics`) is not installed and tags name spans.
+        ValueError: If an argument is out of range. `encode` raises it if an example has no words, an unknown tag or a
+            different number of tags and words, or if the tokenizer is not a fast tokenizer.
+        ImportError: From `build_compute_metrics`, if the tags describe spans and seqeval (extra `metrics`) is not
+            installed.
 
     Example:
 
@@ -97,15 +100,17 @@ class SequenceTagging(Task):
     @classmethod
     def from_dataset(cls, dataset: Dataset, tags_column: str = "ner_tags", **kwargs: Any) -> SequenceTagging:
         """
-        The task with the names of a data set's tags: those of a `ClassLabel`, or the strings that occur, `O` first.
+        Create the task with the tag names of a dataset.
+
+        The names are those of the `ClassLabel` feature. For string tags, they are the distinct values, with `O` first.
 
         Args:
-            dataset (`datasets.Dataset`): Rows of all clients.
+            dataset (`datasets.Dataset`): The examples of all clients.
             tags_column (`str`, *optional*, defaults to `"ner_tags"`): The column with the lists of tags.
             kwargs (*optional*): Further arguments of the class.
 
         Raises:
-            ValueError: If the column does not exist or holds numbers without names.
+            ValueError: If the column does not exist, or if it contains tag IDs without names.
 
         Example:
 
@@ -127,14 +132,14 @@ class SequenceTagging(Task):
         values = set(chain.from_iterable(dataset[tags_column]))
         if not all(isinstance(value, str) for value in values):
             raise ValueError(
-                f"The column {tags_column!r} is {dataset.features[tags_column]}, whose tags have no names. Give"
+                f"The column {tags_column!r} is {dataset.features[tags_column]}, whose tags have no names. Set"
                 " `tag_names`, or cast the column to lists of ClassLabel."
             )
         return cls(sorted(values, key=lambda tag: (tag != "O", tag)), tags_column=tags_column, **kwargs)
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "token_accuracy" if self._span_metric() is None else "span_f1"
 
     @property
@@ -148,13 +153,13 @@ class SequenceTagging(Task):
         return label_maps(self.tag_names)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a word."""
+        """Find examples without words."""
         return [all(map(is_blank, words or ())) for words in read_column(batch, self.tokens_column)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
+        """Return the tokenizer's columns and `labels`, one encoded example per raw example. See [`Task.encode`]."""
         words = self._read_words(batch, indices)
         tags = self._read_tags(batch, words, indices) if with_labels else None
         tokens = self._tokenize(words, tokenizer)
@@ -169,8 +174,10 @@ class SequenceTagging(Task):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None
     ) -> dict[str, list[Any]]:
         """
-        The tokenizer's columns; as `labels` each word's number in its row at its first sub-token, so that all
-        tokenizers speak of the same words; and how many words the row has, those of which nothing is kept too. See
+        Return the tokenizer's columns, with word numbers as `labels` and the number of words as `num_positions`.
+
+        The first sub-token of a word has the word's position in the example as its label, so that all tokenizers refer
+        to the same words. `num_positions` also counts words for which the tokenizer returns no tokens. See
         [`Task.encode_public`].
         """
         words = self._read_words(batch, indices)
@@ -183,7 +190,7 @@ class SequenceTagging(Task):
     def _tokenize(self, words: list[list[str]], tokenizer: Any) -> BatchEncoding:
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not say which word a token belongs to. Use a fast tokenizer."
+                f"{type(tokenizer).__name__} does not return the word of each token. Use a fast tokenizer."
             )
         return tokenizer(
             words,
@@ -198,10 +205,10 @@ class SequenceTagging(Task):
         for position, words in enumerate(rows):
             if isinstance(words, str) or not all(isinstance(word, str) for word in words or ()):
                 raise ValueError(
-                    f"{row_name(position, indices)} has something else than a list of words in the column"
-                    f" {self.tokens_column!r}. Correct it, or drop the row."
+                    f"{row_name(position, indices)} has no list of words in the column {self.tokens_column!r}. Correct"
+                    " the value, or drop the row."
                 )
-            # Corpora have single empty words, of which the tokenizer keeps nothing.
+            # Some corpora contain empty words. The tokenizer returns no tokens for them.
             if not words or not any(word.strip() for word in words):
                 raise ValueError(
                     f"{row_name(position, indices)} has no words in the column {self.tokens_column!r}. Drop such rows."
@@ -214,8 +221,8 @@ class SequenceTagging(Task):
             if row_tags is None or len(row_tags) != len(row_words):
                 found = "no tags" if not row_tags else f"{len(row_tags)} tags"
                 raise ValueError(
-                    f"{row_name(position, indices)} has {found} in the column {self.tags_column!r} for"
-                    f" {len(row_words)} words. Give each word one, or encode with `with_labels=False`."
+                    f"{row_name(position, indices)} has {found} in the column {self.tags_column!r}, but"
+                    f" {len(row_words)} words. Provide one tag per word, or encode with `with_labels=False`."
                 )
         number_of: dict[Any, int] = {name: number for number, name in enumerate(self.tag_names)}
         number_of.update({number: number for number in (*range(len(self.tag_names)), IGNORED)})
@@ -231,30 +238,31 @@ class SequenceTagging(Task):
     def data_collator(
         self, tokenizer: Any, model: PreTrainedModel | None = None
     ) -> DataCollatorForTokenClassification:
-        """Pads inputs and, with −100, labels, all of shape `(batch, length)`. See [`Task.data_collator`]."""
+        """Pad inputs, and pad labels with −100, to shape `(batch, length)`. See [`Task.data_collator`]."""
         return DataCollatorForTokenClassification(tokenizer, label_pad_token_id=IGNORED)
 
     @staticmethod
     def preprocess_logits_for_metrics(logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """
-        The most likely tags, so that an evaluation keeps no logits.
+        Reduce logits to the most likely tags, so that evaluation does not store logits.
 
         Args:
-            logits (`torch.Tensor` of shape `(batch, length, tags)`, or a tuple that begins with it): The model's.
-            labels (`torch.Tensor` of shape `(batch, length)`): The right tags, unused.
+            logits (`torch.Tensor` of shape `(batch, length, tags)`, or a tuple that begins with it):
+                The logits of the model.
+            labels (`torch.Tensor` of shape `(batch, length)`): The correct tags. Not used.
 
         Returns:
             `torch.Tensor` of shape `(batch, length)`, `int64`.
         """
-        return first_output(logits).argmax(dim=-1)  # type: ignore[call-overload]  # here a tensor
+        return first_output(logits).argmax(dim=-1)  # type: ignore[call-overload]  # a tensor here
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        Accuracy of words and F1 of entities, from tags of shape `(rows, length)` or from their logits.
+        Build the function that computes the accuracy over words and, for tags of spans, the F1 of entities.
 
-        Needs none of its arguments.
+        The function accepts predicted tags of shape `(examples, length)` or logits of the tags. No argument is used.
         """
         accuracy, spans = Accuracy(), self._span_metric()
         names = np.array(self.tag_names, dtype=object)
@@ -277,7 +285,7 @@ class SequenceTagging(Task):
         return compute_metrics
 
     def _span_metric(self) -> evaluate.Metric | None:
-        """The metric of spans, if all tags name them."""
+        """Return the entity metric if all tags describe spans, otherwise `None`."""
         tags = [tag for tag in self.tag_names if tag != "O"]
         if tags and all(has_position(tag) for tag in tags):
             return SpanF1()
@@ -287,8 +295,8 @@ class SequenceTagging(Task):
 
 
 def _at_first_sub_tokens(word_ids: list[int | None], tags: np.ndarray) -> list[int]:
-    """The tags of a row's words at their first sub-tokens, −100 elsewhere. Shapes: `(length,)` from `(words,)`."""
-    words = np.array(word_ids, dtype=float)  # None becomes NaN, at special tokens
+    """Set word tags at first sub-tokens and −100 elsewhere. Converts tags of shape `(words,)` to shape `(length,)`."""
+    words = np.array(word_ids, dtype=float)  # special tokens have the word ID None, which becomes NaN
     first = ~np.isnan(words)
     first[1:] &= words[1:] != words[:-1]
     labels = np.full(len(words), IGNORED)

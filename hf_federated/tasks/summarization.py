@@ -1,4 +1,4 @@
-"""Summaries from causal models: a text, what asks for its summary, and the summary, evaluated as it is generated."""
+"""Summarization with causal models, evaluated on generated summaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_bl
 from .causal import (
     IGNORED,
     CausalCollator,
-    check_is_fast,
+    check_fast_tokenizer,
     end_token,
     padding_token,
     start_tokens,
@@ -36,35 +36,40 @@ from .seq2seq import is_empty_target, read_targets
 @dataclass(frozen=True)
 class Summarization(Task):
     """
-    A target text that a causal model writes behind a source text: [`Seq2Seq`] without an encoder.
+    Summarization with a causal model: [`Seq2Seq`] without an encoder.
 
-    FL-GLM (section 4.1.1) appends a mask token to the source and takes the summary for what fills it. A causal model
-    has no such token; `suffix` stands in its place, by default the "TL;DR:" of Radford et al., "Language Models are
-    Unsupervised Multitask Learners" (2019), section 3.6.
+    The model generates the target after the source.
+    FL-GLM (section 4.1.1) appends a mask token to the source, and the model replaces the mask token with the summary.
+    Causal models have no such token. `suffix` replaces it. The default suffix is the "TL;DR:" of Radford et al.,
+    "Language Models are Unsupervised Multitask Learners" (2019), section 3.6.
 
-    [`~Task.prepare`] makes rows for training: source, `suffix`, target and end token, `labels` −100 but on the last
-    two; of several targets of a row the first. [`~Summarization.for_evaluation`] leaves the prompt alone, from which
-    `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) generates with `predict_with_generate=True`; such rows are padded
-    on the left. How much it generates is the model's: [`~Task.load_model`] sets it, or pass
-    `max_new_tokens` to `evaluate`. The metrics are ROUGE-1, ROUGE-2 and ROUGE-L against all targets of a row.
+    [`~Task.prepare`] creates training examples from source, `suffix`, target and end token. The `labels` are −100
+    except for target and end token. If an example has several targets, training uses the first target.
 
-    `eval_loss` is then the loss of the prompt's last token, which the trainer computes as it needs labels, and no
-    measure of a summary.
+    [`~Summarization.for_evaluation`] keeps only the prompts. `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) with
+    `predict_with_generate=True` generates from these prompts, which are padded on the left. [`~Task.load_model`] sets
+    the maximum number of generated tokens in the model's generation config. To change it, pass `max_new_tokens` to
+    `evaluate`. The metrics are ROUGE-1, ROUGE-2 and ROUGE-L against all targets of an example.
+
+    In this setup, `eval_loss` is the loss on the last token of the prompt. The trainer computes a loss because it
+    needs labels. The value does not measure the quality of the summaries.
 
     Args:
         source_column (`str`, *optional*, defaults to `"source"`): The column with the source texts.
         target_column (`str`, *optional*, defaults to `"target"`):
-            The column with the target texts, or with a list of them for each row.
-        prefix (`str`, *optional*, defaults to `""`): Stands before every source.
-        suffix (`str`, *optional*, defaults to `"\\nTL;DR:"`): Stands between a source and its target.
+            The column with the target texts, or with a list of target texts per example.
+        prefix (`str`, *optional*, defaults to `""`): Text before every source.
+        suffix (`str`, *optional*, defaults to `"\\nTL;DR:"`): Text between a source and its target.
         max_source_length (`int`, *optional*, defaults to 512):
-            Tokens that are kept of a source with prefix, suffix and start token; the source's last ones are cut.
-        max_target_length (`int`, *optional*, defaults to 64): Tokens that are kept of a target with its end token.
+            Maximum number of tokens of a source, including prefix, suffix and start token. Truncation removes the last
+            tokens of the source text.
+        max_target_length (`int`, *optional*, defaults to 64): Maximum number of tokens of a target, including the end
+            token.
         use_stemmer (`bool`, *optional*, defaults to `True`): Whether ROUGE compares the stems of English words.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a text is empty or a target missing, or the
-            tokenizer has no end token; from the metrics, if predictions are not what was generated from the prompts.
+        ValueError: If an argument is out of range. `encode` raises it if a text is empty, a target is missing or the
+            tokenizer has no end token. The metrics raise it if predictions do not begin with the prompts.
         ImportError: From `build_compute_metrics`, if rouge-score (extra `metrics`) is not installed.
 
     Example:
@@ -102,11 +107,11 @@ class Summarization(Task):
 
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
-        check_length("max_target_length", self.max_target_length, least=2)
+        check_length("max_target_length", self.max_target_length, minimum=2)
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "rougeL"
 
     @property
@@ -115,7 +120,7 @@ class Summarization(Task):
         return (self.source_column, self.target_column)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a source or a target, or with an empty one among several."""
+        """Find examples without a source or without a target, or with an empty target in a list."""
         rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
         return [is_blank(source) or is_empty_target(target) for source, target in rows]
 
@@ -123,10 +128,12 @@ class Summarization(Task):
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
         """
-        Ids, attention mask, `labels` and, for [`~Summarization.for_evaluation`], `prompt_length`, one row for each.
-        Without labels, a row is its prompt. See [`Task.encode`].
+        Encode token IDs, attention mask, `labels` and `prompt_length`, one encoded example per raw example.
+
+        [`~Summarization.for_evaluation`] uses `prompt_length`. Without labels, the encoded example is only the prompt.
+        See [`Task.encode`].
         """
-        check_is_fast(tokenizer)
+        check_fast_tokenizer(tokenizer)
         sources = [source.strip() for source in read_texts(batch, self.source_column, indices)]
         answers = self._read_answers(batch, tokenizer, indices) if with_labels else [[] for _ in sources]
         start, begin = start_tokens(tokenizer), len(self.prefix)
@@ -148,31 +155,32 @@ class Summarization(Task):
         return encoded
 
     def _read_answers(self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None) -> list[list[int]]:
-        """The tokens of each row's first target, and the end token."""
+        """Return the tokens of each example's first target, followed by the end token."""
         end = end_token(tokenizer)
         targets = [golds[0] for golds in read_targets(batch, self.target_column, indices)]
         answers = tokenize_answers(targets, tokenizer)
         for position, ids in enumerate(answers):
             if not ids:
                 raise ValueError(
-                    f"{row_name(position, indices)} has the target {targets[position]!r}, of which the tokenizer"
-                    " leaves nothing. Drop the row, or take a tokenizer that knows it."
+                    f"{row_name(position, indices)} has the target {targets[position]!r}, but the tokenizer returns no"
+                    " tokens for it. Drop the row, or use a tokenizer with a suitable vocabulary."
                 )
         return [ids[: self.max_target_length - 1] + [end] for ids in answers]
 
     def set_up(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The same model, which generates `max_target_length` tokens at most. See [`Task.set_up`]."""
+        """Limit generation to `max_target_length` tokens and return the same model. See [`Task.set_up`]."""
         model.generation_config.max_new_tokens = self.max_target_length
         return model
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
-        """Pads rows on the right to train, prompts on the left to generate. See [`Task.data_collator`]."""
+        """Pad on the right for training, and on the left for generation from prompts. See [`Task.data_collator`]."""
         return CausalCollator(padding_token(tokenizer), continue_prompts=True)
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
-        The prompts of the rows. Of their labels only the last is not −100: there a prompt ends, and what is generated
-        begins. See [`Task.for_evaluation`].
+        Keep only the prompts. The last label of a prompt is its last token, all other labels are −100.
+
+        The last label marks the end of the prompt, where the generated text begins. See [`Task.for_evaluation`].
         """
 
         def leave_prompts(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -186,12 +194,15 @@ class Summarization(Task):
         self, tokenizer: Any, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        ROUGE of generated token ids of shape `(rows, length)`, each row's prompt first, as `generate` returns them.
+        Build the function that computes ROUGE from generated token IDs of shape `(examples, length)`.
 
-        Needs `rows`, the raw evaluation data set in its order: prompts do not hold the targets.
+        Each sequence begins with its prompt, as `generate` returns it. The function requires `rows`, the raw
+        evaluation dataset in evaluation order, because prompts do not contain the targets.
         """
         if rows is None:
-            raise ValueError("Prompts do not hold the targets. Give `rows`, the raw evaluation data set in its order.")
+            raise ValueError(
+                "`rows` is missing, but prompts do not contain the targets. Pass the raw evaluation dataset as `rows`."
+            )
         metric = Rouge(use_stemmer=self.use_stemmer)
         targets = read_targets(rows[:], self.target_column, None)
 
@@ -199,13 +210,13 @@ class Summarization(Task):
             generated, labels = first_output(prediction.predictions), first_output(prediction.label_ids)
             if len(generated) != len(targets):
                 raise ValueError(f"There are {len(generated)} predictions, but {len(targets)} `rows`.")
-            # −100 on its left only, as a batch is padded; there may be other padding on its right.
+            # Batches are padded with −100 on the left only. Other padding on the right is possible.
             ends = (labels != IGNORED).argmax(axis=1)
             each = np.arange(len(ends))
             if generated.ndim != 2 or (generated[each, ends] != labels[each, ends]).any():
                 raise ValueError(
                     f"Predictions of shape {generated.shape} do not begin with the prompts. Evaluate with"
-                    " `Seq2SeqTrainer`, `predict_with_generate=True` and the rows that `for_evaluation` made."
+                    " `Seq2SeqTrainer`, `predict_with_generate=True` and the dataset from `for_evaluation`."
                 )
             written = [ids[end + 1 :] for ids, end in zip(generated, ends, strict=True)]
             written = [ids[ids != IGNORED] for ids in written]

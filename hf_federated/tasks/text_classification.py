@@ -1,4 +1,4 @@
-"""Text classification: one label for a text, or for a pair of texts."""
+"""Text classification: predict one label for a text or for a pair of texts."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ METRICS = ("accuracy", "f1_macro", "f1_weighted", "f1", "matthews_correlation")
 @dataclass(frozen=True)
 class TextClassification(Task):
     """
-    A label for each text (20 Newsgroups in FedNLP, section 3.1), or for each pair of texts.
+    Text classification: one label per text (20 Newsgroups in FedNLP, section 3.1) or per pair of texts.
 
-    Encoded rows have the tokenizer's columns, always with an attention mask, and `labels` (`int`). The metrics are
-    accuracy and macro and weighted F1, and `metric` if it is another.
+    Encoded examples have the tokenizer's columns, always with an attention mask, and `labels` (`int`). The metrics are
+    accuracy, macro F1 and weighted F1, and additionally `metric` if it is none of these.
 
     Args:
-        label_names (`Sequence[str]`): The labels' names by number.
+        label_names (`Sequence[str]`): Label names. The position of a name is its label ID.
         text_column (`str` or `tuple[str, str]`, *optional*, defaults to `"text"`):
-            The column with the text, or the two with a pair.
+            The column with the texts, or the two columns of a text pair.
         label_column (`str`, *optional*, defaults to `"label"`):
-            The column with the labels: numbers (`ClassLabel`) or names.
+            The column with the labels, as label IDs (`ClassLabel`) or label names.
         max_length (`int`, *optional*):
-            Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
+            Maximum number of tokens per example, including special tokens. Defaults to the maximum of the tokenizer.
         metric (`str`, *optional*, defaults to `"accuracy"`):
-            The metric that runs are compared by: `"accuracy"`, `"f1_macro"`, `"f1_weighted"`, `"f1"` of the second
-            of two labels (MRPC and QQP in GLUE), or `"matthews_correlation"` (CoLA).
+            The metric for comparing runs: `"accuracy"`, `"f1_macro"`, `"f1_weighted"`, `"f1"` or
+            `"matthews_correlation"` (CoLA in GLUE). `"f1"` requires two labels and is the F1 of the second label (MRPC
+            and QQP in GLUE).
 
     Raises:
-        ValueError: If an argument is out of range, or `metric` is `"f1"` and there are not two labels; from `encode`,
-            if a text is empty or a label missing or unknown.
+        ValueError: If an argument is out of range, or if `metric` is `"f1"` and the number of labels is not two.
+            `encode` raises it if a text is empty, or if a label is missing or unknown.
         ImportError: From `build_compute_metrics`, if scikit-learn (extra `metrics`) is not installed.
 
     Example:
@@ -92,27 +93,29 @@ class TextClassification(Task):
         object.__setattr__(self, "label_names", check_names("label_names", self.label_names))
         check_length("max_length", self.max_length)
         if len(self.text_columns) not in (1, 2):
-            raise ValueError(f"`text_column` is {self.text_column!r}; name one column, or the two of a pair.")
+            raise ValueError(f"`text_column` is {self.text_column!r}; set one column, or two columns for text pairs.")
         if self.metric not in METRICS:
             raise ValueError(f"`metric` is {self.metric!r}; allowed are {', '.join(map(repr, METRICS))}.")
         if self.metric == "f1" and len(self.label_names) != 2:
             raise ValueError(
-                f"`metric` is 'f1', that of the second of two labels, and there are {len(self.label_names)}: take "
-                "'f1_macro' or 'f1_weighted'."
+                f"`metric` is 'f1', which requires two labels, but there are {len(self.label_names)}. Use 'f1_macro'"
+                " or 'f1_weighted'."
             )
 
     @classmethod
     def from_dataset(cls, dataset: Dataset, label_column: str = "label", **kwargs: Any) -> TextClassification:
         """
-        The task with the names of a data set's labels: those of a `ClassLabel`, or the strings that occur, sorted.
+        Create the task with the label names of a dataset.
+
+        The names are those of the `ClassLabel` feature. For a string column, they are the distinct values, sorted.
 
         Args:
-            dataset (`datasets.Dataset`): Rows of all clients.
+            dataset (`datasets.Dataset`): The examples of all clients.
             label_column (`str`, *optional*, defaults to `"label"`): The column with the labels.
             kwargs (*optional*): Further arguments of the class.
 
         Raises:
-            ValueError: If the column does not exist or holds numbers without names.
+            ValueError: If the column does not exist, or if it contains label IDs without names.
 
         Example:
 
@@ -136,19 +139,19 @@ class TextClassification(Task):
         values = [value for value in dataset.unique(label_column) if value is not None]
         if not all(isinstance(value, str) for value in values):
             raise ValueError(
-                f"The column {label_column!r} is {feature}, whose labels have no names. Give `label_names`, or cast"
-                f" it: dataset.class_encode_column({label_column!r})."
+                f"The column {label_column!r} is {feature}, whose labels have no names. Set `label_names`, or convert"
+                f" the column with dataset.class_encode_column({label_column!r})."
             )
         return cls(sorted(values), label_column=label_column, **kwargs)
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return self.metric
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """The one or two columns with text, which must not be empty."""
+        """The one or two text columns. Their texts must not be empty."""
         return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
 
     @property
@@ -162,14 +165,14 @@ class TextClassification(Task):
         return label_maps(self.label_names)
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a text, or of which one of the pair is empty."""
+        """Find examples with an empty text. In a pair, one empty text is enough."""
         columns = [read_column(batch, column) for column in self.text_columns]
         return [any(map(is_blank, texts)) for texts in zip(*columns, strict=True)]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
+        """Return the tokenizer's columns and `labels`, one encoded example per raw example. See [`Task.encode`]."""
         texts = [read_texts(batch, column, indices) for column in self.text_columns]
         encoded = dict(
             tokenizer(*texts, truncation=True, max_length=self.max_length, return_attention_mask=True).items()
@@ -183,7 +186,7 @@ class TextClassification(Task):
         labels = []
         for position, value in enumerate(read_column(batch, self.label_column)):
             number = number_of.get(value, value) if isinstance(value, str) else value
-            if number is None or number == -1:  # what ClassLabel has for rows without one
+            if number is None or number == -1:  # `ClassLabel` encodes a missing label as -1
                 raise ValueError(
                     f"{row_name(position, indices)} has no label in the column {self.label_column!r}. Drop such rows,"
                     " or encode with `with_labels=False`."
@@ -197,13 +200,17 @@ class TextClassification(Task):
         return labels
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
-        """Pads inputs of shape `(batch, length)`. See [`Task.data_collator`]."""
+        """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""
         return DataCollatorWithPadding(tokenizer)
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
-        """Metrics of logits of shape `(rows, labels)`, as of the class. Needs none of its arguments."""
+        """
+        Build the function that computes the metrics of the task from logits of shape `(examples, labels)`.
+
+        No argument is used.
+        """
         metrics: list[evaluate.Metric] = [Accuracy(), F1(positive_label=1 if self.metric == "f1" else None)]
         if self.metric == "matthews_correlation":
             metrics.append(MatthewsCorrelation())

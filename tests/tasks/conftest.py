@@ -1,4 +1,4 @@
-"""A fast tokenizer of a few words, as every task's tests use it."""
+"""A fast tokenizer with a small vocabulary, used by the tests of all tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "in", "par", "##
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """WordPiece in BERT's layout: `[CLS] text [SEP]`, `[CLS] text [SEP] text [SEP]`."""
+    """WordPiece with BERT's templates: `[CLS] text [SEP]` and `[CLS] text [SEP] text [SEP]`."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     pieces = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     pieces.pre_tokenizer = Whitespace()

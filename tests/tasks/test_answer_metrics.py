@@ -1,4 +1,4 @@
-"""Exact match and token F1 against a plain writing of SQuAD's definition."""
+"""Tests of exact match and token F1 against a simple implementation of SQuAD's definition."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
 def squad_words(text: str) -> list[str]:
-    """Lower case, no punctuation, no articles: the words that SQuAD compares."""
+    """The words that SQuAD compares: lower case, no punctuation, no articles."""
     kept = "".join(character for character in text.lower() if character not in PUNCTUATION)
     return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def squad_f1(answer: list[str], gold: list[str]) -> float:
-    """2·precision·recall / (precision + recall) of words; without words on a side, whether both have none."""
+    """2·precision·recall / (precision + recall) over words. If a side is empty: 1 if both are empty, else 0."""
     if not answer or not gold:
         return float(answer == gold)
     left, shared = list(gold), 0
@@ -35,7 +35,7 @@ def squad_f1(answer: list[str], gold: list[str]) -> float:
 
 
 def squad(predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-    """Both scores: the mean over questions of the best over gold answers."""
+    """Both metrics: the mean over questions of the maximum over gold answers."""
     exact, f1 = [], []
     for prediction, golds in zip(predictions, references, strict=True):
         words = [squad_words(gold) for gold in golds if squad_words(gold)] or [[]]
@@ -49,7 +49,7 @@ def scores_of(predictions: list[str], references: list[list[str]]) -> dict[str, 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_equal_the_published_definition(seed):
+def test_metrics_equal_published_definition(seed):
     generator = random.Random(seed)
     words = ["the", "A", "Paris", "paris,", "Zürich", "東京", "1889", "of", "of", "(an)", "-", "İzmir", "U.S."]
 
@@ -66,25 +66,25 @@ def test_they_equal_the_published_definition(seed):
     [
         ("The Seine.", ["seine"], 1, 1),
         ("Seine river", ["the Seine"], 0, 2 / 3),
-        ("Paris", ["Rome", "in Paris", "Paris"], 1, 1),  # the best gold, not the mean of all
+        ("Paris", ["Rome", "in Paris", "Paris"], 1, 1),  # the maximum over gold answers, not the mean
         ("in the city of Paris", ["Paris", "city of Paris"], 0, 6 / 7),
-        ("to be to", ["to be or not to be"], 0, 2 * 3 / 9),  # a word counts as often as both have it
+        ("to be to", ["to be or not to be"], 0, 2 * 3 / 9),  # a repeated word counts as often as both texts have it
         ("", [], 1, 1),
         ("", [""], 1, 1),
         ("Paris", [], 0, 0),
         ("", ["Paris"], 0, 0),
-        ("", ["", "Paris"], 0, 0),  # an empty gold says nothing where another answers
+        ("", ["", "Paris"], 0, 0),  # an empty gold answer is ignored if another gold answer is not empty
         ("the", [], 1, 1),
         ("ÉCOLE", ["école"], 1, 1),
         ("東京 都", ["東京"], 0, 2 / 3),
         ("„Paris“", ["Paris"], 0, 0),  # SQuAD removes ASCII punctuation only
     ],
 )
-def test_single_answers(prediction, golds, exact, f1):
+def test_scores_of_single_answers(prediction, golds, exact, f1):
     assert scores_of([prediction], [golds]) == {"exact_match": exact, "token_f1": pytest.approx(f1)}
 
 
 @pytest.mark.parametrize("metric_class", [ExactMatch, TokenF1])
-def test_no_rows_is_an_error(metric_class):
-    with pytest.raises(ValueError, match="no rows"):
+def test_compute_without_inputs_raises(metric_class):
+    with pytest.raises(ValueError, match="no inputs"):
         metric_class().compute(predictions=[], references=[])

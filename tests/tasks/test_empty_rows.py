@@ -1,4 +1,4 @@
-"""What a task finds empty is what it refuses to encode, row by row."""
+"""Tests that `find_empty` finds exactly the examples that `encode` rejects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_federated.tasks import (
 
 
 ANSWER = {"text": "rome", "answer_start": 3}
-# The columns of one row that can be used, and changes of it with whether something is then empty.
+# A task, the columns of a valid example, and changes to the columns with the expected result of `find_empty`.
 CASES = {
     "classification": (
         TextClassification(["a", "b"]),
@@ -68,7 +68,7 @@ CASES = {
             ({"source": " "}, True),
             ({"target": ["film", ""]}, True),
             ({"target": None}, True),
-            ({"target": float("nan")}, True),  # as a table with gaps has it
+            ({"target": float("nan")}, True),  # missing value in a table
         ],
     ),
     "cloze": (
@@ -90,7 +90,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("task", "row", "changes"), CASES.values(), ids=CASES)
-def test_rows_that_are_empty_are_those_that_are_refused(tokenizer, task, row, changes):
+def test_find_empty_finds_exactly_rejected_rows(tokenizer, task, row, changes):
     for change, empty in changes:
         batch = {name: [value] for name, value in {**row, **change}.items()}
         assert task.find_empty(batch) == [empty]
@@ -101,6 +101,6 @@ def test_rows_that_are_empty_are_those_that_are_refused(tokenizer, task, row, ch
             assert len(task.encode(batch, tokenizer, [7])["input_ids"]) == 1
 
 
-def test_a_column_that_is_not_there_is_named():
+def test_error_names_missing_column():
     with pytest.raises(ValueError, match="There is no column 'text'"):
         LanguageModeling().find_empty({"words": ["a"]})

@@ -1,4 +1,4 @@
-"""Accuracy, F1 and Matthews' correlation against scikit-learn and against the formulas."""
+"""Tests of accuracy, F1 and Matthews correlation against scikit-learn and against the formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_federated.tasks.metrics import F1, Accuracy, MatthewsCorrelation
 
 
 def draw(seed: int, num_labels: int = 4, num_rows: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions that are right about half of the time, and references."""
+    """Predictions of which more than half are correct, and references."""
     generator = np.random.default_rng(seed)
     references = generator.integers(num_labels, size=num_rows)
     guesses = generator.integers(num_labels, size=num_rows)
@@ -24,7 +24,7 @@ def draw(seed: int, num_labels: int = 4, num_rows: int = 200) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_equal_scikit_learn(seed):
+def test_metrics_equal_scikit_learn(seed):
     predictions, references = draw(seed)
     scores = evaluate.combine([Accuracy(), F1(), MatthewsCorrelation()]).compute(
         predictions=predictions, references=references
@@ -37,22 +37,22 @@ def test_they_equal_scikit_learn(seed):
     }
 
 
-def test_f1_is_the_mean_over_classes():
-    # Class 0: 2 right, 1 missed, 1 wrong: 4/6. Class 1: 1 right, 1 missed, 1 wrong: 2/4. Class 2: never right.
+def test_f1_is_mean_over_classes():
+    # TP, FN and FP: 2, 1 and 1 for class 0 (F1 4/6), 1, 1 and 1 for class 1 (F1 2/4).
     scores = F1().compute(predictions=[0, 0, 1, 1, 0], references=[0, 0, 0, 1, 1])
     assert scores["f1_macro"] == pytest.approx((4 / 6 + 2 / 4) / 2)
     assert scores["f1_weighted"] == pytest.approx((3 * 4 / 6 + 2 * 2 / 4) / 5)
 
 
-def test_a_class_that_nobody_has_counts_only_if_it_is_named():
+def test_absent_class_counts_only_if_in_labels():
     rows = {"predictions": [0, 1, 1], "references": [0, 1, 0]}
-    among_two = F1().compute(**rows)
-    among_three = F1(labels=[0, 1, 2]).compute(**rows)
-    assert among_three["f1_macro"] == pytest.approx(among_two["f1_macro"] * 2 / 3)
-    assert among_three["f1_weighted"] == pytest.approx(among_two["f1_weighted"])
+    two_classes = F1().compute(**rows)
+    three_classes = F1(labels=[0, 1, 2]).compute(**rows)
+    assert three_classes["f1_macro"] == pytest.approx(two_classes["f1_macro"] * 2 / 3)
+    assert three_classes["f1_weighted"] == pytest.approx(two_classes["f1_weighted"])
 
 
-def test_rows_of_one_class_give_numbers_and_no_warning():
+def test_single_class_gives_finite_scores_without_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scores = evaluate.combine([Accuracy(), F1(labels=range(3)), MatthewsCorrelation()]).compute(
@@ -66,7 +66,7 @@ def test_rows_of_one_class_give_numbers_and_no_warning():
     }
 
 
-def test_matthews_correlation_is_the_published_formula():
+def test_matthews_correlation_equals_published_formula():
     predictions, references = draw(seed=5, num_labels=3)
     num_rows, right = len(references), int((predictions == references).sum())
     predicted, true = np.bincount(predictions, minlength=3), np.bincount(references, minlength=3)
@@ -79,7 +79,7 @@ def test_matthews_correlation_is_the_published_formula():
 
 
 @pytest.mark.parametrize("metric_class", [Accuracy, F1, MatthewsCorrelation])
-def test_batches_give_what_all_rows_give(metric_class):
+def test_scores_do_not_depend_on_batches(metric_class):
     predictions, references = draw(seed=1)
     metric = metric_class()
     for begin in range(0, len(references), 60):
@@ -87,23 +87,23 @@ def test_batches_give_what_all_rows_give(metric_class):
         metric.add_batch(predictions=predictions[rows], references=references[rows])
     at_once = metric_class().compute(predictions=predictions, references=references)
     assert metric.compute() == at_once
-    assert metric.compute(predictions=predictions, references=references) == at_once  # and starts afresh
+    assert metric.compute(predictions=predictions, references=references) == at_once  # previous inputs are cleared
 
 
 @pytest.mark.parametrize("metric_class", [Accuracy, F1, MatthewsCorrelation])
-def test_no_rows_is_an_error(metric_class):
-    with pytest.raises(ValueError, match="no rows"):
+def test_compute_without_inputs_raises(metric_class):
+    with pytest.raises(ValueError, match="no inputs"):
         metric_class().compute()
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no inputs"):
         metric_class().compute(predictions=[], references=[])
 
 
-def test_f1_over_no_class_is_an_error():
-    with pytest.raises(ValueError, match="names no class"):
+def test_f1_with_empty_labels_raises():
+    with pytest.raises(ValueError, match="`labels` is empty"):
         F1(labels=[])
 
 
-def test_files_are_written_only_where_one_asks_for_them(tmp_path, monkeypatch):
+def test_files_are_written_only_with_cache_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path / "home"))
     rows = {"predictions": [0, 1], "references": [0, 0]}
     assert Accuracy().compute(**rows) == {"accuracy": 0.5}
@@ -112,7 +112,7 @@ def test_files_are_written_only_where_one_asks_for_them(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_what_is_optional_is_imported_when_a_metric_computes():
+def test_optional_packages_are_not_imported_with_module():
     code = (
         "import sys, transformers, evaluate\nbefore = set(sys.modules)\nimport hf_federated.tasks.metrics\n"
         "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
@@ -123,7 +123,7 @@ def test_what_is_optional_is_imported_when_a_metric_computes():
     assert loaded.isdisjoint({"sklearn", "seqeval", "rouge_score", "nltk"})
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+def test_missing_package_error_names_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"F1 needs scikit-learn.*hf-federated\[metrics\]"):
         F1()

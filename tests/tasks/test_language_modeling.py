@@ -1,4 +1,4 @@
-"""Language modelling: rows or blocks, causal or masked, and perplexity over tokens."""
+"""Tests of language modeling: examples or blocks, causal or masked, and perplexity over tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from measure import SHAPE, assert_padding_changes_nothing, milliseconds_a_row
+from measure import SHAPE, assert_padding_keeps_logits, milliseconds_per_example
 from tiny import arguments
 from transformers import (
     AutoModelForCausalLM,
@@ -49,14 +49,14 @@ def bert() -> BertForMaskedLM:
         return BertForMaskedLM(BertConfig(**SHAPE))
 
 
-def test_a_row_stays_a_row(tokenizer):
+def test_texts_stay_separate_examples_by_default(tokenizer):
     encoded = CAUSAL.encode({"text": ["a film", "in rome " * 9]}, tokenizer)
     assert encoded["input_ids"][0] == encoded["labels"][0] == [2, 5, 8, 3]
     assert [len(mask) for mask in encoded["attention_mask"]] == [4, 16]
     assert "labels" not in MASKED.encode({"text": ["a film"]}, tokenizer)
 
 
-def test_blocks_lose_no_token(tokenizer):
+def test_blocks_contain_all_tokens(tokenizer):
     data = texts(7)
     ids = [token for row in tokenizer(data["text"][:])["input_ids"] for token in row]
     encoded = LanguageModeling(block_size=8).prepare(data, tokenizer)
@@ -66,8 +66,8 @@ def test_blocks_lose_no_token(tokenizer):
     assert [len(mask) for mask in encoded["attention_mask"]] == [len(block) for block in encoded["input_ids"]]
 
 
-def test_an_end_token_stands_once_between_texts(tokenizer):
-    tokenizer.eos_token = "[SEP]"  # the template already ends with it
+def test_blocks_have_one_end_token_between_texts(tokenizer):
+    tokenizer.eos_token = "[SEP]"  # the template already ends with this token
     try:
         encoded = LanguageModeling(block_size=4).encode({"text": ["a film", "a"]}, tokenizer)
     finally:
@@ -75,13 +75,13 @@ def test_an_end_token_stands_once_between_texts(tokenizer):
     assert encoded["input_ids"] == [[2, 5, 8, 3], [2, 5, 3]]
 
 
-def test_an_end_token_that_pads_too_is_still_learned(tokenizer):
+def test_end_token_used_for_padding_keeps_its_label(tokenizer):
     data = [{"input_ids": [5, 0], "attention_mask": [1, 1], "labels": [5, 0]}]
     data.append({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 1], "labels": [5, 6, 0]})
     assert CAUSAL.data_collator(tokenizer)(data)["labels"].tolist() == [[5, 0, -100], [5, 6, 0]]
 
 
-def test_only_hidden_tokens_are_predicted(tokenizer):
+def test_only_masked_tokens_have_labels(tokenizer):
     torch.manual_seed(0)
     encoded = list(MASKED.prepare(texts(40), tokenizer))
     collated = MASKED.data_collator(tokenizer)(encoded)
@@ -93,7 +93,7 @@ def test_only_hidden_tokens_are_predicted(tokenizer):
     assert 0.25 < hidden[ids >= 4].float().mean() < 0.55
 
 
-def test_perplexity_is_that_of_all_tokens():
+def test_perplexity_equals_mean_loss_over_all_tokens():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 9, 20, generator=generator)
     labels = torch.randint(20, (4, 9), generator=generator)
@@ -101,19 +101,19 @@ def test_perplexity_is_that_of_all_tokens():
         labels[row, length:] = -100
     for task, scores, right in ((CAUSAL, logits[:, :-1], labels[:, 1:]), (MASKED, logits, labels)):
         expected = math.exp(torch.nn.functional.cross_entropy(scores.reshape(-1, 20), right.reshape(-1)).item())
-        # Batches of different sizes, as an evaluation sees them.
+        # Batches of different sizes, as in an evaluation.
         parts = [slice(0, 1), slice(1, 4)]
         sums = torch.cat([task.preprocess_logits_for_metrics((logits[part],), labels[part]) for part in parts])
         metrics = task.build_compute_metrics()(EvalPrediction(sums.numpy(), labels.numpy()))
         assert metrics == {"perplexity": pytest.approx(expected, rel=1e-4)}
 
 
-def test_logits_alone_are_an_error():
+def test_logits_as_predictions_raise():
     with pytest.raises(ValueError, match="preprocess_logits_for_metrics=task"):
         CAUSAL.build_compute_metrics()(EvalPrediction(np.zeros((2, 3, 20)), np.zeros((2, 3))))
 
 
-def test_an_empty_text_is_named(tokenizer):
+def test_error_names_row_with_empty_text(tokenizer):
     with pytest.raises(ValueError, match="Row 1 has an empty text in the column 'text'"):
         CAUSAL.prepare(Dataset.from_dict({"text": ["a", " "]}), tokenizer)
 
@@ -123,28 +123,28 @@ def test_an_empty_text_is_named(tokenizer):
     [
         ({"objective": "prefix"}, "`objective` is 'prefix'; allowed are 'causal', 'masked'"),
         ({"block_size": 1}, "`block_size` is 1; it must be at least 2"),
-        ({"block_size": 8, "max_length": 8}, "give one of the two"),
+        ({"block_size": 8, "max_length": 8}, "Set only one of them"),
         ({"mlm_probability": 1.0}, "`mlm_probability` is 1.0"),
     ],
 )
-def test_bad_arguments_are_errors(kwargs, message):
+def test_invalid_arguments_raise(kwargs, message):
     with pytest.raises(ValueError, match=message):
         LanguageModeling(**kwargs)
 
 
-def test_the_objective_decides_the_model():
+def test_objective_selects_model_class():
     assert CAUSAL.model_class is AutoModelForCausalLM
     assert MASKED.model_class is AutoModelForMaskedLM
 
 
 def test_padding_changes_no_logits(tokenizer):
     encoded = list(CAUSAL.prepare(texts(6), tokenizer))
-    assert_padding_changes_nothing(llama(), encoded, CAUSAL.data_collator(tokenizer))
+    assert_padding_keeps_logits(llama(), encoded, CAUSAL.data_collator(tokenizer))
 
 
 @pytest.mark.parametrize("federated", [False, True])
 @pytest.mark.parametrize(("task", "build", "below"), [(CAUSAL, llama, 4), (MASKED, bert, 8)])
-def test_trainers_learn_it(tokenizer, tmp_path, task, build, below, federated):
+def test_trainers_learn_task(tokenizer, tmp_path, task, build, below, federated):
     encoded = task.prepare(texts(24), tokenizer)
     shared = {
         "model": build(),
@@ -166,16 +166,16 @@ def test_trainers_learn_it(tokenizer, tmp_path, task, build, below, federated):
     assert metrics["eval_perplexity"] < below
 
 
-def test_a_row_takes_less_than_a_millisecond(tokenizer):
+def test_encoding_takes_less_than_a_millisecond_per_example(tokenizer):
     batch = {"text": ["a bright warm film in paris " * 16] * 400}
     for task in (LanguageModeling(max_length=128), LanguageModeling(block_size=128)):
-        assert milliseconds_a_row(lambda task=task: task.encode(batch, tokenizer), 400) < 1
+        assert milliseconds_per_example(lambda task=task: task.encode(batch, tokenizer), 400) < 1
 
 
-# ---- What is the same in every evaluation
+# ---- Evaluation
 
 
-def test_an_evaluation_hides_the_same_tokens_each_time_and_one_of_every_row_at_least(tokenizer):
+def test_evaluation_masks_same_tokens_each_time_and_at_least_one_per_example(tokenizer):
     task = LanguageModeling("masked", mlm_probability=0.05)
     rows = Dataset.from_dict({"text": ["snow in rome"] * 50 + ["rome"]})
     features = task.prepare(rows, tokenizer)
@@ -193,12 +193,12 @@ def test_an_evaluation_hides_the_same_tokens_each_time_and_one_of_every_row_at_l
     assert causal.for_evaluation(features, tokenizer) is features
 
 
-def test_an_encoder_looks_back_only_under_a_causal_objective(tmp_path):
+def test_encoder_has_causal_attention_only_for_causal_objective(tmp_path):
     BertModel(BertConfig(**SHAPE)).save_pretrained(tmp_path)
     ids = torch.tensor([[5, 6, 7, 8]])
     changed = torch.tensor([[5, 6, 7, 9]])
-    for objective, sees_what_follows in (("causal", False), ("masked", True)):
+    for objective, attends_to_next_tokens in (("causal", False), ("masked", True)):
         model = LanguageModeling(objective).load_model(str(tmp_path)).eval()
         with torch.no_grad():
             same = torch.allclose(model(ids).logits[:, :3], model(changed).logits[:, :3], atol=1e-6)
-        assert same != sees_what_follows
+        assert same != attends_to_next_tokens

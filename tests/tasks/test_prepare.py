@@ -1,4 +1,4 @@
-"""`Task.prepare`: whole data sets and clients, what is reused from a cache, and how long it takes."""
+"""Tests of `Task.prepare`: datasets and clients, reuse of cached results, and speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -35,7 +35,7 @@ CLASSIFICATION = TextClassification(["dull", "bright"])
 
 
 def rows(num_rows: int) -> Dataset:
-    """Columns for every task; each row's words are its own, so that features of two rows can be told apart."""
+    """Columns for every task. Each example has different words, so that its features are distinguishable."""
     texts = [f"{'warm ' * (i % 9)}film in {['paris', 'rome'][i % 2]} a plot" for i in range(num_rows)]
     return Dataset.from_dict(
         {
@@ -59,7 +59,7 @@ def separate(clients: FederatedDataset) -> FederatedDataset:
 
 @pytest.mark.parametrize("build", [lambda clients: clients, separate], ids=["cut", "separate"])
 @pytest.mark.parametrize("task", [QA, BLOCKS, CLASSIFICATION], ids=["answers", "blocks", "classes"])
-def test_a_client_has_what_its_own_rows_give(tokenizer, task, build):
+def test_prepared_client_equals_separately_prepared_dataset(tokenizer, task, build):
     clients = build(FederatedDataset.from_column(rows(30), "client"))
     prepared = task.prepare(clients, tokenizer)
     assert prepared.client_ids == clients.client_ids
@@ -70,25 +70,25 @@ def test_a_client_has_what_its_own_rows_give(tokenizer, task, build):
         assert prepared[client_id].features == alone.features
 
 
-def test_rows_that_stay_rows_are_encoded_all_at_once(tokenizer):
+def test_shared_source_is_encoded_once_if_examples_stay_separate(tokenizer):
     clients = FederatedDataset.from_column(rows(30), "client")
     for task, at_once in ((CLASSIFICATION, True), (LanguageModeling(), True), (BLOCKS, False), (QA, False)):
-        assert task.one_feature_a_row == at_once
+        assert task.one_feature_per_example == at_once
         assert (task.prepare(clients, tokenizer).source is not None) == at_once
 
 
-def test_no_block_holds_words_of_two_clients(tokenizer):
-    own = {"north": "paris", "south": "rome"}
-    clients = {name: Dataset.from_dict({"text": [f"in {city}"] * 5}) for name, city in own.items()}
+def test_blocks_contain_texts_of_one_client_only(tokenizer):
+    city_of = {"north": "paris", "south": "rome"}
+    clients = {name: Dataset.from_dict({"text": [f"in {city}"] * 5}) for name, city in city_of.items()}
     pooled = FederatedDataset.from_dict(clients).to_dataset().add_column("client", ["north"] * 5 + ["south"] * 5)
     for data in (FederatedDataset.from_dict(clients), FederatedDataset.from_column(pooled, "client")):
         prepared = BLOCKS.prepare(data, tokenizer)
-        for name, city in own.items():
-            read = tokenizer.decode([token for block in prepared[name]["input_ids"] for token in block])
-            assert read.count(city) == 5 and all(other not in read for other in set(own.values()) - {city})
+        for name, city in city_of.items():
+            text = tokenizer.decode([token for block in prepared[name]["input_ids"] for token in block])
+            assert text.count(city) == 5 and all(other not in text for other in set(city_of.values()) - {city})
 
 
-def test_a_bad_row_is_named_with_its_client(tokenizer):
+def test_error_names_client_and_invalid_row(tokenizer):
     clients = rows(9).to_dict()
     clients["context"][7] = " "
     data = FederatedDataset.from_column(Dataset.from_dict(clients), "client")
@@ -96,18 +96,18 @@ def test_a_bad_row_is_named_with_its_client(tokenizer):
         QA.prepare(data, tokenizer)
 
 
-def test_a_client_of_which_nothing_is_left_is_an_error():
+def test_client_without_encoded_examples_raises():
     pieces = Tokenizer(WordPiece({"[UNK]": 0, "film": 1}, unk_token="[UNK]"))
     pieces.normalizer, pieces.pre_tokenizer = BertNormalizer(), Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="[UNK]")
-    texts = {"north": ["film film"], "south": ["\ufffd"]}  # what is left of broken bytes
+    texts = {"north": ["film film"], "south": ["\ufffd"]}  # the replacement character for invalid bytes
     clients = FederatedDataset.from_dict({name: Dataset.from_dict({"text": text}) for name, text in texts.items()})
-    with pytest.raises(ValueError, match="Client 'south' has 1 rows of which the tokenizer keeps nothing"):
+    with pytest.raises(ValueError, match="Client 'south' has 1 rows, but the tokenizer returns no tokens for them"):
         BLOCKS.prepare(clients, tokenizer)
     assert len(BLOCKS.prepare(clients["south"], tokenizer)) == 0
 
 
-def test_a_stream_is_encoded_as_it_is_read(tokenizer):
+def test_iterable_dataset_is_encoded_lazily(tokenizer):
     stream = rows(4).to_iterable_dataset()
     expected = CLASSIFICATION.prepare(rows(4), tokenizer).to_list()
     assert list(CLASSIFICATION.prepare(stream, tokenizer)) == expected
@@ -116,11 +116,11 @@ def test_a_stream_is_encoded_as_it_is_read(tokenizer):
     assert isinstance(prepared["a"], IterableDataset) and list(prepared["a"]) == prepared["b"].to_list() == expected
 
 
-# ---- What is reused
+# ---- Reuse of cached results
 
 
 def large(reverse: bool = False, words: int = 30_000, **kwargs) -> PreTrainedTokenizerFast:
-    """WordPiece with a vocabulary of BERT's size; words from `"w10"` on are two pieces."""
+    """WordPiece with a vocabulary of BERT's size. Words from `"w10"` on have two tokens."""
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "w", *map(str, range(10))])}
     vocabulary |= {f"##{number}": len(vocabulary) + number for number in range(words)}
     pieces = Tokenizer(WordPiece(dict(reversed(vocabulary.items())) if reverse else vocabulary, unk_token="[UNK]"))
@@ -133,28 +133,28 @@ def large(reverse: bool = False, words: int = 30_000, **kwargs) -> PreTrainedTok
     )
 
 
-def test_equal_tokenizers_have_one_fingerprint_and_others_another():
+def test_fingerprint_is_equal_exactly_for_equal_settings():
     tokenizer = large()
     expected = fingerprint(tokenizer, QA)
     assert expected == fingerprint(large(reverse=True), QA) == fingerprint(tokenizer, dataclasses.replace(QA))
     tokenizer("w1 w2", truncation=True, max_length=3, padding="max_length")
     assert fingerprint(tokenizer, QA) == expected
     changed = [large(words=29_999), large(truncation_side="left"), large(model_max_length=8), large(sep_token="w")]
-    others = [fingerprint(other, QA) for other in changed] + [fingerprint(tokenizer, BLOCKS)]
-    assert None not in others and len({expected, *others}) == 6
+    different = [fingerprint(other, QA) for other in changed] + [fingerprint(tokenizer, BLOCKS)]
+    assert None not in different and len({expected, *different}) == 6
 
 
-def test_a_vocabulary_outside_the_backend_is_part_of_it():
-    one, other = large(), large()
-    one.words, other.words = [{f"w{i}": i for i in range(2000)} for _ in range(2)]
-    assert fingerprint(one) == fingerprint(other)
-    other.words["w7"] = 7000
-    assert fingerprint(one) != fingerprint(other)
-    one.words, other.words = list("ab" * 1000), list("ba" * 1000)
-    assert fingerprint(one) != fingerprint(other)
+def test_fingerprint_includes_vocabulary_outside_backend():
+    first, second = large(), large()
+    first.words, second.words = [{f"w{i}": i for i in range(2000)} for _ in range(2)]
+    assert fingerprint(first) == fingerprint(second)
+    second.words["w7"] = 7000
+    assert fingerprint(first) != fingerprint(second)
+    first.words, second.words = list("ab" * 1000), list("ba" * 1000)
+    assert fingerprint(first) != fingerprint(second)
 
 
-def test_encoded_rows_are_reused_only_for_the_same_settings(tokenizer, tmp_path):
+def test_cached_results_are_reused_only_for_equal_settings(tokenizer, tmp_path):
     rows(6).save_to_disk(tmp_path)
     data = Dataset.load_from_disk(tmp_path)
 
@@ -169,13 +169,13 @@ def test_encoded_rows_are_reused_only_for_the_same_settings(tokenizer, tmp_path)
     assert [len(ids) for ids in shorter.prepare(data, tokenizer)["input_ids"]] == [4] * 6
 
 
-def test_clients_do_not_share_a_cache_file(tokenizer, tmp_path):
+def test_shared_cache_file_for_clients_raises(tokenizer, tmp_path):
     clients = FederatedDataset.from_column(rows(6), "client")
-    with pytest.raises(ValueError, match=r"\['cache_file_name'\] is for one data set"):
+    with pytest.raises(ValueError, match=r"`prepare` got \['cache_file_name'\], but each client has a separate"):
         QA.prepare(clients, tokenizer, cache_file_name=str(tmp_path / "features.arrow"))
 
 
-def test_a_tokenizer_that_cannot_be_pickled_still_encodes(tokenizer, caplog):
+def test_tokenizer_that_cannot_be_pickled_still_encodes(tokenizer, caplog):
     tokenizer.unpicklable = (word for word in "ab")
     try:
         with caplog.at_level(logging.ERROR):
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_cannot_be_pickled_still_encodes(tokenizer, caplog):
         del tokenizer.unpicklable
 
 
-# ---- How long it takes
+# ---- Speed
 
 TASKS = {
     "classification": CLASSIFICATION,
@@ -200,7 +200,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_a_row_of_120_words_takes_less_than_a_millisecond(task):
+def test_preparing_takes_less_than_a_millisecond_per_example_of_120_words(task):
     words = np.random.default_rng(0).integers(1, 2000, size=(300, 120))
     texts = [" ".join(f"w{word}" for word in line) for line in words]
     data = Dataset.from_dict(
@@ -216,4 +216,4 @@ def test_a_row_of_120_words_takes_less_than_a_millisecond(task):
         }
     )
     tokenizer = large(sep_token="[SEP]")
-    assert milliseconds_a_row(lambda: task.prepare(data, tokenizer), 300) < 1
+    assert milliseconds_per_example(lambda: task.prepare(data, tokenizer), 300) < 1

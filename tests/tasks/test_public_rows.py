@@ -1,4 +1,4 @@
-"""Where tasks say that a model predicts in a public row."""
+"""Tests of the predicted positions that tasks mark in public examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def letters(**settings):
     return PreTrainedTokenizerFast(tokenizer_object=pieces, pad_token="<pad>", unk_token="<unk>", **settings)
 
 
-def test_words_are_numbered_at_their_first_sub_tokens():
+def test_words_are_numbered_at_first_sub_tokens():
     task = SequenceTagging(["O", "X"])
     rows = Dataset.from_dict({"tokens": [["ab", "a", "ba"], ["b"], ["a", "-", "b"]], "ner_tags": [["?"], [], ["O"]]})
     encoded = task.prepare_public(rows, letters())
@@ -28,20 +28,20 @@ def test_words_are_numbered_at_their_first_sub_tokens():
     assert "tokens" not in encoded.column_names
 
 
-def test_words_that_are_cut_off_count_all_the_same():
+def test_truncated_words_count_in_num_positions():
     rows = Dataset.from_dict({"tokens": [["ab", "a", "ba"], ["aaab", "b"]]})
     encoded = SequenceTagging(["O", "X"], max_length=3).prepare_public(rows, letters())
     assert encoded["labels"][:] == [[0, -100, 1], [0, -100, -100]]
     assert encoded["num_positions"][:] == [3, 2]
 
 
-def test_a_text_is_predicted_at_every_token_but_the_last():
+def test_causal_text_marks_all_tokens_except_last():
     encoded = LanguageModeling().prepare_public(Dataset.from_dict({"text": ["a b a", "b"]}), letters())
     assert encoded["labels"][:] == [[0, 1, -100], [-100]]
     assert encoded["num_positions"][:] == [2, 0]
 
 
-def test_a_target_is_predicted_at_each_of_its_tokens():
+def test_seq2seq_marks_all_target_tokens():
     rows = Dataset.from_dict({"source": ["a", "b"], "target": ["ab a", "b"]})
     encoded = Seq2Seq().prepare_public(rows, letters())
     assert encoded["labels"][:] == [[2, 5, 2], [3]] and encoded["num_positions"][:] == [3, 1]
@@ -49,13 +49,13 @@ def test_a_target_is_predicted_at_each_of_its_tokens():
         Seq2Seq().prepare_public(rows.remove_columns("target"), letters())
 
 
-def test_rows_with_one_prediction_are_encoded_without_labels():
+def test_examples_with_one_prediction_are_encoded_without_labels():
     rows = Dataset.from_dict({"text": ["a b", "b"], "label": [0, 1]})
     encoded = TextClassification(["no", "yes"]).prepare_public(rows, letters())
     assert {"labels", "num_positions"}.isdisjoint(encoded.column_names) and encoded["input_ids"][:] == [[2, 3], [3]]
 
 
-def test_what_a_prediction_is_about():
+def test_prediction_unit_of_each_task():
     units = {
         "row": TextClassification(["no", "yes"]),
         "word": SequenceTagging(["O"]),
@@ -65,5 +65,5 @@ def test_what_a_prediction_is_about():
     assert Seq2Seq().prediction_unit == "token"
     assert LanguageModeling(objective="masked").prediction_unit is None
     assert QuestionAnswering().prediction_unit is None
-    with pytest.raises(NotImplementedError, match="QuestionAnswering does not say where"):
+    with pytest.raises(NotImplementedError, match="QuestionAnswering does not mark the positions"):
         QuestionAnswering().encode_public({}, letters())

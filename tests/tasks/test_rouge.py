@@ -1,4 +1,4 @@
-"""ROUGE against rouge-score and against a plain count."""
+"""Tests of ROUGE against rouge-score and against a simple count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(seed: int, num_rows: int = 40) -> list[str]:
 
 
 def common_subsequence(a: list[str], b: list[str]) -> int:
-    """The length of the longest one, by the recursion that defines it."""
+    """Length of the longest common subsequence, computed with its recursive definition."""
     lengths = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, word in enumerate(a):
         for j, other in enumerate(b):
@@ -30,7 +30,7 @@ def common_subsequence(a: list[str], b: list[str]) -> int:
 
 
 @pytest.mark.parametrize("use_stemmer", [False, True])
-def test_it_equals_rouge_score(use_stemmer):
+def test_scores_equal_rouge_score(use_stemmer):
     predictions, references = draw(0), draw(1)
     scorer = RougeScorer(TYPES, use_stemmer=use_stemmer)
     each = [scorer.score(target, prediction) for target, prediction in zip(references, predictions, strict=True)]
@@ -38,7 +38,7 @@ def test_it_equals_rouge_score(use_stemmer):
     assert scores == pytest.approx({name: sum(row[name].fmeasure for row in each) / len(each) for name in TYPES})
 
 
-def test_it_is_the_published_count():
+def test_scores_equal_published_definition():
     prediction, reference = "a b c d a", "a c b a e f"
     a, b = prediction.split(), reference.split()
     pairs = [Counter(zip(words, words[1:], strict=False)) for words in (a, b)]
@@ -51,13 +51,13 @@ def test_it_is_the_published_count():
     )
 
 
-def test_the_stemmer_makes_endings_equal():
+def test_stemmer_removes_suffixes():
     rows = {"predictions": ["walking dogs"], "references": ["walked dog"]}
     assert Rouge().compute(**rows)["rouge1"] == 0.0
     assert Rouge(use_stemmer=True).compute(**rows)["rouge1"] == 1.0
 
 
-def test_the_best_reference_counts():
+def test_best_reference_counts():
     each = [Rouge().compute(predictions=["snow falls"], references=[text]) for text in ("snow", "rain falls hard")]
     both = Rouge().compute(predictions=["snow falls"], references=[["snow", "rain falls hard"]])
     assert both == {name: max(scores[name] for scores in each) for name in TYPES}
@@ -68,11 +68,11 @@ def test_texts_without_words_score_zero(pair):
     assert Rouge().compute(predictions=[pair[0]], references=[pair[1]]) == dict.fromkeys(TYPES, 0.0)
 
 
-def test_a_row_without_references_is_named():
+def test_error_names_row_without_references():
     with pytest.raises(ValueError, match="Row 1 has no reference"):
         Rouge().compute(predictions=["a", "b"], references=[["a"], []])
 
 
-def test_no_rows_is_an_error():
-    with pytest.raises(ValueError, match="no rows"):
+def test_compute_without_inputs_raises():
+    with pytest.raises(ValueError, match="no inputs"):
         Rouge().compute(predictions=[], references=[])

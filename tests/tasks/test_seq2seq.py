@@ -1,4 +1,4 @@
-"""Seq2seq: sources and targets to inputs, training with generation, ROUGE of what was generated."""
+"""Tests of seq2seq: encoding of sources and targets, training with generation, and ROUGE of generated texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
     BartConfig,
@@ -24,7 +24,7 @@ TASK = Seq2Seq(max_source_length=16, max_target_length=6)
 
 
 def rows(num_rows: int) -> Dataset:
-    """The city of a text is its headline."""
+    """Texts with their city as the headline."""
     cities = ["paris", "rome"]
     return Dataset.from_dict(
         {
@@ -76,7 +76,7 @@ def arguments(folder, **kwargs) -> Seq2SeqTrainingArguments:
     )
 
 
-def test_rows_become_inputs(tokenizer):
+def test_sources_and_targets_are_encoded(tokenizer):
     task = Seq2Seq(prefix="cold: ", max_source_length=5, max_target_length=4)
     encoded = task.encode({"source": ["in rome a film"], "target": ["rome"]}, tokenizer)
     assert encoded["input_ids"] == [[2, 11, 1, 12, 3]]
@@ -85,14 +85,14 @@ def test_rows_become_inputs(tokenizer):
     assert task.encode({"source": ["a"], "target": ["film " * 9]}, tokenizer)["labels"] == [[2, 8, 8, 3]]
 
 
-def test_labels_are_padded_with_what_the_loss_skips(tokenizer):
+def test_labels_are_padded_with_minus_100(tokenizer):
     encoded = TASK.encode({"source": ["film", "film"], "target": ["a", "a film in"]}, tokenizer)
     features = [{name: encoded[name][i] for name in encoded} for i in range(2)]
     collated = TASK.data_collator(tokenizer)(features)
     assert collated["labels"].tolist() == [[2, 5, 3, -100, -100], [2, 5, 8, 12, 3]]
 
 
-def test_of_several_targets_the_first_is_trained_on(tokenizer):
+def test_training_uses_first_of_several_targets(tokenizer):
     encoded = TASK.encode({"source": ["film"], "target": [["rome", "paris"]]}, tokenizer)
     assert encoded["labels"] == [tokenizer("rome")["input_ids"]]
 
@@ -105,13 +105,13 @@ def test_of_several_targets_the_first_is_trained_on(tokenizer):
         ({"target": " "}, "Row 1 has no target or an empty one"),
     ],
 )
-def test_a_bad_row_is_named(tokenizer, changed, message):
+def test_error_names_invalid_row(tokenizer, changed, message):
     data = Dataset.from_list([{"source": "a", "target": "a"}, {"source": "a", "target": "a", **changed}])
     with pytest.raises(ValueError, match=message):
         TASK.prepare(data, tokenizer)
 
 
-def test_generated_ids_are_scored_as_texts(tokenizer):
+def test_metrics_decode_generated_ids(tokenizer):
     labels = np.array([[2, 8, 12, 15, 16, 3], [2, 5, 3, -100, -100, -100]])
     generated = np.array([[3, 2, 8, 12, 13, 14, 3], [3, 2, 5, 3, 0, -100, -100]])
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
@@ -124,7 +124,7 @@ def test_generated_ids_are_scored_as_texts(tokenizer):
     assert 0 < metrics["rouge2"] < metrics["rouge1"] < 1
 
 
-def test_raw_rows_bring_all_their_targets(tokenizer):
+def test_metrics_with_raw_rows_use_all_targets(tokenizer):
     raw = Dataset.from_dict({"source": ["a film"], "target": [["plot", "a warm film"]]})
     labels, generated = np.array([[2, 9, 3]]), np.array([[2, 5, 10, 8, 3]])
     assert TASK.build_compute_metrics(tokenizer)(EvalPrediction(generated, labels))["rougeL"] == 0.0
@@ -133,7 +133,7 @@ def test_raw_rows_bring_all_their_targets(tokenizer):
         TASK.build_compute_metrics(tokenizer, rows=raw)(EvalPrediction(generated.repeat(2, axis=0), labels))
 
 
-def test_logits_are_no_texts(tokenizer):
+def test_logits_as_predictions_raise(tokenizer):
     with pytest.raises(ValueError, match="not token ids.*predict_with_generate=True"):
         TASK.build_compute_metrics(tokenizer)(EvalPrediction((np.zeros((1, 3, 20)), None), np.zeros((1, 3))))
 
@@ -148,7 +148,7 @@ def test_padding_changes_no_logits(tokenizer):
 
 
 @pytest.mark.parametrize("federated", [False, True])
-def test_trainers_learn_it(tokenizer, tmp_path, federated):
+def test_trainers_learn_task(tokenizer, tmp_path, federated):
     raw = rows(24)
     encoded = TASK.prepare(raw, tokenizer)
     shared = {
@@ -172,7 +172,7 @@ def test_trainers_learn_it(tokenizer, tmp_path, federated):
     assert trainer.evaluate()["eval_rougeL"] > 0.9
 
 
-def test_a_row_takes_less_than_a_millisecond(tokenizer):
+def test_encoding_takes_less_than_a_millisecond_per_example(tokenizer):
     batch = {"source": ["a bright warm film in paris " * 16] * 400, "target": ["a film in rome"] * 400}
     task = Seq2Seq(max_source_length=128)
-    assert milliseconds_a_row(lambda: task.encode(batch, tokenizer), 400) < 1
+    assert milliseconds_per_example(lambda: task.encode(batch, tokenizer), 400) < 1

@@ -1,4 +1,4 @@
-"""F1 of entities against seqeval and against a plain count."""
+"""Tests of entity F1 against seqeval and against a simple count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_federated.tasks.metrics import SpanF1
 
 
 def draw(seed: int, num_rows: int = 50) -> tuple[list[list[str]], list[list[str]]]:
-    """Well-formed IOB2 rows of 0 to 12 tags, and predictions that differ in some tags."""
+    """Valid IOB2 examples of 0 to 12 tags, and predictions that differ in some tags."""
     generator = random.Random(seed)
     references, predictions = [], []
     for _ in range(num_rows):
@@ -27,7 +27,7 @@ def draw(seed: int, num_rows: int = 50) -> tuple[list[list[str]], list[list[str]
 
 
 def spans(tags: list[str]) -> set[tuple[str, int, int]]:
-    """The entities of strict IOB2: a B and the I of its type behind it."""
+    """The entities of strict IOB2: a B tag and the following I tags of the same type."""
     found = set()
     for begin, tag in enumerate(tags):
         if tag.startswith("B-"):
@@ -39,7 +39,7 @@ def spans(tags: list[str]) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_equals_seqeval(seed):
+def test_scores_equal_seqeval(seed):
     predictions, references = draw(seed)
     assert SpanF1().compute(predictions=predictions, references=references) == {
         "span_precision": pytest.approx(seqeval.metrics.precision_score(references, predictions)),
@@ -49,7 +49,7 @@ def test_it_equals_seqeval(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_strict_iob2_equals_a_plain_count(seed):
+def test_strict_iob2_equals_simple_count(seed):
     predictions, references = draw(seed)
     pairs = [(spans(a), spans(b)) for a, b in zip(predictions, references, strict=True)]
     right = sum(len(a & b) for a, b in pairs)
@@ -60,14 +60,14 @@ def test_strict_iob2_equals_a_plain_count(seed):
     assert scores["span_f1"] == pytest.approx(2 * right / (predicted + true))
 
 
-def test_an_entity_needs_its_type_and_both_ends():
+def test_entity_is_correct_only_with_type_start_and_end():
     references = [["B-PER", "I-PER", "O"], ["B-LOC", "I-LOC", "O"], ["O", "B-LOC"], ["B-PER"]]
     predictions = [["B-PER", "I-PER", "O"], ["B-LOC", "O", "O"], ["O", "B-PER"], ["O"]]
     scores = SpanF1().compute(predictions=predictions, references=references)
     assert scores == {"span_precision": 1 / 3, "span_recall": 1 / 4, "span_f1": pytest.approx(2 / 7)}
 
 
-def test_an_inside_without_a_begin_counts_unless_the_scheme_is_strict():
+def test_inside_tag_without_begin_counts_unless_scheme_is_strict():
     rows = {"predictions": [["O", "I-PER"]], "references": [["O", "B-PER"]]}
     assert SpanF1().compute(**rows)["span_f1"] == 1.0
     assert SpanF1(scheme="IOB2").compute(**rows)["span_f1"] == 0.0
@@ -75,27 +75,27 @@ def test_an_inside_without_a_begin_counts_unless_the_scheme_is_strict():
 
 @pytest.mark.parametrize("scheme", [None, "IOB2"])
 @pytest.mark.parametrize("rows", [[["O", "O"], []], [["O"]]])
-def test_rows_without_entities_give_zero_and_no_warning(rows, scheme):
+def test_examples_without_entities_score_zero_without_warnings(rows, scheme):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scores = SpanF1(scheme=scheme).compute(predictions=rows, references=rows)
     assert scores == {"span_precision": 0.0, "span_recall": 0.0, "span_f1": 0.0}
 
 
-def test_other_letters_need_their_scheme():
+def test_bilou_tags_require_bilou_scheme():
     rows = [["B-PER", "L-PER", "U-LOC", "O"]]
     with pytest.raises(ValueError, match="Row 0 of the predictions has the tag 'L-PER'|the tag 'U-LOC'"):
         SpanF1().compute(predictions=rows, references=rows)
     assert SpanF1(scheme="BILOU").compute(predictions=rows, references=rows)["span_f1"] == 1.0
 
 
-def test_bad_rows_are_named():
+def test_error_names_invalid_row():
     with pytest.raises(ValueError, match="Row 1 has 1 predicted and 2 true tags"):
         SpanF1().compute(predictions=[["O"], ["O"]], references=[["O"], ["O", "O"]])
     with pytest.raises(ValueError, match="Row 1 of the references has the tag 'NOUN'.*use Accuracy"):
         SpanF1().compute(predictions=[["O"], ["O"]], references=[["O"], ["NOUN"]])
 
 
-def test_an_unknown_scheme_is_an_error():
+def test_unknown_scheme_raises():
     with pytest.raises(ValueError, match="'iob2'; allowed are None and 'IOB1'"):
         SpanF1(scheme="iob2")

@@ -1,4 +1,4 @@
-"""Summaries from causal models: rows to train on, prompts to generate from, ROUGE of what is generated."""
+"""Tests of summarization with causal models: training examples, prompts for generation, and ROUGE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from causal import bytes_tokenizer, llama, pieces_tokenizer
 from datasets import Dataset
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
     EvalPrediction,
@@ -28,7 +28,7 @@ TASK = Summarization(max_source_length=64, max_target_length=12)
 
 
 def rows(num_rows: int) -> Dataset:
-    """The city of a text is its summary; texts differ in length."""
+    """Texts of different lengths, each with its city as the summary."""
     cities = ["paris", "rome"]
     return Dataset.from_dict(
         {
@@ -44,7 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def gpt2(vocab_size: int) -> GPT2LMHeadModel:
-    """A model that learns positions, so that padding on the wrong side would change what it writes."""
+    """A model with learned positions, so that padding on the wrong side changes the generated text."""
     shape = {"n_positions": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     with torch.random.fork_rng():
@@ -68,7 +68,7 @@ def arguments(folder, **kwargs) -> Seq2SeqTrainingArguments:
 
 
 @pytest.mark.parametrize("make", [bytes_tokenizer, pieces_tokenizer])
-def test_tokens_are_those_of_the_whole_text_and_labels_those_of_the_target(make):
+def test_labels_are_target_tokens_of_whole_text(make):
     data = rows(6)
     tokenizer = make([*data["source"], "\nTL;DR: paris rome"])
     for row, encoded in zip(data, TASK.prepare(data, tokenizer), strict=True):
@@ -79,20 +79,20 @@ def test_tokens_are_those_of_the_whole_text_and_labels_those_of_the_target(make)
         assert encoded["labels"] == [-100] * length + whole[length:]
 
 
-def test_a_long_source_is_cut_before_what_asks_for_its_summary(tokenizer):
+def test_long_source_is_truncated_before_suffix(tokenizer):
     source, target = "a warm " * 40 + "film", "rome " * 40
-    for most in (64, 20):
-        task = Summarization(prefix="in: ", max_source_length=most, max_target_length=6)
+    for max_length in (64, 20):
+        task = Summarization(prefix="in: ", max_source_length=max_length, max_target_length=6)
         encoded = task.encode({"source": [source], "target": [target]}, tokenizer)
-        prompt, answer = encoded["input_ids"][0][:most], encoded["input_ids"][0][most:]
+        prompt, answer = encoded["input_ids"][0][:max_length], encoded["input_ids"][0][max_length:]
         text = tokenizer.decode(prompt)
-        assert encoded["prompt_length"] == [most] and text.startswith("in: a warm") and text.endswith("\nTL;DR:")
+        assert encoded["prompt_length"] == [max_length] and text.startswith("in: a warm") and text.endswith("\nTL;DR:")
         assert len(answer) == 6 and answer[-1] == tokenizer.eos_token_id
-    with pytest.raises(ValueError, match="Row 3 has .* tokens beside the passage, and room for 2"):
+    with pytest.raises(ValueError, match="Row 3 has .* tokens that cannot be truncated, but only 2 tokens fit"):
         Summarization(max_source_length=2).encode({"source": ["a"], "target": ["a"]}, tokenizer, [3])
 
 
-def test_rows_to_generate_from_are_prompts(tokenizer):
+def test_evaluation_examples_are_prompts(tokenizer):
     data = rows(6)
     prepared = TASK.prepare(data, tokenizer)
     for row, encoded in zip(data, TASK.for_evaluation(prepared, tokenizer), strict=True):
@@ -103,19 +103,19 @@ def test_rows_to_generate_from_are_prompts(tokenizer):
     assert TASK.for_evaluation(bare, tokenizer).to_list() == TASK.for_evaluation(prepared, tokenizer).to_list()
 
 
-def test_prompts_are_padded_on_the_left_and_rows_to_train_on_on_the_right(tokenizer):
+def test_prompts_are_padded_left_and_training_examples_right(tokenizer):
     prepared = TASK.prepare(rows(2), tokenizer)
     collate = TASK.data_collator(tokenizer)
-    trained, asked = collate(list(prepared)), collate(list(TASK.for_evaluation(prepared, tokenizer)))
-    assert trained["attention_mask"][:, 0].tolist() == asked["attention_mask"][:, -1].tolist() == [1, 1]
-    assert trained["attention_mask"][0, -1] == asked["attention_mask"][0, 0] == 0
-    assert trained["labels"][0, -1] == asked["labels"][0, 0] == -100
+    training, prompts = collate(list(prepared)), collate(list(TASK.for_evaluation(prepared, tokenizer)))
+    assert training["attention_mask"][:, 0].tolist() == prompts["attention_mask"][:, -1].tolist() == [1, 1]
+    assert training["attention_mask"][0, -1] == prompts["attention_mask"][0, 0] == 0
+    assert training["labels"][0, -1] == prompts["labels"][0, 0] == -100
     without_labels = collate(list(TASK.prepare(rows(2), tokenizer, with_labels=False)))
-    assert torch.equal(without_labels["input_ids"], asked["input_ids"]) and "labels" not in without_labels
+    assert torch.equal(without_labels["input_ids"], prompts["input_ids"]) and "labels" not in without_labels
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_a_trainer_scores_what_the_model_writes_for_each_row_alone(tokenizer, tmp_path, build):
+def test_trainer_metrics_equal_generation_for_single_examples(tokenizer, tmp_path, build):
     data = rows(12)
     model = build(len(tokenizer))
     encoded = TASK.prepare(data, tokenizer)
@@ -129,7 +129,7 @@ def test_a_trainer_scores_what_the_model_writes_for_each_row_alone(tokenizer, tm
         processing_class=tokenizer,
     )
     trainer.train()
-    # 3 new tokens make less than Trainer's own length of 20, with which it pads labels too; 30 make more.
+    # 3 new tokens stay below the Trainer's length of 20, to which it also pads labels. 30 new tokens exceed it.
     for num_new in (3, 30):
         metrics = trainer.evaluate(max_new_tokens=num_new)
         scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
@@ -148,7 +148,7 @@ def test_a_trainer_scores_what_the_model_writes_for_each_row_alone(tokenizer, tm
 
 
 @pytest.mark.parametrize("federated", [False, True])
-def test_trainers_learn_it(tokenizer, tmp_path, federated):
+def test_trainers_learn_task(tokenizer, tmp_path, federated):
     data = rows(20)
     encoded = TASK.prepare(data, tokenizer)
     model = llama(len(tokenizer))
@@ -182,20 +182,20 @@ def test_trainers_learn_it(tokenizer, tmp_path, federated):
         ({"target": None}, "Row 1 has no target or an empty one in the column 'target'"),
     ],
 )
-def test_a_bad_row_is_named(tokenizer, changed, message):
+def test_error_names_invalid_row(tokenizer, changed, message):
     data = Dataset.from_list([{"source": "a", "target": "a"}, {"source": "a", "target": "a", **changed}])
     with pytest.raises(ValueError, match=message):
         TASK.prepare(data, tokenizer)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tokenizer):
+def test_tokenizer_without_end_token_raises(tokenizer):
     without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="has no token that ends an answer. Set its eos_token"):
+    with pytest.raises(ValueError, match="has no token to end an answer. Set its eos_token"):
         TASK.prepare(rows(2), without)
 
 
-def test_predictions_that_do_not_belong_to_the_prompts_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="Prompts do not hold the targets. Give `rows`"):
+def test_predictions_that_do_not_match_prompts_raise(tokenizer):
+    with pytest.raises(ValueError, match="`rows` is missing, but prompts do not contain the targets"):
         TASK.build_compute_metrics(tokenizer)
     compute = TASK.build_compute_metrics(tokenizer, rows=rows(2))
     labels = np.array([[-100, -100, 9], [-100, 9, 0]])
@@ -210,7 +210,7 @@ def test_predictions_that_do_not_belong_to_the_prompts_are_refused(tokenizer):
 
 
 @pytest.mark.parametrize(("use_stemmer", "expected"), [(True, 1.0), (False, 0.0)])
-def test_words_are_compared_by_their_stems_where_that_is_asked_for(use_stemmer, expected, tokenizer):
+def test_use_stemmer_compares_word_stems(use_stemmer, expected, tokenizer):
     task = dataclasses.replace(TASK, use_stemmer=use_stemmer)
     data = Dataset.from_dict({"source": ["a"], "target": [["cities"]]})
     compute = task.build_compute_metrics(tokenizer, rows=data)
@@ -221,7 +221,7 @@ def test_words_are_compared_by_their_stems_where_that_is_asked_for(use_stemmer, 
     assert TASK.use_stemmer
 
 
-def test_a_row_takes_less_than_a_millisecond(tokenizer):
+def test_encoding_takes_less_than_a_millisecond_per_example(tokenizer):
     batch = {"source": ["a warm film in paris " * 24] * 400, "target": ["a film in rome"] * 400}
-    assert milliseconds_a_row(lambda: Summarization().encode(batch, tokenizer), 400) < 1
-    assert milliseconds_a_row(lambda: TASK.encode(batch, tokenizer), 400) < 1
+    assert milliseconds_per_example(lambda: Summarization().encode(batch, tokenizer), 400) < 1
+    assert milliseconds_per_example(lambda: TASK.encode(batch, tokenizer), 400) < 1

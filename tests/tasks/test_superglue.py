@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from measure import SHAPE, milliseconds_a_row
+from measure import SHAPE, milliseconds_per_example
 from superglue_raw import FILES, benchmark
 from tokenizers import Tokenizer, normalizers
 from tokenizers.models import WordLevel
@@ -230,4 +230,4 @@ def test_rows_without_labels_are_encoded_on_request(words, task):
 def test_a_row_takes_less_than_a_millisecond(words, task):
     source = superglue_rows("boolq", Dataset.from_list(FILES["boolq"]))[0]["source"] * 8
     batch = {"task": ["boolq"] * 400, "source": [source] * 400, "target": ["Yes"] * 400}
-    assert milliseconds_a_row(lambda: task.encode(batch, words), 400) < 1
+    assert milliseconds_per_example(lambda: task.encode(batch, words), 400) < 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from causal import bytes_tokenizer, llama, pieces_tokenizer
 from datasets import Dataset, concatenate_datasets
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from superglue_raw import files
 from tiny import arguments
 from tokenizers import Tokenizer
@@ -337,7 +337,7 @@ def test_a_row_takes_less_than_a_millisecond(tokenizer):
         passage_end=[text.index(". Question") for text in long],
     )
     for task in (SuperGlueCloze(), SuperGlueCloze(max_length=64)):
-        assert milliseconds_a_row(lambda task=task: task.encode(batch, tokenizer), 400) < 1
+        assert milliseconds_per_example(lambda task=task: task.encode(batch, tokenizer), 400) < 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 from datasets import Dataset
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from superglue_raw import FILES, PASSAGE, STORY, files, hub
 
 from hf_federated.tasks import superglue_cloze_rows, superglue_rows
@@ -149,4 +149,4 @@ def test_a_missing_column_or_another_task_is_named():
 
 def test_a_row_takes_less_than_a_millisecond():
     rows = Dataset.from_list([{**FILES["multirc"][0], "idx": place} for place in range(100)])
-    assert milliseconds_a_row(lambda: superglue_cloze_rows("multirc", rows), 500) < 1
+    assert milliseconds_per_example(lambda: superglue_cloze_rows("multirc", rows), 500) < 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from measure import milliseconds_a_row
+from measure import milliseconds_per_example
 from superglue_paper import PRINTED
 from superglue_raw import FILES, STORY, files, hub, spans
 
@@ -211,4 +211,4 @@ def test_a_row_takes_less_than_a_millisecond():
     raw = copy.deepcopy(FILES["multirc"][0])
     raw["passage"]["text"] *= 20  # 1700 characters
     data = Dataset.from_list([raw] * 100)
-    assert milliseconds_a_row(lambda: superglue_rows("multirc", data), 500) < 1
+    assert milliseconds_per_example(lambda: superglue_rows("multirc", data), 500) < 1

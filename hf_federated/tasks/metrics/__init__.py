@@ -1,11 +1,11 @@
-"""`evaluate.Metric` modules of the package: built directly, offline, and combined with `evaluate.combine`.
+"""`evaluate.Metric` classes that work offline, are created directly, and combine with `evaluate.combine`.
 
 ```python
 evaluate.combine([Accuracy(), F1()]).compute(predictions=[0, 1], references=[0, 0])
 ```
 
-Those that need scikit-learn, seqeval or rouge-score (extra `metrics`) import them when they compute. Scores are shares
-of 1, not percentages.
+Metrics that need scikit-learn, seqeval or rouge-score (extra `metrics`) import the package when they compute. Scores
+are fractions, not percentages.
 """
 
 from .accuracy import Accuracy

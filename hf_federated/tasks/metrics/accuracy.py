@@ -1,4 +1,4 @@
-"""Accuracy: the share of rows whose predicted label is the right one."""
+"""Accuracy: the fraction of examples with the correct predicted label."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .base import LocalMetric
 
 class Accuracy(LocalMetric):
     """
-    The share of predictions that equal their reference, for whole-number labels.
+    The fraction of predictions that equal their reference, for integer labels.
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -34,9 +34,9 @@ class Accuracy(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Share of predictions that equal their reference.",
+            description="Fraction of predictions that equal their reference.",
             citation="",
-            inputs_description="predictions and references: a label number a row.",
+            inputs_description="predictions and references: one label ID per example.",
             features=Features({"predictions": Value("int64"), "references": Value("int64")}),
             format="numpy",
         )

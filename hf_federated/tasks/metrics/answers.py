@@ -1,7 +1,7 @@
-"""What the two metrics of extractive question answering share: how answers are compared.
+"""Answer comparison of the extractive question answering metrics.
 
-Source: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (2016), section 6.1, for the
-normalisation and the maximum over gold answers; Rajpurkar et al., "Know What You Don't Know" (2018) for questions
+Sources: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (2016), section 6.1, for the
+normalization and the maximum over gold answers; Rajpurkar et al., "Know What You Don't Know" (2018), for questions
 without an answer.
 """
 
@@ -23,7 +23,7 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 def normalize_answer(text: str) -> str:
     """
-    An answer in lower case, without ASCII punctuation, without English articles, with single spaces.
+    Normalize an answer: lower case, no ASCII punctuation, no English articles, single spaces.
 
     Args:
         text (`str`): The answer.
@@ -41,19 +41,19 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
-def mean_of_best(
+def mean_best_score(
     score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> float:
     """
-    The mean over rows of the best score against a row's gold answers.
+    Return the mean over examples of the best score against the gold answers.
 
-    Gold answers of which the normalisation leaves nothing do not count; a row without any other has no answer, and the
-    right prediction is then empty.
+    Gold answers that are empty after normalization are ignored. If no gold answer remains, the question has no answer,
+    and the correct prediction is empty.
 
     Args:
-        score (`Callable[[str, str], float]`): Of a prediction and a gold answer, both normalised.
-        predictions (`Sequence[str]`): An answer a row; an empty one says that there is none.
-        references (`Sequence[Sequence[str]]`): The gold answers of each row.
+        score (`Callable[[str, str], float]`): Scores a prediction against a gold answer, both normalized.
+        predictions (`Sequence[str]`): One answer per example. An empty answer predicts that there is no answer.
+        references (`Sequence[Sequence[str]]`): The gold answers of each example.
     """
     best = []
     for prediction, golds in zip(predictions, references, strict=True):

@@ -1,7 +1,7 @@
-"""What the metrics share: no file and no download unless asked for, and errors that say what is missing.
+"""Base class of the metrics, which writes no files by default, and a check for optional packages.
 
-`evaluate.load` fetches a metric's script from the Hub. These are classes of the package: they are built directly, work
-offline, and combine with `evaluate.combine`.
+`evaluate.load` downloads the script of a metric from the Hub. The metrics of this package are classes. They are
+created directly, work offline, and combine with `evaluate.combine`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from datasets import Features
 
 class LocalMetric(evaluate.Metric):
     """
-    An `evaluate.Metric` that keeps its rows in memory and writes nothing.
+    An `evaluate.Metric` that keeps its inputs in memory and writes no files by default.
 
     Args:
         config_name (`str`, *optional*): As in `evaluate.Metric`.
         keep_in_memory (`bool`, *optional*):
-            Whether rows stay in memory until `compute`. By default they do, unless `cache_dir` or several processes
-            (`num_process`) ask for files.
-        cache_dir (`str`, *optional*): Folder for rows on disk. Nothing is written outside it.
+            Whether to keep the inputs in memory until `compute`. Defaults to `True`, unless `cache_dir` is set or
+            `num_process` is larger than 1.
+        cache_dir (`str`, *optional*): Directory for inputs on disk. The metric writes only to this directory.
         kwargs (*optional*): Further arguments of `evaluate.Metric`, such as `num_process` and `experiment_id`.
 
     Raises:
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -51,41 +51,44 @@ class LocalMetric(evaluate.Metric):
     ) -> None:
         if keep_in_memory is None:
             keep_in_memory = cache_dir is None and kwargs.get("num_process", 1) == 1
-        self.keep_in_memory = keep_in_memory  # read by _build_data_dir, before the parent sets it
+        self.keep_in_memory = keep_in_memory  # `_build_data_dir` reads it before the parent class sets it
         super().__init__(config_name, keep_in_memory=keep_in_memory, cache_dir=cache_dir, **kwargs)
 
     def _build_data_dir(self) -> str:
-        """The parent creates a folder in the user's cache even where no file will lie in it."""
+        """Skip the directory that the parent class creates in the user's cache even if it writes no file."""
         return "" if self.keep_in_memory else super()._build_data_dir()
 
     def _infer_feature_from_batch(self, batch: dict[str, Any]) -> Features:
-        """The parent looks at a first row, where a metric has several forms of input, whether there is one or not."""
+        """Handle empty batches: with several input formats, the parent class reads the first row without a check."""
         if isinstance(self.features, list) and not any(len(column) for column in batch.values() if column is not None):
             return self.features[0]
         return super()._infer_feature_from_batch(batch)
 
     def _finalize(self) -> None:
         if self.keep_in_memory and self.writer is None:
-            raise self._no_rows()
+            raise self._no_inputs_error()
         super()._finalize()
         if self.process_id == 0 and len(self.data) == 0:
-            raise self._no_rows()
+            raise self._no_inputs_error()
 
-    def _no_rows(self) -> ValueError:
+    def _no_inputs_error(self) -> ValueError:
         return ValueError(
-            f"{type(self).__name__} has no rows to compute from. Give them to `add_batch` or `compute`:"
-            f" {', '.join(self._feature_names())}."
+            f"{type(self).__name__} has no inputs to compute from. Pass {', '.join(self._feature_names())} to"
+            " `add_batch` or `compute`."
         )
 
 
 def require_extra(module: str, package: str, user: str) -> None:
     """
-    Raises `ImportError`, with the extra that brings it, if a package is not installed.
+    Check that an optional package is installed.
 
     Args:
-        module (`str`): The name to import.
-        package (`str`): The name to install.
-        user (`str`): What needs it.
+        module (`str`): The module name to import.
+        package (`str`): The package name to install.
+        user (`str`): The feature that needs the package, for the error message.
+
+    Raises:
+        ImportError: If the package is not installed. The message names the extra to install.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""BLEU-4 of generated texts over a whole set, without a download."""
+"""Corpus-level BLEU-4 of generated texts, without a download."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 class Bleu(LocalMetric):
     """
-    BLEU with runs of one to four words, over all rows together.
+    Corpus-level BLEU with n-grams of one to four words.
 
-    BLEU = BP · exp(¼ Σ_{n=1..4} ln p_n). p_n is the share of the predictions' runs of n words that stand in a
-    reference of their row, each counted at most as often as in the reference that has it most often. BP = min(1,
-    exp(1 − r/c)) for predictions of c words in all; r sums over rows the length of the reference nearest in length,
-    of two as near the shorter. Source: Papineni et al., "BLEU: a Method for Automatic Evaluation of Machine
-    Translation" (2002), section 2. Nothing is smoothed: without a single shared run of four words it is 0.
+    BLEU = BP · exp(¼ Σ_{n=1..4} ln p_n). The precision p_n is the fraction of n-grams in the predictions that occur in
+    a reference of the same example. The count of an n-gram is clipped to its highest count in a single reference. The
+    brevity penalty is BP = min(1, exp(1 − r/c)), where c is the number of words in all predictions. The reference
+    length r is the sum over examples of the reference length closest to the prediction length; ties use the shorter
+    reference. Source: Papineni et al., "BLEU: a Method for Automatic Evaluation of Machine Translation" (2002),
+    section 2. There is no smoothing, so BLEU is 0 if no 4-gram matches.
 
-    Words are runs of letters and digits, and single punctuation marks; case counts. A score depends on how words are
-    told apart, and can only be set beside another that tells them apart alike.
+    Tokens are sequences of letters and digits, and single punctuation marks. Upper and lower case differ. Scores
+    depend on the tokenization, so compare only scores that use the same tokenization.
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows, or a row has no reference.
+        ValueError: From `compute`, if there are no inputs or an example has no reference.
 
     Example:
 
@@ -51,9 +52,9 @@ class Bleu(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="BLEU-4 over all rows.",
+            description="Corpus-level BLEU-4.",
             citation="",
-            inputs_description="predictions: a text a row. references: a text, or a list of texts, a row.",
+            inputs_description="predictions: one text per example. references: one text per example, or a list.",
             features=[
                 Features({"predictions": Value("string"), "references": List(Value("string"))}),
                 Features({"predictions": Value("string"), "references": Value("string")}),
@@ -61,28 +62,28 @@ class Bleu(LocalMetric):
         )
 
     def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
-        shared, there = [0] * MAX_ORDER, [0] * MAX_ORDER
+        num_matches, num_ngrams = [0] * MAX_ORDER, [0] * MAX_ORDER
         predicted_length = reference_length = 0
         for row, (prediction, targets) in enumerate(zip(predictions, references, strict=True)):
             if not targets and not isinstance(targets, str):
-                raise ValueError(f"Row {row} has no reference text. Give it one, or drop the row.")
+                raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
             words = WORDS.findall(prediction)
-            goals = [WORDS.findall(target) for target in ([targets] if isinstance(targets, str) else targets)]
+            target_words = [WORDS.findall(target) for target in ([targets] if isinstance(targets, str) else targets)]
             predicted_length += len(words)
-            reference_length += min((abs(len(goal) - len(words)), len(goal)) for goal in goals)[1]
+            reference_length += min((abs(len(target) - len(words)), len(target)) for target in target_words)[1]
             for order in range(1, MAX_ORDER + 1):
-                found = _runs(words, order)
-                most: Counter[tuple[str, ...]] = Counter()
-                for goal in goals:
-                    most |= _runs(goal, order)
-                shared[order - 1] += (found & most).total()
-                there[order - 1] += found.total()
-        if not all(shared):
+                ngrams = _count_ngrams(words, order)
+                max_counts: Counter[tuple[str, ...]] = Counter()
+                for target in target_words:
+                    max_counts |= _count_ngrams(target, order)
+                num_matches[order - 1] += (ngrams & max_counts).total()
+                num_ngrams[order - 1] += ngrams.total()
+        if not all(num_matches):
             return {"bleu4": 0.0}
-        mean = sum(math.log(s / t) for s, t in zip(shared, there, strict=True)) / MAX_ORDER
+        mean = sum(math.log(m / n) for m, n in zip(num_matches, num_ngrams, strict=True)) / MAX_ORDER
         return {"bleu4": math.exp(mean + min(0.0, 1 - reference_length / predicted_length))}
 
 
-def _runs(words: list[str], order: int) -> Counter[tuple[str, ...]]:
-    """How often each run of so many words occurs."""
+def _count_ngrams(words: list[str], order: int) -> Counter[tuple[str, ...]]:
+    """Count the n-grams with `order` words."""
     return Counter(tuple(words[start : start + order]) for start in range(len(words) - order + 1))

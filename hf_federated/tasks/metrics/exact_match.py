@@ -1,4 +1,4 @@
-"""Exact match of extractive answers, as SQuAD defines it."""
+"""Exact match of extractive answers, as defined by SQuAD."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 import evaluate
 
-from .answers import FEATURES, mean_of_best
+from .answers import FEATURES, mean_best_score
 from .base import LocalMetric
 
 
 class ExactMatch(LocalMetric):
     """
-    The share of answers that equal one of their gold answers, after SQuAD's normalisation.
+    The fraction of answers that equal one of their gold answers after SQuAD's normalization.
 
-    Case, ASCII punctuation, English articles and spaces do not count (Rajpurkar et al., 2016). A question without an
-    answer has no gold answers, or empty ones; the right prediction is then `""` (Rajpurkar et al., 2018).
+    The comparison ignores case, ASCII punctuation, English articles and repeated spaces (Rajpurkar et al., 2016). A
+    question without an answer has no gold answers, or only empty ones. The correct prediction is then `""` (Rajpurkar
+    et al., 2018).
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -36,11 +37,11 @@ class ExactMatch(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Share of answers that equal a gold answer after SQuAD's normalisation.",
+            description="Fraction of answers that equal a gold answer after SQuAD's normalization.",
             citation="",
-            inputs_description="predictions: an answer a row, '' for none. references: a list of gold answers a row.",
+            inputs_description="predictions: one answer per example, '' for none. references: a list of gold answers.",
             features=FEATURES,
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
-        return {"exact_match": mean_of_best(lambda answer, gold: float(answer == gold), predictions, references)}
+        return {"exact_match": mean_best_score(lambda answer, gold: float(answer == gold), predictions, references)}

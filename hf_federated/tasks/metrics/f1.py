@@ -1,4 +1,4 @@
-"""Macro and weighted F1 of classes, and F1 of one of two, as scikit-learn defines them (extra `metrics`)."""
+"""Macro F1, weighted F1 and the F1 of a single class, as defined by scikit-learn (extra `metrics`)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .base import LocalMetric, require_extra
 
 class F1(LocalMetric):
     """
-    Macro and weighted F1: the mean over classes of 2·TP / (2·TP + FP + FN).
+    Macro and weighted F1: means over classes of 2·TP / (2·TP + FP + FN).
 
-    The macro mean counts each class once, the weighted one by how many references the class has. A class that occurs
-    neither in the predictions nor in the references is left out, unless `labels` names it: then its F1 is 0, as in
-    scikit-learn. Clients that lack some classes therefore compare among each other only with `labels`.
+    In the macro mean, all classes have the same weight. In the weighted mean, the weight of a class is its number of
+    references. A class that occurs neither in the predictions nor in the references is ignored, unless it is in
+    `labels`. Its F1 is then 0, as in scikit-learn. To compare clients with different sets of classes, set `labels`.
 
     Args:
         labels (`Sequence[int]`, *optional*):
-            The classes that count. Defaults to those that occur in the predictions or the references.
+            The classes to include. Defaults to the classes that occur in the predictions or the references.
         positive_label (`int`, *optional*):
-            A class whose own F1 is given too, as `f1`. It is 0 if the class does not occur.
+            A class whose F1 is also returned, as `f1`. This F1 is 0 if the class does not occur.
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
         ImportError: If scikit-learn is not installed.
-        ValueError: If `labels` is empty; from `compute`, if there are no rows.
+        ValueError: If `labels` is empty. `compute` raises it if there are no inputs.
 
     Example:
 
@@ -48,7 +48,7 @@ class F1(LocalMetric):
     def __init__(self, labels: Sequence[int] | None = None, positive_label: int | None = None, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "F1")
         if labels is not None and len(labels) == 0:
-            raise ValueError("`labels` names no class. Name those that count, or leave it out for those that occur.")
+            raise ValueError("`labels` is empty. List at least one class, or omit it to use the classes that occur.")
         self.labels = None if labels is None else list(labels)
         self.positive_label = positive_label
         super().__init__(**kwargs)
@@ -57,7 +57,7 @@ class F1(LocalMetric):
         return evaluate.MetricInfo(
             description="Macro and weighted F1 over classes.",
             citation="",
-            inputs_description="predictions and references: a label number a row.",
+            inputs_description="predictions and references: one label ID per example.",
             features=Features({"predictions": Value("int64"), "references": Value("int64")}),
             format="numpy",
         )
@@ -73,5 +73,5 @@ class F1(LocalMetric):
         }
         if self.positive_label is None:
             return scores
-        of_one = f1_score(references, predictions, labels=[self.positive_label], average="macro", zero_division=0)
-        return {**scores, "f1": float(of_one)}
+        positive_f1 = f1_score(references, predictions, labels=[self.positive_label], average="macro", zero_division=0)
+        return {**scores, "f1": float(positive_f1)}

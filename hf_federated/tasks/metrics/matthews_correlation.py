@@ -1,4 +1,4 @@
-"""Matthews' correlation of predicted and right labels, for two or more classes (extra `metrics`)."""
+"""Matthews correlation coefficient of predicted and correct labels, for two or more classes (extra `metrics`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .base import LocalMetric, require_extra
 
 class MatthewsCorrelation(LocalMetric):
     """
-    The correlation of predictions and references: 1 where all agree, about 0 for guesses that ignore the text.
+    The Matthews correlation coefficient: 1 for perfect predictions, about 0 for predictions independent of the labels.
 
-    With c rows right of n, t_k references and p_k predictions of class k:
+    For n examples with c correct predictions, and t_k references and p_k predictions of class k:
     (c·n − Σ t_k·p_k) / √((n² − Σ p_k²)(n² − Σ t_k²)), from Gorodkin, "Comparing two K-category assignments by a
-    K-category correlation coefficient" (2004), which for two classes is the coefficient of Matthews (1975). It is 0 if
-    all predictions or all references are one class.
+    K-category correlation coefficient" (2004). For two classes, it is the coefficient of Matthews (1975). It is 0 if
+    all predictions or all references have the same class.
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
         ImportError: If scikit-learn is not installed.
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -44,9 +44,9 @@ class MatthewsCorrelation(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Matthews' correlation coefficient.",
+            description="Matthews correlation coefficient.",
             citation="",
-            inputs_description="predictions and references: a label number a row.",
+            inputs_description="predictions and references: one label ID per example.",
             features=Features({"predictions": Value("int64"), "references": Value("int64")}),
             format="numpy",
         )
@@ -55,5 +55,5 @@ class MatthewsCorrelation(LocalMetric):
         from sklearn.metrics import matthews_corrcoef
 
         if len(np.union1d(predictions, references)) < 2:
-            return {"matthews_correlation": 0.0}  # scikit-learn says the same, with a warning
+            return {"matthews_correlation": 0.0}  # scikit-learn returns the same value, with a warning
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

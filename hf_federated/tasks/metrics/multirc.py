@@ -1,4 +1,4 @@
-"""F1 over answers and exact match over questions, as MultiRC and SuperGLUE define them."""
+"""F1 over answers and exact match over questions, as defined by MultiRC and SuperGLUE."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .base import LocalMetric
 
 class MultiRC(LocalMetric):
     """
-    How well each answer of a question is called right or wrong, where any number of them is right.
+    F1 over answers and exact match over questions, for questions with any number of correct answers.
 
-    With a label 1 for right, `f1a` is the F1 of label 1 over the answers of all questions together,
-    2·TP / (2·TP + FP + FN), and 0 where no answer is right or called so. `exact_match` is the share of questions of
-    which all answers are labelled right (Khashabi et al., "Looking Beyond the Surface" (2018), section 4; Wang et al.,
-    "SuperGLUE" (2019), section 3, where the two are named F1a and EM). A prediction that is neither 0 nor 1 calls an
-    answer neither right nor wrong: it is no positive of F1, and its question no match.
+    Label 1 means that an answer is correct. `f1a` is the F1 of label 1 over the answers of all questions together,
+    2·TP / (2·TP + FP + FN). It is 0 if no answer is correct or predicted to be correct. `exact_match` is the fraction
+    of questions for which all answers are labelled correctly. Sources: Khashabi et al., "Looking Beyond the Surface"
+    (2018), section 4; Wang et al., "SuperGLUE" (2019), section 3, which names the metrics F1a and EM. A prediction
+    other than 0 and 1 is not a positive prediction in F1, and its question is not an exact match.
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -43,7 +43,7 @@ class MultiRC(LocalMetric):
         return evaluate.MetricInfo(
             description="F1 over answers, and exact match over questions.",
             citation="",
-            inputs_description="predictions, references: 1 for a right answer, else 0. questions: what it answers.",
+            inputs_description="predictions, references: 1 for a correct answer, else 0. questions: its question.",
             features=Features(
                 {"predictions": Value("int64"), "references": Value("int64"), "questions": Value("string")}
             ),
@@ -51,8 +51,11 @@ class MultiRC(LocalMetric):
 
     def _compute(self, predictions: list[int], references: list[int], questions: list[str]) -> dict[str, Any]:
         predicted, true = np.array(predictions), np.array(references)
-        hits = int(((predicted == 1) & (true == 1)).sum())
-        called = int((predicted == 1).sum() + (true == 1).sum())  # 2·TP + FP + FN
+        true_positives = int(((predicted == 1) & (true == 1)).sum())
+        denominator = int((predicted == 1).sum() + (true == 1).sum())  # 2·TP + FP + FN
         _, question_of = np.unique(questions, return_inverse=True)
         wrong = np.bincount(question_of, weights=predicted != true)
-        return {"f1a": 2 * hits / called if called else 0.0, "exact_match": float(np.mean(wrong == 0))}
+        return {
+            "f1a": 2 * true_positives / denominator if denominator else 0.0,
+            "exact_match": float(np.mean(wrong == 0)),
+        }

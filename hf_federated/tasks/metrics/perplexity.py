@@ -1,4 +1,4 @@
-"""Perplexity of texts from what a model already computed: log-likelihoods and numbers of tokens."""
+"""Perplexity from log-likelihoods and token counts that a model already computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .base import LocalMetric
 
 class Perplexity(LocalMetric):
     """
-    exp(Σ negative log-likelihood / Σ tokens), over the predicted tokens of all rows.
+    exp(Σ negative log-likelihood / Σ tokens), over the predicted tokens of all inputs.
 
-    Every token weighs the same, however rows are batched. The exponential of a mean of batch losses weighs tokens of
-    short rows more, and differs.
+    Every token has the same weight, independent of the batches. The exponential of the mean batch loss is different,
+    because it gives more weight to tokens in short examples.
 
-    A row is whatever was summed up: a text, a block, a batch. Its inputs are named apart from those of other metrics,
-    so in `evaluate.combine` give both with `add_batch(predictions=..., references=..., nll=..., num_tokens=...)`.
+    One input is the sum over a text, a block or a batch. The input names differ from those of other metrics. With
+    `evaluate.combine`, pass all inputs: `add_batch(predictions=..., references=..., nll=..., num_tokens=...)`.
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows or no tokens, or a number of tokens is negative.
+        ValueError: From `compute`, if there are no inputs or no tokens, or a number of tokens is negative.
 
     Example:
 
@@ -41,10 +41,10 @@ class Perplexity(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="Exponential of the mean negative log-likelihood of a token.",
+            description="Exponential of the mean negative log-likelihood per token.",
             citation="",
             inputs_description=(
-                "nll: the negative log-likelihood of a row, summed over its tokens, in nats. num_tokens: how many."
+                "nll: negative log-likelihood in nats, summed over tokens. num_tokens: the number of these tokens."
             ),
             features=Features({"nll": Value("float64"), "num_tokens": Value("int64")}),
             format="numpy",
@@ -53,10 +53,10 @@ class Perplexity(LocalMetric):
     def _compute(self, nll: np.ndarray, num_tokens: np.ndarray) -> dict[str, Any]:
         if (num_tokens < 0).any():
             row = int(np.argmax(num_tokens < 0))
-            raise ValueError(f"Row {row} has {num_tokens[row]} tokens; count those that were predicted.")
+            raise ValueError(f"Row {row} has num_tokens={num_tokens[row]}. Pass the number of predicted tokens.")
         if num_tokens.sum() == 0:
             raise ValueError(
-                "No row has a token to predict, so there is no perplexity. Texts need two tokens or more."
+                "No row has a token to predict, so perplexity is undefined. Texts need at least two tokens."
             )
         with np.errstate(over="ignore"):
             return {"perplexity": float(np.exp(nll.sum() / num_tokens.sum()))}

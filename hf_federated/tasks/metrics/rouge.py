@@ -16,23 +16,23 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 class Rouge(LocalMetric):
     """
-    F-measure of shared words (ROUGE-1), pairs of words (ROUGE-2) and of the longest common subsequence (ROUGE-L).
+    F-measures of shared words (ROUGE-1), word pairs (ROUGE-2) and longest common subsequences (ROUGE-L).
 
-    Each is 2·s / (n_prediction + n_reference) for s shared units, averaged over rows; of several references of a row
-    the one with the best F-measure counts, for each ROUGE by itself. Source: Lin, "ROUGE: A Package for Automatic
-    Evaluation of Summaries" (2004), as in Google's rouge-score.
+    Each F-measure is 2·s / (n_prediction + n_reference) for s shared units, averaged over examples. If an example has
+    several references, each ROUGE metric uses the reference with its best F-measure. Source: Lin, "ROUGE: A Package
+    for Automatic Evaluation of Summaries" (2004), as implemented in Google's rouge-score.
 
-    rouge-score lowers the case and keeps `a` to `z` and digits only: a text in another script has no words, and
-    scores 0.
+    rouge-score converts texts to lower case and keeps only `a` to `z` and digits. Texts in other scripts therefore
+    have no words and score 0.
 
     Args:
         use_stemmer (`bool`, *optional*, defaults to `False`):
-            Whether words of more than three letters lose their English endings first (Porter's stemmer).
+            Whether to remove English suffixes from words of more than three letters (Porter stemmer).
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
         ImportError: If rouge-score is not installed.
-        ValueError: From `compute`, if there are no rows, or a row has no reference.
+        ValueError: From `compute`, if there are no inputs or an example has no reference.
 
     Example:
 
@@ -57,7 +57,7 @@ class Rouge(LocalMetric):
         return evaluate.MetricInfo(
             description="F-measures of ROUGE-1, ROUGE-2 and ROUGE-L.",
             citation="",
-            inputs_description="predictions: a text a row. references: a text, or a list of texts, a row.",
+            inputs_description="predictions: one text per example. references: one text per example, or a list.",
             features=[
                 Features({"predictions": Value("string"), "references": List(Value("string"))}),
                 Features({"predictions": Value("string"), "references": Value("string")}),
@@ -72,7 +72,7 @@ class Rouge(LocalMetric):
         for row, (prediction, targets) in enumerate(zip(predictions, references, strict=True)):
             targets = [targets] if isinstance(targets, str) else targets
             if not targets:
-                raise ValueError(f"Row {row} has no reference text. Give it one, or drop the row.")
+                raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
             best = scorer.score_multi(targets, prediction)
             scores.append([best[rouge_type].fmeasure for rouge_type in ROUGE_TYPES])
         return dict(zip(ROUGE_TYPES, np.mean(scores, axis=0).tolist(), strict=True))

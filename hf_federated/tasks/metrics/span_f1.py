@@ -1,4 +1,4 @@
-"""Precision, recall and F1 of whole entities in sequences of tags, as seqeval counts them (extra `metrics`)."""
+"""Precision, recall and F1 of whole entities in tag sequences, as computed by seqeval (extra `metrics`)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .base import LocalMetric, require_extra
 
 
 SCHEMES = ("IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
-# seqeval reads other letters than these as if they were O.
+# seqeval treats tags with any other letter as O.
 _POSITIONS = {None: "BIES", "IOB1": "BI", "IOB2": "BI", "IOE1": "IE", "IOE2": "IE", "IOBES": "BIES", "BILOU": "BILU"}
 
 
 class SpanF1(LocalMetric):
     """
-    F1 of entities: a predicted entity is right if its type and both of its ends are.
+    F1 of entities. A predicted entity is correct if its type, its start and its end are correct.
 
-    Precision is the share of predicted entities that are right, recall the share of true entities that were found,
-    both counted over all rows (micro average), and F1 = 2·precision·recall / (precision + recall). What would be
-    divided by zero is 0: rows without any entity have an F1 of 0.
+    Precision is the fraction of predicted entities that are correct. Recall is the fraction of true entities that are
+    predicted. Both are micro averages over all examples. F1 = 2·precision·recall / (precision + recall). A division by
+    zero gives 0, so the F1 is 0 if there are no entities.
 
     Args:
         scheme (`str`, *optional*):
-            How tags are read. By default as the CoNLL-2000 script `conlleval` does, for IOB2, IOBES and their likes:
-            an `I-` without a `B-` before it begins an entity too. `"IOB1"`, `"IOB2"`, `"IOE1"`, `"IOE2"`, `"IOBES"`
-            and `"BILOU"` are strict: what breaks the scheme is no entity.
+            The tagging scheme. By default, tags are read as in the CoNLL-2000 script `conlleval`, for IOB2, IOBES and
+            similar schemes: an `I-` tag without a preceding `B-` tag also starts an entity. `"IOB1"`, `"IOB2"`,
+            `"IOE1"`, `"IOE2"`, `"IOBES"` and `"BILOU"` are strict: tags that violate the scheme form no entity.
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
         ImportError: If seqeval is not installed.
-        ValueError: If the scheme is none of these; from `compute`, if there are no rows, a row has another number of
-            predicted than of true tags, or a tag has no place in the scheme.
+        ValueError: If `scheme` is unknown. `compute` raises it if there are no inputs, an example has different
+            numbers of predicted and true tags, or a tag does not exist in the scheme.
 
     Example:
 
@@ -59,7 +59,7 @@ class SpanF1(LocalMetric):
         return evaluate.MetricInfo(
             description="Precision, recall and F1 of whole entities.",
             citation="",
-            inputs_description="predictions and references: a list of tags a row, such as B-PER, I-PER and O.",
+            inputs_description="predictions and references: a list of tags per example, such as B-PER, I-PER and O.",
             features=Features({"predictions": List(Value("string")), "references": List(Value("string"))}),
         )
 
@@ -91,17 +91,17 @@ class SpanF1(LocalMetric):
             return
         row, tag = next((row, tag) for row, tags in enumerate(rows) for tag in tags if tag in wrong)
         raise ValueError(
-            f"Row {row} of the {name} has the tag {tag!r}; allowed are 'O' and a type behind one of"
+            f"Row {row} of the {name} has the tag {tag!r}; allowed are 'O' and entity types with one of the prefixes"
             f" {', '.join(position + '-' for position in positions)}. For tags without spans, use Accuracy."
         )
 
 
 def has_position(tag: str, positions: str = "BIES") -> bool:
     """
-    Whether a tag says where in an entity it stands: `B-PER` does, `NOUN` does not.
+    Whether a tag contains a position within an entity. `B-PER` does, `NOUN` does not.
 
     Args:
         tag (`str`): The tag.
-        positions (`str`, *optional*, defaults to `"BIES"`): The letters that say it.
+        positions (`str`, *optional*, defaults to `"BIES"`): The letters of the possible positions.
     """
     return len(tag) > 2 and tag[0] in positions and tag[1] == "-"

@@ -1,4 +1,4 @@
-"""F1 of the words of extractive answers, as SQuAD defines it."""
+"""Word-level F1 of extractive answers, as defined by SQuAD."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 import evaluate
 
-from .answers import FEATURES, mean_of_best
+from .answers import FEATURES, mean_best_score
 from .base import LocalMetric
 
 
 class TokenF1(LocalMetric):
     """
-    How much of a gold answer's words an answer has, after SQuAD's normalisation, averaged over questions.
+    Word-level F1 of an answer against its gold answers after SQuAD's normalization, averaged over questions.
 
-    With s the words that the two share, each as often as it stands in both: F1 = 2·s / (words of the answer + words of
-    the gold answer), the maximum over the gold answers of a question (Rajpurkar et al., 2016). If either is empty, F1
-    is 1 where both are and 0 otherwise; a question without an answer has no gold answers, or empty ones (Rajpurkar et
-    al., 2018).
+    F1 = 2·s / (words of the answer + words of the gold answer). s is the number of shared words, where a repeated word
+    counts as often as it occurs in both. The score of a question is the maximum over its gold answers (Rajpurkar et
+    al., 2016). If either answer is empty, F1 is 1 if both are empty and 0 otherwise. A question without an answer has
+    no gold answers, or only empty ones (Rajpurkar et al., 2018).
 
     Args:
         kwargs (*optional*): As in [`~hf_federated.tasks.metrics.base.LocalMetric`].
 
     Raises:
-        ValueError: From `compute`, if there are no rows.
+        ValueError: From `compute`, if there are no inputs.
 
     Example:
 
@@ -39,14 +39,14 @@ class TokenF1(LocalMetric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description="F1 of the words of answers after SQuAD's normalisation.",
+            description="Word-level F1 of answers after SQuAD's normalization.",
             citation="",
-            inputs_description="predictions: an answer a row, '' for none. references: a list of gold answers a row.",
+            inputs_description="predictions: one answer per example, '' for none. references: a list of gold answers.",
             features=FEATURES,
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
-        return {"token_f1": mean_of_best(_word_f1, predictions, references)}
+        return {"token_f1": mean_best_score(_word_f1, predictions, references)}
 
 
 def _word_f1(answer: str, gold: str) -> float:

@@ -19,7 +19,7 @@ from ..base import Batch, ComputeMetrics, Task, check_length, first_output, is_b
 from ..causal import (
     IGNORED,
     CausalCollator,
-    check_is_fast,
+    check_fast_tokenizer,
     end_token,
     padding_token,
     start_tokens,
@@ -103,7 +103,7 @@ class SuperGlueCloze(Task):
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_length("max_length", self.max_length, least=2)
+        check_length("max_length", self.max_length, minimum=2)
 
     @property
     def main_metric(self) -> str:
@@ -155,7 +155,7 @@ class SuperGlueCloze(Task):
         for [`~SuperGlueCloze.for_evaluation`]. A row without a right answer, and every row without labels, is the
         question alone. See [`Task.encode`].
         """
-        check_is_fast(tokenizer)
+        check_fast_tokenizer(tokenizer)
         self._check_rows(batch, indices, with_labels)
         texts, passages = self.prompts(batch, indices)
         start = start_tokens(tokenizer)
