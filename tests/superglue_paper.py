@@ -1,7 +1,8 @@
 """
-The raw row of each SuperGLUE task that appendix A.2 of FedDRS prints, and the processed inputs and targets beside it.
+The raw row of each SuperGLUE task in appendix A.2 of FedDRS, with the processed inputs and targets of the appendix.
 
-Passages are cut short. Labels are those of the targets: the numbers that are printed too are not the benchmark's.
+Long texts are shortened. Labels match the targets, because the label numbers in the appendix contradict the
+benchmark.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ QUERY = (
     "The baby she gave birth to is her husbands and he has even offered to have the courts set her free if she returns"
 )
 
-# By task: the row, and of each input that is made of it the text and the target.
+# By task: the raw row, and the text and target of each input that it becomes.
 PRINTED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {}
 
 PRINTED["boolq"] = (
@@ -98,7 +99,7 @@ PRINTED["rte"] = (
 
 PRINTED["record"] = (
     {
-        # The three names stand in a part of the passage that the paper leaves out.
+        # The paper omits the part of the text with the three names.
         "passage": "The harrowing stories of women and children locked up for so-called 'moral crimes' in "
         "Afghanistan's notorious female prison have been revealed (Mariam, Badam Bagh, Nuria)",
         "query": f"{QUERY}, but @placeholder has refused",

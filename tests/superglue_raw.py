@@ -1,4 +1,4 @@
-"""A few rows of each SuperGLUE task, made up here, in the layout of the benchmark's files and in that of the Hub."""
+"""A few invented examples of each SuperGLUE task, in the layouts of the benchmark's files and of the Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORY = "Ada Lund met Bo Ek in Malmo.\n@highlight\nBo Ek's dog ran off\n@highlig
 
 
 def spans(text: str, *names: str) -> list[dict[str, int]]:
-    """Where names stand, the last character included."""
+    """Character spans of names in a text, with an inclusive end."""
     return [{"start": text.index(name), "end": text.index(name) + len(name) - 1} for name in names]
 
 
@@ -23,7 +23,7 @@ def answer(name: str) -> dict[str, Any]:
     return {**spans(STORY, name)[0], "text": name}
 
 
-# As the benchmark's own files have them.
+# Rows in the layout of the benchmark's files.
 FILES: dict[str, list[dict[str, Any]]] = {
     "boolq": [
         {"question": "is lund's bakery still open", "passage": PASSAGE, "label": False},
@@ -108,12 +108,12 @@ FILES: dict[str, list[dict[str, Any]]] = {
 
 
 def files(task: str) -> Dataset:
-    """The rows of a task as its file has them."""
+    """The rows of a task in the layout of the benchmark's files."""
     return Dataset.from_list(FILES[task])
 
 
 def hub(task: str) -> Dataset:
-    """The same rows as the Hub has them: flat, labels as numbers with names."""
+    """The same rows in the Hub layout: flat, with numbered labels."""
     rows = [row for raw in FILES[task] for row in FLATTEN.get(task, lambda row: [row])(raw)]
     if task == "record":
         return Dataset.from_list(rows)
@@ -124,7 +124,7 @@ def hub(task: str) -> Dataset:
 
 
 def benchmark() -> Dataset:
-    """The rows of all tasks as models get them, one task after the other; of equal sources only one label."""
+    """The rows of all tasks in model format. `mark_span1` avoids equal sources with different labels."""
     return concatenate_datasets([superglue_rows(task, files(task), mark_span1=True) for task in LABELS])
 
 

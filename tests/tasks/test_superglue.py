@@ -1,4 +1,4 @@
-"""SuperGLUE in both forms: encoded, trained, evaluated."""
+"""Tests of SuperGLUE as classification and as seq2seq: encoding, training and evaluation."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ROWS = benchmark()
 
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerFast:
-    """Every word of the rows, in lower case, as `[CLS] text [SEP]`."""
+    """A tokenizer with all words of the rows, in lower case, with the template `[CLS] text [SEP]`."""
     texts = " ".join([*ROWS["source"], *LABEL_NAMES]).lower()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     vocabulary = [*special, *dict.fromkeys(re.findall(r"\w+|[^\w\s]+", texts))]
-    tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
@@ -63,10 +63,10 @@ def logits_of(names: list[str], height: float = 5.0) -> np.ndarray:
     return height * np.eye(len(LABEL_NAMES))[[LABEL_NAMES.index(name) for name in names]]
 
 
-# ---- Encoders with one head
+# ---- Classification
 
 
-def test_labels_are_numbers_of_names_over_all_tasks(words):
+def test_label_ids_are_positions_in_label_names_of_all_tasks(words):
     task = SuperGlueClassification()
     encoded = task.prepare(ROWS, words)
     assert [LABEL_NAMES[number] for number in encoded["labels"]] == ROWS["target"][:]
@@ -75,13 +75,13 @@ def test_labels_are_numbers_of_names_over_all_tasks(words):
     assert words.decode(encoded[0]["input_ids"], skip_special_tokens=True).startswith("boolq question : is lunds")
 
 
-def test_right_logits_score_one_and_a_candidate_is_chosen_by_its_odds(words):
+def test_correct_logits_score_one_and_record_uses_logit_difference(words):
     task = SuperGlueClassification()
     labels = task.prepare(ROWS, words)["labels"]
     compute = task.build_compute_metrics(words, rows=ROWS)
     logits = logits_of(ROWS["target"])
     assert set(compute(outputs(logits, labels)).values()) == {1.0}
-    # All candidates are taken for wrong, the right ones less than the others: the one answer is still the right one.
+    # All candidates have the prediction Wrong, but the correct ones have the largest logit difference.
     correct, wrong = LABEL_NAMES.index("Correct"), LABEL_NAMES.index("Wrong")
     for row in np.flatnonzero(np.array(ROWS["target"]) == "Correct"):
         logits[row, [correct, wrong]] = 1.0, 4.0
@@ -89,7 +89,7 @@ def test_right_logits_score_one_and_a_candidate_is_chosen_by_its_odds(words):
     assert metrics["record_exact_match"] == 1.0 and metrics["accuracy"] < 1.0
 
 
-def test_a_row_taken_for_one_of_another_task_is_wrong(words):
+def test_label_of_another_task_is_wrong(words):
     task = SuperGlueClassification()
     labels = task.prepare(ROWS, words)["labels"]
     metrics = task.build_compute_metrics(words, rows=ROWS)(outputs(logits_of(["Yes"] * len(ROWS)), labels))
@@ -126,32 +126,32 @@ def test_trainers_learn_all_tasks_with_one_head(words, tmp_path, federated):
     assert {f"eval_{name}_score" for name in LABELS} < set(metrics)
 
 
-# ---- Text to text
+# ---- Seq2seq
 
 
-def test_targets_are_the_names_of_labels(words):
+def test_targets_are_label_names(words):
     encoded = SuperGlueSeq2Seq().prepare(ROWS, words)
     texts = words.batch_decode(encoded["labels"][:], skip_special_tokens=True)
     assert texts == [name.lower() for name in ROWS["target"]]
 
 
-def test_what_is_written_is_read_as_the_tokenizer_writes_names(words):
+def test_generated_text_is_compared_with_decoded_label_names(words):
     task = SuperGlueSeq2Seq()
     encoded = task.prepare(ROWS, words)
     length = max(map(len, encoded["labels"]))
     labels = np.array([ids + [-100] * (length - len(ids)) for ids in encoded["labels"]])
     compute = task.build_compute_metrics(words, rows=ROWS)
-    # Generated ids begin with a start token and are padded with −100 or the pad token.
+    # Generated IDs begin with a start token and are padded with −100 or the pad token.
     generated = np.pad(labels, ((0, 0), (1, 2)), constant_values=words.pad_token_id)
     assert set(compute(outputs(generated, labels)).values()) == {1.0}
     nonsense = np.full((len(ROWS), 3), words.convert_tokens_to_ids("bakery"))
     assert set(compute(outputs(nonsense, labels)).values()) == {0.0}
-    # All candidates are called correct: the answer is the first, Bo Ek in both.
+    # All candidates have the prediction Correct. The answer is the first candidate, which is Bo Ek for both queries.
     correct = words("Correct")["input_ids"]
     assert compute(outputs(np.tile(correct, (len(ROWS), 1)), labels))["record_exact_match"] == 0.5
 
 
-def test_a_text_to_text_trainer_learns_it(words, tmp_path):
+def test_seq2seq_trainer_learns_task(words, tmp_path):
     task = SuperGlueSeq2Seq(max_source_length=64)
     rows = ROWS.filter(lambda row: row["task"] in ("cb", "wic", "copa"))
     set_seed(0)
@@ -172,43 +172,43 @@ def test_a_text_to_text_trainer_learns_it(words, tmp_path):
     assert trainer.evaluate()["eval_superglue_score"] > 0.9
 
 
-def test_labels_that_a_tokenizer_cannot_tell_apart_are_refused(tokenizer, words):
+def test_tokenizer_with_equal_label_encodings_raises(tokenizer, words):
     task = SuperGlueSeq2Seq()
     labels = np.zeros((len(ROWS), 1), dtype=np.int64)
-    with pytest.raises(ValueError, match="The tokenizer writes both 'No' and 'Yes' as ''. Take one that knows"):
+    with pytest.raises(ValueError, match="The tokenizer encodes both 'No' and 'Yes' as ''. Use a tokenizer with"):
         task.build_compute_metrics(tokenizer, rows=ROWS)(outputs(labels, labels))
-    # Room for [CLS] and [SEP], and for nothing else.
+    # The maximum length allows only [CLS] and [SEP].
     with pytest.raises(ValueError, match="both .*max_target_length`, which is 2"):
         SuperGlueSeq2Seq(max_target_length=2).build_compute_metrics(words, rows=ROWS)(outputs(labels, labels))
 
 
-def test_logits_instead_of_texts_are_refused(words):
+def test_logits_as_predictions_raise(words):
     task = SuperGlueSeq2Seq()
     labels = words(ROWS["target"][:], padding=True, return_tensors="np")["input_ids"]
     with pytest.raises(ValueError, match="not token ids.*predict_with_generate=True"):
         task.build_compute_metrics(words, rows=ROWS)(outputs(np.zeros((len(ROWS), 4, 7)), labels))
 
 
-# ---- Both
+# ---- Both formulations
 
 
 TASKS = [SuperGlueClassification(), SuperGlueSeq2Seq()]
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_metrics_need_the_rows_in_their_order(words, task):
-    with pytest.raises(ValueError, match="Give `rows`, the evaluation data set before it was encoded"):
+def test_metrics_require_rows_in_evaluation_order(words, task):
+    with pytest.raises(ValueError, match="Pass the evaluation dataset before encoding"):
         task.build_compute_metrics(words)
     compute = task.build_compute_metrics(words, rows=ROWS.select(range(len(ROWS) - 1, -1, -1)))
     targets = words(ROWS["target"][:], padding=True, return_tensors="np")["input_ids"]
     if isinstance(task, SuperGlueClassification):
         targets = np.array(task.prepare(ROWS, words)["labels"])
-    with pytest.raises(ValueError, match="Give the rows in the order in which they are evaluated"):
+    with pytest.raises(ValueError, match="Pass the evaluated rows, in evaluation order"):
         compute(outputs(targets, targets))
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_or_label_that_is_not_there_is_named(words, task):
+def test_unknown_task_or_label_raises(words, task):
     batch = {name: ROWS[name][:2] for name in ROWS.column_names}
     with pytest.raises(ValueError, match=r"Row 8 has the task 'qnli'; allowed are 'boolq', .*'wsc'"):
         task.encode({**batch, "task": ["boolq", "qnli"]}, words, [7, 8])
@@ -221,13 +221,13 @@ def test_a_task_or_label_that_is_not_there_is_named(words, task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_rows_without_labels_are_encoded_on_request(words, task):
+def test_rows_without_labels_are_encoded_for_prediction(words, task):
     encoded = task.prepare(ROWS.remove_columns("target"), words, with_labels=False)
     assert len(encoded) == len(ROWS) and "labels" not in encoded.column_names
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_row_takes_less_than_a_millisecond(words, task):
+def test_encoding_takes_less_than_a_millisecond_per_example(words, task):
     source = superglue_rows("boolq", Dataset.from_list(FILES["boolq"]))[0]["source"] * 8
     batch = {"task": ["boolq"] * 400, "source": [source] * 400, "target": ["Yes"] * 400}
     assert milliseconds_per_example(lambda: task.encode(batch, words), 400) < 1

@@ -1,4 +1,4 @@
-"""SuperGLUE for causal models: cloze questions encoded, candidates scored, trained and evaluated by a `Trainer`."""
+"""Tests of SuperGLUE for causal models: encoding of cloze questions, candidate scores, training and evaluation."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def batch_of(rows: Dataset, **changes: Any) -> dict[str, list[Any]]:
     return {**rows[:], **changes}
 
 
-def naive_sums(task: SuperGlueCloze, rows: Dataset, tokenizer: Any, model: Any) -> list[np.ndarray]:
-    """Σ log p of each candidate of each row: texts tokenized whole, one by one, without padding, in float64."""
+def reference_sums(task: SuperGlueCloze, rows: Dataset, tokenizer: Any, model: Any) -> list[np.ndarray]:
+    """Σ log p of each candidate: each text is tokenized whole and evaluated alone, without padding, in float64."""
     model = model.double().eval()
     sums = []
     for prompt, row in zip(task.prompts(rows[:])[0], rows, strict=True):
-        of_row = []
+        row_sums = []
         for candidate in row["candidates"]:
             ids = tokenizer(f"{prompt} {candidate}")["input_ids"]
             ids += [tokenizer.eos_token_id] if row["task"] in SEVERAL_WORDS else []
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids])).logits[0]
             begin = len(tokenizer(prompt)["input_ids"])
-            of_token = torch.log_softmax(logits, dim=-1)
-            of_row.append(sum(of_token[place - 1, ids[place]].item() for place in range(begin, len(ids))))
-        sums.append(np.array(of_row))
+            log_probabilities = torch.log_softmax(logits, dim=-1)
+            row_sums.append(sum(log_probabilities[i - 1, ids[i]].item() for i in range(begin, len(ids))))
+        sums.append(np.array(row_sums))
     model.float()
     return sums
 
@@ -70,23 +70,23 @@ def trainer_of(folder: Any, tokenizer: Any, model: Any, task: SuperGlueCloze = T
     )
 
 
-# ---- Rows to train on
+# ---- Encoding
 
 
-def test_a_question_is_read_whole_before_it_is_answered():
+def test_prompts_contain_whole_question():
     prompts = dict(zip(ROWS["task"], TASK.prompts(ROWS[:])[0], strict=True))
     assert prompts["boolq"].endswith("Question: did the bakery close? Answer:")
     assert prompts["copa"] == '"he sang" or "he got wet"? It rained, so'
     assert prompts["rte"] == '"Rome is well-off"? ____ "Snow fell in Rome."\nAnswer:'
-    # This query ends with its blank; the other one goes on.
+    # The blank is at the end of this query. In the other query, text follows the blank.
     assert prompts["record"].endswith("\nIt was found by")
-    other = SuperGlueCloze(blank="<mask>", slot=" So:").prompts(ROWS[:])
-    assert '"? <mask> "Snow fell in Rome." So:' in other[0][-3 - 2]
-    begin, end = other[1][-3 - 2]
-    assert other[0][-3 - 2][begin:end] == "Snow fell in Rome."
+    texts, truncatable_spans = SuperGlueCloze(blank="<mask>", slot=" So:").prompts(ROWS[:])
+    assert '"? <mask> "Snow fell in Rome." So:' in texts[-3 - 2]
+    begin, end = truncatable_spans[-3 - 2]
+    assert texts[-3 - 2][begin:end] == "Snow fell in Rome."
 
 
-def test_labels_are_on_the_answer_alone(tokenizer):
+def test_labels_contain_only_answer(tokenizer):
     for row, encoded in zip(ROWS, TASK.prepare(ROWS, tokenizer), strict=True):
         labels, ids = encoded["labels"], encoded["input_ids"]
         answer = [label for label in labels if label != -100]
@@ -98,7 +98,7 @@ def test_labels_are_on_the_answer_alone(tokenizer):
 
 
 @pytest.mark.parametrize("make", [bytes_tokenizer, pieces_tokenizer])
-def test_tokens_are_those_of_the_whole_text(make):
+def test_tokens_equal_tokens_of_whole_text(make):
     tokenizer = make([*ROWS["source"], "yes no maybe"])
     task = SuperGlueCloze(end_answers=False)
     features = task.for_evaluation(task.prepare(ROWS, tokenizer), tokenizer)
@@ -109,53 +109,53 @@ def test_tokens_are_those_of_the_whole_text(make):
     }
     order = list(zip(features["id"], features["candidate"], strict=True))
     assert sorted(order) == sorted(texts)
-    assert features["input_ids"][:] == tokenizer([texts[place] for place in order])["input_ids"]
-    # By length, so that batches have little padding.
+    assert features["input_ids"][:] == tokenizer([texts[key] for key in order])["input_ids"]
+    # Examples are sorted by length, so that batches have little padding.
     lengths = list(map(len, features["input_ids"]))
     assert lengths == sorted(lengths) and len(set(lengths)) > 1
 
 
-def test_what_is_too_long_loses_the_end_of_its_passage(tokenizer):
+def test_long_questions_lose_end_of_truncatable_part(tokenizer):
     whole, row = TASK.prepare(ROWS, tokenizer), 0
     assert ROWS[row]["task"] == "boolq"
     ids, length = whole[row]["input_ids"], len(whole[row]["input_ids"])
     question = tokenizer(". Question: is lund's bakery still open? Answer:")["input_ids"]
     answer = tokenizer(" no")["input_ids"]
-    # Room is kept for the longest candidate, so that all have the same question.
+    # All candidates have the same prompt, which leaves enough tokens for the longest candidate.
     longer = max(map(len, whole[row]["candidates"])) - len(answer)
     for cut in (1, 10):
         shorter = SuperGlueCloze(max_length=length + longer - cut).prepare(ROWS.select([row]), tokenizer)[0]
-        passage = length - len(question) - len(answer)
-        assert shorter["input_ids"] == ids[: passage - cut] + question + answer
+        part_length = length - len(question) - len(answer)
+        assert shorter["input_ids"] == ids[: part_length - cut] + question + answer
         assert shorter["labels"] == [-100] * (length - cut - len(answer)) + answer
-    with pytest.raises(ValueError, match=rf"Row 0 has {len(question)} tokens beside the passage, and room for 5"):
+    with pytest.raises(ValueError, match=rf"Row 0 has {len(question)} tokens that cannot be truncated, but only 5"):
         SuperGlueCloze(max_length=5 + longer + len(answer)).prepare(ROWS.select([row]), tokenizer)
 
 
-def test_a_passage_behind_the_blank_is_cut_too_and_candidates_have_one_question(tokenizer):
+def test_text_after_blank_is_truncated_equally_for_all_candidates(tokenizer):
     rows = superglue_cloze_rows("cb", files("cb"))
     task = SuperGlueCloze(max_length=26)
     features = task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
     for row in features:
         text = tokenizer.decode(row["input_ids"])
         assert len(row["input_ids"]) <= 26 and text.startswith('"it is') and '"\nAnswer:' in text
-    for owner in rows["id"]:
-        of_row = features.filter(lambda row, owner=owner: row["id"] == owner)
-        questions = {tuple(row["input_ids"][: row["labels"].count(-100)]) for row in of_row}
-        assert len(of_row) == 3 and len(questions) == 1
+    for row_id in rows["id"]:
+        row_features = features.filter(lambda row, row_id=row_id: row["id"] == row_id)
+        questions = {tuple(row["input_ids"][: row["labels"].count(-100)]) for row in row_features}
+        assert len(row_features) == 3 and len(questions) == 1
 
 
-def test_a_row_without_a_right_answer_is_not_trained_on(tokenizer):
+def test_training_on_row_without_correct_answer_raises(tokenizer):
     collate = TASK.data_collator(tokenizer)
-    with pytest.raises(ValueError, match="no answer to learn from.*answered_only=True"):
+    with pytest.raises(ValueError, match="An example of this batch has no answer.*answered_only=True"):
         collate(list(TASK.prepare(ROWS.filter(lambda row: row["label"] < 0), tokenizer)))
 
 
-def test_rows_without_labels_are_scored_as_well(tokenizer):
-    bare = TASK.prepare(ROWS.remove_columns(["label", "target"]), tokenizer, with_labels=False)
-    assert "labels" not in bare.column_names
-    scored = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
-    assert TASK.for_evaluation(bare, tokenizer).to_list() == scored.to_list()
+def test_rows_without_labels_give_same_evaluation_examples(tokenizer):
+    unlabelled = TASK.prepare(ROWS.remove_columns(["label", "target"]), tokenizer, with_labels=False)
+    assert "labels" not in unlabelled.column_names
+    labelled = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    assert TASK.for_evaluation(unlabelled, tokenizer).to_list() == labelled.to_list()
 
 
 # ---- Scores
@@ -163,43 +163,43 @@ def test_rows_without_labels_are_scored_as_well(tokenizer):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("concat", [True, False])
-def test_a_trainer_scores_candidates_as_they_score_alone(tokenizer, tmp_path, monkeypatch, side, concat):
+def test_trainer_scores_equal_scores_of_single_candidates(tokenizer, tmp_path, monkeypatch, side, concat):
     monkeypatch.setattr(tokenizer, "padding_side", side)
     model = llama(len(tokenizer))
     trainer = trainer_of(
         tmp_path, tokenizer, model, per_device_eval_batch_size=7, eval_do_concat_batches=concat, eval_strategy="epoch"
     )
-    expected = naive_sums(TASK, ROWS, tokenizer, model)
+    expected = reference_sums(TASK, ROWS, tokenizer, model)
     features = trainer.eval_dataset
     predictions = trainer.predict(features)
     sums = predictions.predictions if concat else np.concatenate(predictions.predictions)
     assert sums.shape == (sum(map(len, expected)),)
-    of_row = dict(zip(ROWS["id"], expected, strict=True))
-    places = zip(features["id"], features["candidate"], strict=True)
-    np.testing.assert_allclose(sums, [of_row[name][number] for name, number in places], atol=1e-4)
-    # Of the metrics two that are counted by hand.
-    best = [int(of_row.argmax()) for of_row in expected]
-    right = []
+    row_sums = dict(zip(ROWS["id"], expected, strict=True))
+    candidates = zip(features["id"], features["candidate"], strict=True)
+    np.testing.assert_allclose(sums, [row_sums[name][number] for name, number in candidates], atol=1e-4)
+    # Compare two of the metrics with values computed by hand.
+    best = [int(values.argmax()) for values in expected]
+    correct = []
     for row, chosen in zip(ROWS, best, strict=True):
         if row["task"] == "record":
-            right.append(row["candidates"][chosen] in row["answers"])
+            correct.append(row["candidates"][chosen] in row["answers"])
         elif row["task"] == "wsc":
-            right.append((chosen == 0) == (row["target"] == "Same"))
+            correct.append((chosen == 0) == (row["target"] == "Same"))
         else:
-            right.append(chosen == row["label"])
-    assert predictions.metrics["test_accuracy"] == pytest.approx(np.mean(right))
-    of_copa = [value for row, value in zip(ROWS, right, strict=True) if row["task"] == "copa"]
-    assert predictions.metrics["test_copa_accuracy"] == pytest.approx(np.mean(of_copa))
+            correct.append(chosen == row["label"])
+    assert predictions.metrics["test_accuracy"] == pytest.approx(np.mean(correct))
+    copa = [value for row, value in zip(ROWS, correct, strict=True) if row["task"] == "copa"]
+    assert predictions.metrics["test_copa_accuracy"] == pytest.approx(np.mean(copa))
 
 
-def test_right_scores_are_one_and_their_negatives_are_wrong(tokenizer):
+def test_correct_scores_give_metrics_of_one_and_negated_scores_are_wrong(tokenizer):
     features = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
     compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
     rows = {row["id"]: row for row in ROWS}
     is_right = []
     for name, number in zip(features["id"], features["candidate"], strict=True):
         row = rows[name]
-        # Where a noun of WSC is wrong, another one is meant.
+        # If the noun of a WSC row is wrong, the correct noun is the other candidate.
         is_right.append(number == row["label"] if row["label"] >= 0 else number == 1)
     sums = np.where(is_right, -1.0, -9.0)
     metrics = compute(SimpleNamespace(predictions=sums))
@@ -207,20 +207,20 @@ def test_right_scores_are_one_and_their_negatives_are_wrong(tokenizer):
     assert {f"{name}_score" for name in LABELS} < set(metrics)
     wrong = compute(SimpleNamespace(predictions=-sums))
     assert wrong["accuracy"] == wrong["record_exact_match"] == wrong["multirc_f1a"] == wrong["cb_accuracy"] == 0.0
-    # In batches, and with more than logits.
-    apart = [(part, "hidden states") for part in np.split(sums, [5, 9])]
-    assert compute(SimpleNamespace(predictions=apart)) == metrics
+    # Predictions as a list of batches, with more outputs than logits.
+    batches = [(part, "hidden states") for part in np.split(sums, [5, 9])]
+    assert compute(SimpleNamespace(predictions=batches)) == metrics
 
 
-def test_one_word_is_a_share_of_the_candidates_and_several_are_a_sum():
+def test_score_is_softmax_for_one_word_and_sum_for_several_words():
     sums = np.array([-1000.0, -1001.0, -1003.0])
-    odds = [1.0, np.exp(-1), np.exp(-3)]
+    weights = [1.0, np.exp(-1), np.exp(-3)]
     for name in LABELS:
-        expected = sums if name in SEVERAL_WORDS else np.array(odds) / sum(odds)
+        expected = sums if name in SEVERAL_WORDS else np.array(weights) / sum(weights)
         np.testing.assert_allclose(score_candidates(name, sums), expected)
 
 
-def test_an_end_keeps_a_candidate_from_winning_by_being_short(tokenizer, tmp_path):
+def test_end_token_lets_longer_candidate_win(tokenizer, tmp_path):
     row = {**ROWS.filter(lambda row: row["task"] == "record")[0], "candidates": ["Ada", "Ada Lund"], "label": 1}
     rows = Dataset.from_list([row] * 4)
     sums = {}
@@ -235,14 +235,14 @@ def test_an_end_keeps_a_candidate_from_winning_by_being_short(tokenizer, tmp_pat
             logits = model.eval()(**batch).logits
         sums[end_answers] = task.preprocess_logits_for_metrics(logits, batch["labels"]).tolist()
     assert sums[True][1] > sums[True][0]
-    assert sums[False][0] >= sums[False][1]  # what begins with it costs more, whatever was learned
+    assert sums[False][0] >= sums[False][1]  # a longer candidate with the same start is never more likely
 
 
 @pytest.mark.parametrize("federated", [False, True])
 def test_trainers_learn_all_tasks(tokenizer, tmp_path, federated):
     trainer = trainer_of(tmp_path, tokenizer, llama(len(tokenizer)), num_train_epochs=15)
     if federated:
-        number = [place % 2 for place in range(len(ANSWERED))]
+        number = [i % 2 for i in range(len(ANSWERED))]
         clients = FederatedDataset.from_column(ANSWERED.add_column("place", number), "place")
         trainer = federate(Trainer)(
             model=llama(len(tokenizer)),
@@ -256,62 +256,61 @@ def test_trainers_learn_all_tasks(tokenizer, tmp_path, federated):
         )
     trainer.train()
     metrics = trainer.evaluate()
-    # WSC's wrong noun was not trained on.
+    # The WSC row with the wrong noun is not in the training data.
     scores = [metrics[f"eval_{name}_score"] for name in LABELS if name != "wsc"]
     assert np.mean(scores) > 0.9
 
 
-# ---- What is refused
+# ---- Errors
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"task": ["boolq", "qnli"]}, "Row 8 has the task 'qnli'; allowed are 'boolq', .*'wsc'"),
-        ({"label": [0, 2]}, "Row 8 has the label 2; allowed are the numbers of its candidates, 0 to 1"),
+        ({"label": [0, 2]}, "Row 8 has the label 2; allowed are the candidate numbers 0 to 1"),
         ({"label": [0, None]}, "Row 8 has the label None"),
         ({"label": [0, -1]}, "Row 8 has the label -1"),
         ({"source": ["", "[M]"], "mask_start": [0, 0]}, "Row 7 has an empty text in the column 'source'"),
         ({"mask_start": [0, 0]}, r"Row 7 has no \[M\] at character 0 of its source"),
-        ({"candidates": [["no", "yes"], []]}, r"Row 8 has the candidates \[\]; give at least one"),
+        ({"candidates": [["no", "yes"], []]}, r"Row 8 has the candidates \[\]; at least one is required"),
         ({"candidates": [["no", " "], ["no", "yes"]]}, r"Row 7 has the candidates \['no', ' '\]"),
     ],
 )
-def test_a_bad_row_is_named(tokenizer, changes, message):
+def test_error_names_invalid_row(tokenizer, changes, message):
     with pytest.raises(ValueError, match=message):
         TASK.encode(batch_of(ROWS.select([0, 1]), **changes), tokenizer, [7, 8])
 
 
-def test_a_missing_column_is_named(tokenizer):
+def test_error_names_missing_column(tokenizer):
     with pytest.raises(ValueError, match="There is no column 'candidates'; the columns are 'id'"):
         TASK.encode(batch_of(ROWS.select([0, 1]).remove_columns("candidates")), tokenizer)
 
 
-def test_candidates_that_a_tokenizer_does_not_know_are_named(tokenizer):
+def test_tokenizers_without_end_token_or_candidate_tokens_raise(tokenizer):
     without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="has no token that ends an answer. Set its eos_token"):
+    with pytest.raises(ValueError, match="has no token to end an answer. Set its eos_token"):
         TASK.prepare(ROWS, without)
-    letters = Tokenizer(
-        BPE({letter: place for place, letter in enumerate("is:")}, [])
-    )  # what is no such letter is lost
+    # This tokenizer drops all other letters.
+    letters = Tokenizer(BPE({letter: number for number, letter in enumerate("is:")}, []))
     letters.pre_tokenizer = Whitespace()
     words = PreTrainedTokenizerFast(tokenizer_object=letters)
-    with pytest.raises(ValueError, match="Row 0 has the candidate 'ö', of which the tokenizer leaves nothing"):
+    with pytest.raises(ValueError, match="Row 0 has the candidate 'ö', but the tokenizer returns no tokens for it"):
         TASK.encode(batch_of(ROWS.select([0]), candidates=[["ö", "is"]]), words, [0])
-    with pytest.raises(ValueError, match="Row 0 has candidates that are the same tokens: is, iös"):
+    with pytest.raises(ValueError, match="Row 0 has candidates with equal tokens: is, iös"):
         TASK.encode(batch_of(ROWS.select([0]), candidates=[["is", "iös"]]), words, [0])
 
 
-def test_metrics_need_candidates_and_their_rows(tokenizer):
+def test_metrics_require_candidates_and_matching_rows(tokenizer):
     prepared = TASK.prepare(ROWS, tokenizer)
     features = TASK.for_evaluation(prepared, tokenizer)
     for missing in ((None, ROWS), (features, None), (prepared, ROWS)):
-        with pytest.raises(ValueError, match="The candidates of a row are compared. Give `features`"):
+        with pytest.raises(ValueError, match="`features` or `rows` is missing or has no candidates"):
             TASK.build_compute_metrics(tokenizer, *missing)
-    with pytest.raises(ValueError, match="Features and rows do not belong together"):
+    with pytest.raises(ValueError, match="`features` and `rows` have different IDs"):
         TASK.build_compute_metrics(tokenizer, features, ROWS.select(range(5)))
     twice = concatenate_datasets([ROWS, ROWS])
-    with pytest.raises(ValueError, match="Two rows have the same `id`"):
+    with pytest.raises(ValueError, match="`rows` contains equal values in the column `id`"):
         TASK.build_compute_metrics(tokenizer, features, twice)
     compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
     with pytest.raises(ValueError, match=r"shape \(3, 5, 7\) instead of .*preprocess_logits_for_metrics"):
@@ -327,7 +326,7 @@ def test_metrics_do_not_depend_on_the_order_of_rows_or_features(tokenizer):
     assert shuffled(SimpleNamespace(predictions=sums[order])) == pytest.approx(expected)
 
 
-def test_a_row_takes_less_than_a_millisecond(tokenizer):
+def test_encoding_takes_less_than_a_millisecond_per_example(tokenizer):
     rows = superglue_cloze_rows("boolq", Dataset.from_list([files("boolq")[0]] * 400))
     long = [f"{'It opened in Lund. ' * 20}{source}" for source in rows["source"]]
     batch = batch_of(
@@ -341,11 +340,11 @@ def test_a_row_takes_less_than_a_millisecond(tokenizer):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_scores_that_are_no_numbers_make_no_accuracy(value, tokenizer):
+def test_scores_that_are_not_finite_raise(value, tokenizer):
     features = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
     compute = TASK.build_compute_metrics(tokenizer, features, ROWS)
     sums = np.full(len(features), -1.0)
     compute(SimpleNamespace(predictions=sums))
-    sums[[number for number, own in enumerate(features["id"]) if own == features["id"][0]]] = value
-    with pytest.raises(ValueError, match="some are not numbers, or none is finite"):
+    sums[[number for number, name in enumerate(features["id"]) if name == features["id"][0]]] = value
+    with pytest.raises(ValueError, match="contain NaN, or none is finite"):
         compute(SimpleNamespace(predictions=sums))

@@ -1,4 +1,4 @@
-"""SuperGLUE's raw rows as the texts and label names of FedDRS, appendix A.2."""
+"""Tests of the texts and label names that raw SuperGLUE rows become (FedDRS, appendix A.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_federated.tasks.superglue import LABEL_NAMES, LABELS
 
 BAKERY = "Miras wellknown bakery the Oven opened in Lund Sweden in 1999 It closed"
 NEWS = "Ada Lund met Bo Ek in Malmo Bo Eks dog ran off Ada Lund found it"
-# Of each task the sources and targets of all the rows of `superglue_raw.py`.
+# By task: the sources and targets of all rows of `superglue_raw.py`.
 GOLDEN: dict[str, list[tuple[str, str]]] = {
     "boolq": [
         (f"boolq question: is lunds bakery still open. passage: {BAKERY}", "No"),
@@ -64,7 +64,7 @@ GOLDEN: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("task", LABELS)
-def test_templates_are_those_of_the_paper(task):
+def test_templates_equal_examples_of_paper(task):
     raw, printed = PRINTED[task]
     rows = superglue_rows(task, Dataset.from_list([raw]))
     assert list(zip(rows["source"], rows["target"], strict=True)) == printed
@@ -72,7 +72,7 @@ def test_templates_are_those_of_the_paper(task):
 
 @pytest.mark.parametrize("task", LABELS)
 @pytest.mark.parametrize("layout", [files, hub])
-def test_every_row_becomes_a_text_for_each_answer(task, layout):
+def test_raw_rows_give_expected_texts_and_labels(task, layout):
     rows = superglue_rows(task, layout(task))
     assert list(zip(rows["source"], rows["target"], strict=True)) == GOLDEN[task]
     assert set(rows["task"]) == {task}
@@ -80,44 +80,44 @@ def test_every_row_becomes_a_text_for_each_answer(task, layout):
 
 
 @pytest.mark.parametrize("task", LABELS)
-def test_both_layouts_give_the_same_rows(task):
+def test_both_layouts_give_same_rows(task):
     assert superglue_rows(task, files(task))[:] == superglue_rows(task, hub(task))[:]
 
 
-def test_all_tasks_have_rows_of_one_kind():
+def test_all_tasks_have_same_features():
     assert len({str(superglue_rows(task, files(task)).features) for task in LABELS}) == 1
 
 
-def test_rows_of_a_question_share_its_name_and_no_others_do():
+def test_question_column_identifies_question():
     rows = superglue_rows("multirc", files("multirc"))
     assert rows["question"][:] == ["multirc-7-3"] * 3 + ["multirc-7-4"] * 2
     assert rows["answer"][:] == ["Lund, Sweden", "Oslo", "", "1999", "2001"]
     rows = superglue_rows("record", files("record"))
     assert rows["question"][:] == ["record-5-8"] * 3 + ["record-5-9"] * 3
-    # The last stands in the passage twice.
+    # The raw list contains Bo Ek twice.
     assert rows["answer"][:] == ["Bo Ek", "Ada Lund", "Malmo"] * 2
     assert rows["answers"][:] == [["Bo Ek"]] * 3 + [["Ada Lund"]] * 3
     single = [superglue_rows(task, files(task)) for task in ("boolq", "cb", "copa", "rte", "wic", "wsc")]
     assert all(len(set(rows["question"])) == len(rows) for rows in single)
 
 
-def test_every_label_has_a_name_that_leads_back_to_it():
+def test_label_names_are_unique_within_task():
     for task, names in LABELS.items():
         assert len(set(names.values())) == len(names), task
-    # Entailment is one label of two tasks.
+    # CB and RTE share the label Entailment.
     assert len(LABEL_NAMES) == len(set(LABEL_NAMES)) == sum(map(len, LABELS.values())) - 1 == 16
 
 
-def test_labels_go_by_their_names_whatever_their_numbers_are():
+def test_labels_are_converted_by_name_independent_of_numbers():
     rows = hub("cb")
-    turned = rows.cast_column("label", rows.features["label"])  # the same names
+    original = rows.cast_column("label", rows.features["label"])  # the same names
     swapped = Dataset.from_dict({**rows.to_dict(), "label": ["entailment", "contradiction", "neutral"]})
-    swapped = swapped.class_encode_column("label")  # sorted: contradiction is 0 now
-    assert swapped["label"][:] != turned["label"][:]
-    assert superglue_rows("cb", swapped)[:] == superglue_rows("cb", turned)[:]
+    swapped = swapped.class_encode_column("label")  # sorted, so that contradiction has the number 0
+    assert swapped["label"][:] != original["label"][:]
+    assert superglue_rows("cb", swapped)[:] == superglue_rows("cb", original)[:]
 
 
-def test_the_noun_of_a_wsc_row_is_marked_on_request():
+def test_mark_span1_marks_noun_of_wsc_row():
     rows = superglue_rows("wsc", files("wsc"), mark_span1=True)
     assert rows["source"][:] == [
         "wsc: * Anns * boss saw Eve and * she * being shy left",
@@ -125,17 +125,17 @@ def test_the_noun_of_a_wsc_row_is_marked_on_request():
     ]
 
 
-def test_a_span_beside_its_index_is_the_nearest():
+def test_wsc_span_with_wrong_index_is_found_at_closest_match():
     row = {"text": "It is safe , he said , use it now , it is", "span1_text": "safe", "span1_index": 2, "label": 1}
     rows = Dataset.from_list([{**row, "span2_text": "it", "span2_index": 7}])
     assert superglue_rows("wsc", rows)["source"][:] == ["wsc: It is safe he said use * it * now it is"]
 
 
-# ---- Refused, with the row and what is allowed
+# ---- Errors
 
 
 def changed(task: str, **columns: Any) -> list[dict[str, Any]]:
-    """The rows of a task's file, the last with other values."""
+    """The rows of a task's file, with changed values in the last row."""
     rows = copy.deepcopy(FILES[task])
     rows[-1].update(columns)
     return rows
@@ -155,7 +155,7 @@ BAD: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     ),
     "no text": ("cb", changed("cb", premise=" "), "Row 2 of 'cb' has ' ' instead of a text in 'premise'"),
     "no label": ("rte", without("rte", "label"), "Row 0 of 'rte' has no 'label'; it has 'premise', 'hypothesis'"),
-    "unpublished label": ("copa", changed("copa", label=-1), "Row 1 of 'copa' has no label. Leave rows without"),
+    "unpublished label": ("copa", changed("copa", label=-1), "Row 1 of 'copa' has no label. Remove rows without"),
     "label of another task": (
         "cb",
         changed("cb", label="Yes"),
@@ -169,12 +169,12 @@ BAD: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "answer that is no entity": (
         "record",
         changed("record", qas=STRANGER),
-        "Row 0 of 'record' has the answer 'Ada', which is none of the passage's entities: 'Bo Ek', 'Ada",
+        "Row 0 of 'record' has the answer 'Ada', which is not one of the entities of its text: 'Bo Ek', 'Ada",
     ),
     "entity outside": (
         "record",
         changed("record", passage={"text": STORY, "entities": [*spans(STORY, "Malmo"), {"start": 900, "end": 905}]}),
-        "Row 0 of 'record' has the entity {'start': 900, 'end': 905}, which is not in its passage of 88 characters",
+        "Row 0 of 'record' has the entity {'start': 900, 'end': 905}, which is not in its text of 88 characters",
     ),
     "query without a gap": (
         "record",
@@ -197,17 +197,17 @@ BAD: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize(("task", "rows", "message"), BAD.values(), ids=BAD)
-def test_a_row_that_cannot_be_used_is_named(task, rows, message):
+def test_error_names_invalid_row(task, rows, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         superglue_rows(task, Dataset.from_list(rows))
 
 
-def test_an_unknown_task_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'cola' is no task of SuperGLUE; its tasks are 'boolq', 'cb', .*'wsc'"):
+def test_unknown_task_raises_with_known_tasks():
+    with pytest.raises(ValueError, match="'cola' is not a SuperGLUE task; the tasks are 'boolq', 'cb', .*'wsc'"):
         superglue_rows("cola", files("cb"))
 
 
-def test_a_row_takes_less_than_a_millisecond():
+def test_converting_takes_less_than_a_millisecond_per_example():
     raw = copy.deepcopy(FILES["multirc"][0])
     raw["passage"]["text"] *= 20  # 1700 characters
     data = Dataset.from_list([raw] * 100)

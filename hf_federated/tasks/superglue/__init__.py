@@ -1,4 +1,4 @@
-"""SuperGLUE as one multi-task problem: FedDRS's templates in two forms, FL-GLM's cloze questions, official metrics."""
+"""SuperGLUE as one multi-task problem: FedDRS's templates, FL-GLM's cloze questions, and the official metrics."""
 
 from .cloze import SuperGlueCloze, score_candidates
 from .cloze_templates import superglue_cloze_rows

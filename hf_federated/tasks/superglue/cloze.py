@@ -1,4 +1,4 @@
-"""SuperGLUE as cloze questions for causal models: the blank is filled with each candidate, and the likeliest is taken.
+"""SuperGLUE as cloze questions for causal models, which score each candidate for the blank.
 
 Source: FL-GLM, section 4.1 and table 5, after GLM (Du et al., 2022), section 3.1.
 """
@@ -34,38 +34,41 @@ from .templates import LABELS
 @dataclass(frozen=True)
 class SuperGlueCloze(Task):
     """
-    SuperGLUE for causal models, as FL-GLM poses it: a model fills the blank ``[M]`` of a cloze question.
+    SuperGLUE for causal models as in FL-GLM: the model fills the blank ``[M]`` of a cloze question.
 
-    Reads what [`superglue_cloze_rows`] makes of raw rows. GLM reads a whole question, the blank marked in it, and then
-    writes the answer from left to right. So does a causal model here:
+    The task reads the rows from [`superglue_cloze_rows`]. GLM reads the whole question with a marked blank and then
+    generates the answer from left to right. This task does the same with a causal model:
 
-    - where nothing but punctuation follows ``[M]`` (BoolQ, COPA, MultiRC, WiC, WSC), the answer stands in its place,
-      and that punctuation is left out;
-    - where text follows it (CB, RTE, most queries of ReCoRD), `blank` stands in its place, and the answer behind the
-      whole question and `slot`. Put in the place of ``[M]``, an answer would be predicted from half of the question.
+    - if only punctuation follows ``[M]`` (BoolQ, COPA, MultiRC, WiC, WSC), the answer replaces ``[M]``, and this
+      punctuation is removed;
+    - if text follows ``[M]`` (CB, RTE, most queries of ReCoRD), `blank` replaces ``[M]``, and the answer follows the
+      whole question and `slot`. Otherwise, the model would predict the answer without the text after the blank.
 
-    Answers begin with a space. Those of several words (COPA, ReCoRD, WSC) end with the tokenizer's end token, as GLM
-    ends them with its own: otherwise "Ada" would always be likelier than "Ada Lund".
+    Answers begin with a space. Answers that can have several words (COPA, ReCoRD, WSC) end with the tokenizer's end
+    token, as in GLM. Without the end token, "Ada" would always be more likely than "Ada Lund".
 
-    [`~Task.prepare`] makes rows for training: the right answer behind the question, `labels` −100 but on the answer.
-    [`~SuperGlueCloze.for_evaluation`] makes of these a row for each candidate, with `labels` on it. Evaluate with
-    `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, which leaves of a row's logits the summed
-    log-probability of its candidate. Metrics choose by [`score_candidates`]. `eval_loss` is then over all candidates,
-    right and wrong, so it is no measure: compare runs by the metrics.
+    [`~Task.prepare`] creates training examples with the correct answer after the question. The `labels` are −100
+    except for the answer. [`~SuperGlueCloze.for_evaluation`] converts each of these examples to one example per
+    candidate, with `labels` for the candidate. Evaluate with
+    `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, which reduces the logits of an example to the
+    summed log-probability of its candidate. The metrics select candidates with [`score_candidates`]. `eval_loss` is
+    the loss over all candidates, correct and wrong, and does not measure quality. Compare runs with the metrics.
 
     Args:
         max_length (`int`, *optional*):
-            Tokens that are kept of a row, special ones and the longest candidate counted; the passage's last ones are
-            cut. Defaults to what the tokenizer allows.
-        blank (`str`, *optional*, defaults to `"____"`): Marks the blank of a question that goes on behind it.
-        slot (`str`, *optional*, defaults to `"\\nAnswer:"`): Stands between such a question and the answer.
+            Maximum number of tokens per example, including special tokens and the longest candidate. Truncation
+            removes the last tokens of the truncatable part of the question. Defaults to the maximum of the tokenizer.
+        blank (`str`, *optional*, defaults to `"____"`): The mark for a blank that text follows.
+        slot (`str`, *optional*, defaults to `"\\nAnswer:"`): The text between a question with such a blank and the
+            answer.
         end_answers (`bool`, *optional*, defaults to `True`):
-            Whether answers of several words end with the end token. It is learned, and counts in their scores.
+            Whether answers that can have several words end with the end token. The model learns the end token, and the
+            end token counts in the candidate scores.
 
     Raises:
-        ValueError: If an argument is out of range; from `encode`, if a row has no text, an unknown task or label, a
-            candidate that the tokenizer leaves nothing of, or a question that is too long without its passage; from
-            the metrics, if `features`, `rows` and predictions do not belong together.
+        ValueError: If an argument is out of range. `encode` raises it if a row has no text, an unknown task, an
+            unknown label or a candidate without tokens, or if a question is too long even without its truncatable
+            part. The metrics raise it if `features`, `rows` and predictions do not belong together.
 
     Example:
 
@@ -107,68 +110,72 @@ class SuperGlueCloze(Task):
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "superglue_score"
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of [`superglue_cloze_rows`]."""
-        places = ("mask_start", "passage_start", "passage_end")
-        return ("id", "task", "source", *places, "candidates", "label", "target", "question", "answers")
+        positions = ("mask_start", "passage_start", "passage_end")
+        return ("id", "task", "source", *positions, "candidates", "label", "target", "question", "answers")
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a source or candidates, or with an empty one among these."""
+        """Find rows without a source or candidates, or with an empty candidate."""
         rows = zip(read_column(batch, "source"), read_column(batch, "candidates"), strict=True)
         return [is_blank(source) or not candidates or any(map(is_blank, candidates)) for source, candidates in rows]
 
     def prompts(self, batch: Batch, indices: Sequence[int] | None = None) -> tuple[list[str], list[tuple[int, int]]]:
         """
-        The questions as a causal model reads them.
+        Return the questions as a causal model reads them.
 
         Args:
             batch (`Mapping[str, Sequence]`): The columns of [`superglue_cloze_rows`].
-            indices (`Sequence[int]`, *optional*): The rows' numbers, which errors name.
+            indices (`Sequence[int]`, *optional*): Row numbers for error messages.
 
         Returns:
-            `tuple[list[str], list[tuple[int, int]]]`: The texts, which answers follow, and the characters of the
-            passage in each.
+            `tuple[list[str], list[tuple[int, int]]]`: The prompts, and the character span of each prompt that can be
+                truncated.
         """
         texts: list[str] = []
-        passages = []
-        places = [read_column(batch, name) for name in ("mask_start", "passage_start", "passage_end")]
-        for source, mask, begin, end in zip(read_texts(batch, "source", indices), *places, strict=True):
+        truncatable_spans = []
+        columns = [read_column(batch, name) for name in ("mask_start", "passage_start", "passage_end")]
+        for source, mask, begin, end in zip(read_texts(batch, "source", indices), *columns, strict=True):
             if source[mask : mask + len(MASK)] != MASK:
                 row = row_name(len(texts), indices)
-                raise ValueError(f"{row} has no {MASK} at character {mask} of its source: {source!r}.")
+                raise ValueError(
+                    f"{row} has no {MASK} at character {mask} of its source: {source!r}. Create the rows with"
+                    " `superglue_cloze_rows`."
+                )
             before, after = source[:mask], source[mask + len(MASK) :]
             shift = len(self.blank) - len(MASK) if begin > mask else 0
             is_last = re.search(r"\w", after) is None
             texts.append(before.rstrip() if is_last else before + self.blank + after + self.slot)
-            passages.append((begin + shift, end + shift))
-        return texts, passages
+            truncatable_spans.append((begin + shift, end + shift))
+        return texts, truncatable_spans
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
         """
-        Ids, attention mask and `labels`, one row for each; with `id`, `prompt_length` and the tokens of `candidates`
-        for [`~SuperGlueCloze.for_evaluation`]. A row without a right answer, and every row without labels, is the
-        question alone. See [`Task.encode`].
+        Encode token IDs, attention mask and `labels`, one encoded example per row.
+
+        [`~SuperGlueCloze.for_evaluation`] uses the additional columns `id`, `prompt_length` and `candidates` (as token
+        IDs). A row without a correct answer, or any row without labels, becomes only the prompt. See [`Task.encode`].
         """
         check_fast_tokenizer(tokenizer)
         self._check_rows(batch, indices, with_labels)
-        texts, passages = self.prompts(batch, indices)
+        texts, truncatable_spans = self.prompts(batch, indices)
         start = start_tokens(tokenizer)
         candidates = self._tokenize_candidates(batch, tokenizer, indices)
-        most = tokenizer.model_max_length if self.max_length is None else self.max_length
-        rooms = [most - len(start) - max(map(len, row)) for row in candidates]
+        max_length = tokenizer.model_max_length if self.max_length is None else self.max_length
+        max_lengths = [max_length - len(start) - max(map(len, row)) for row in candidates]
         labels = read_column(batch, "label") if with_labels else [NO_ANSWER] * len(texts)
         encoded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
         lengths = []
-        for row, ids in enumerate(tokenize_prompts(texts, passages, rooms, tokenizer, indices)):
+        for row, ids in enumerate(tokenize_prompts(texts, truncatable_spans, max_lengths, tokenizer, indices)):
             prompt = start + ids
             answer = [] if labels[row] == NO_ANSWER else candidates[row][labels[row]]
-            _add(encoded, prompt, answer)
+            _append_example(encoded, prompt, answer)
             lengths.append(len(prompt))
         if not with_labels:
             del encoded["labels"]
@@ -180,13 +187,15 @@ class SuperGlueCloze(Task):
             row, candidates = row_name(position, indices), batch["candidates"][position]
             if task not in LABELS:
                 raise ValueError(f"{row} has the task {task!r}; allowed are {', '.join(map(repr, LABELS))}.")
-            if empty[position] and not is_blank(batch["source"][position]):  # an empty source is refused as it is read
-                raise ValueError(f"{row} has the candidates {candidates!r}; give at least one, and none empty.")
+            if empty[position] and not is_blank(batch["source"][position]):  # `read_texts` reports empty sources
+                raise ValueError(
+                    f"{row} has the candidates {candidates!r}; at least one is required, and none can be empty."
+                )
             label = read_column(batch, "label")[position] if with_labels else NO_ANSWER
             if label not in range(NO_ANSWER if task in ("record", "wsc") else 0, len(candidates)) and with_labels:
                 raise ValueError(
-                    f"{row} has the label {label!r}; allowed are the numbers of its candidates, 0 to"
-                    f" {len(candidates) - 1}, or encode with `with_labels=False`."
+                    f"{row} has the label {label!r}; allowed are the candidate numbers 0 to {len(candidates) - 1}."
+                    " Correct the label, or encode with `with_labels=False`."
                 )
 
     def _tokenize_candidates(
@@ -199,39 +208,40 @@ class SuperGlueCloze(Task):
             for text in row:
                 if not ids_of[text]:
                     raise ValueError(
-                        f"{row_name(position, indices)} has the candidate {text!r}, of which the tokenizer leaves"
-                        " nothing. Leave the candidate out, or take a tokenizer that knows it."
+                        f"{row_name(position, indices)} has the candidate {text!r}, but the tokenizer returns no"
+                        " tokens for it. Remove the candidate, or use a tokenizer with a suitable vocabulary."
                     )
             if task in WORDS and len({tuple(ids_of[text]) for text in row}) < len(row):
                 raise ValueError(
-                    f"{row_name(position, indices)} has candidates that are the same tokens: {', '.join(row)}. Take a"
-                    " tokenizer that knows these words."
+                    f"{row_name(position, indices)} has candidates with equal tokens: {', '.join(row)}. Use a"
+                    " tokenizer with a suitable vocabulary."
                 )
             end = [] if task in WORDS or not self.end_answers else [end_token(tokenizer)]
             rows.append([ids_of[text] + end for text in row])
         return rows
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
-        """Pads rows on the right. Shapes: `(batch, length)`. See [`Task.data_collator`]."""
+        """Pad examples on the right, to shape `(batch, length)`. See [`Task.data_collator`]."""
         return CausalCollator(padding_token(tokenizer))
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """
-        A row for each candidate, behind the question, with `labels` on it alone. `id` and `candidate` say of which
-        row, and its which candidate. Rows of a length stand together, so that a batch has little padding. See
-        [`Task.for_evaluation`].
+        Create one example per candidate, with the candidate after the question and `labels` for the candidate.
+
+        The columns `id` and `candidate` contain the row ID and the number of the candidate. Examples are sorted by
+        length, so that batches have little padding. See [`Task.for_evaluation`].
         """
 
         def expand(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             expanded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-            owners, numbers = [], []
+            ids, numbers = [], []
             columns = [batch[name] for name in ("id", "input_ids", "prompt_length", "candidates")]
-            for owner, ids, length, candidates in zip(*columns, strict=True):
+            for row_id, input_ids, length, candidates in zip(*columns, strict=True):
                 for number, candidate in enumerate(candidates):
-                    _add(expanded, ids[:length], candidate)
-                    owners.append(owner)
+                    _append_example(expanded, input_ids[:length], candidate)
+                    ids.append(row_id)
                     numbers.append(number)
-            return {**expanded, "id": owners, "candidate": numbers}
+            return {**expanded, "id": ids, "candidate": numbers}
 
         expanded = features.map(expand, batched=True, remove_columns=features.column_names)
         lengths = [len(ids) for ids in expanded["input_ids"]]
@@ -239,76 +249,79 @@ class SuperGlueCloze(Task):
 
     def preprocess_logits_for_metrics(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """
-        What metrics need of logits, so that an evaluation keeps no vocabulary for each token.
+        Reduce logits to candidate scores, so that evaluation does not store logits per token.
 
         Args:
             logits (`torch.Tensor` of shape `(batch, length, vocabulary)`, or a tuple that begins with it):
-                The model's.
-            labels (`torch.Tensor` of shape `(batch, length)`): Token ids, −100 for what is not predicted.
+                The logits of the model.
+            labels (`torch.Tensor` of shape `(batch, length)`): Token IDs, with −100 for tokens that are not predicted.
 
         Returns:
-            `torch.Tensor` of shape `(batch,)`, `float32`: Σ log p of each row's predicted tokens.
+            `torch.Tensor` of shape `(batch,)`, `float32`: Σ log p over the predicted tokens of each example.
         """
         scores: Any = first_output(logits)
-        row, place = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
-        # Of a batch's tokens only those of answers: a tenth of them, or less. Shape (tokens, vocabulary).
-        predicted = torch.log_softmax(scores[row, place].float(), dim=-1)
-        of_token = predicted.gather(1, labels[row, place + 1].unsqueeze(1)).squeeze(1)
-        return torch.zeros(len(labels), device=of_token.device).index_add(0, row, of_token)
+        row, position = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
+        # Only answer tokens need a softmax. They are at most about a tenth of the tokens. Shape (tokens, vocabulary).
+        log_probabilities = torch.log_softmax(scores[row, position].float(), dim=-1)
+        selected = log_probabilities.gather(1, labels[row, position + 1].unsqueeze(1)).squeeze(1)
+        return torch.zeros(len(labels), device=selected.device).index_add(0, row, selected)
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        What [`~hf_federated.tasks.superglue.superglue_scores`] computes of the likeliest candidates; `accuracy` is the
-        share of all rows of which this is a right one.
+        Build the function that computes [`~hf_federated.tasks.superglue.superglue_scores`] of the best candidates.
 
-        Needs `features`, what [`~SuperGlueCloze.for_evaluation`] made, in the order in which they are evaluated, and
-        `rows`, the evaluation data set before it was encoded, in any order.
+        `accuracy` is the fraction of rows whose best candidate is correct.
+
+        The function requires `features`, the dataset from [`~SuperGlueCloze.for_evaluation`] in evaluation order, and
+        `rows`, the evaluation dataset before encoding in any order.
         """
         if features is None or rows is None or "candidate" not in features.column_names:
             raise ValueError(
-                "The candidates of a row are compared. Give `features`, what `for_evaluation` made of the encoded"
-                " evaluation data set, and `rows`, that data set before it was encoded."
+                "`features` or `rows` is missing or has no candidates. Pass the dataset from `for_evaluation` as"
+                " `features`, and the evaluation dataset before encoding as `rows`."
             )
         columns = {name: list(read_column(rows[:], name)) for name in self.columns}
         row_of = {name: row for row, name in enumerate(columns["id"])}
         if len(row_of) < len(rows):
-            raise ValueError("Two rows have the same `id`. Give each its own, where data sets were joined.")
+            raise ValueError("`rows` contains equal values in the column `id`. Use unique ids when you join datasets.")
         if set(features.unique("id")) != set(row_of):
-            raise ValueError("Features and rows do not belong together: encode these rows to get their features.")
-        owners = np.array([row_of[name] for name in features["id"]])
+            raise ValueError("`features` and `rows` have different IDs. Encode `rows` to create matching features.")
+        feature_rows = np.array([row_of[name] for name in features["id"]])
         numbers = np.array(features["candidate"])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-            sums = _joined(prediction.predictions)
-            if sums.shape != owners.shape:
+            sums = _concatenate(prediction.predictions)
+            if sums.shape != feature_rows.shape:
                 raise ValueError(
-                    f"Predictions have the shape {sums.shape} instead of ({len(owners)},), one for each candidate."
-                    " Give the trainer `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, and the"
-                    " rows that `for_evaluation` made."
+                    f"Predictions have the shape {sums.shape} instead of ({len(feature_rows)},), one value per"
+                    " candidate. Create the trainer with"
+                    " `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, and evaluate the dataset"
+                    " from `for_evaluation`."
                 )
-            of_rows: list[np.ndarray] = [np.full(len(row), -np.inf) for row in columns["candidates"]]
-            for owner, number, value in zip(owners, numbers, sums, strict=True):
-                of_rows[owner][number] = value
-            return _metrics(columns, of_rows)
+            row_sums: list[np.ndarray] = [np.full(len(row), -np.inf) for row in columns["candidates"]]
+            for row, number, value in zip(feature_rows, numbers, sums, strict=True):
+                row_sums[row][number] = value
+            return _metrics(columns, row_sums)
 
         return compute_metrics
 
 
 def score_candidates(task: str, sums: np.ndarray) -> np.ndarray:
     """
-    How a row's candidates score: of tasks that answer with one word (BoolQ, CB, MultiRC, RTE, WiC) the softmax over
-    candidates of their probabilities, exp(s_i) / Σ_j exp(s_j); of COPA, ReCoRD and WSC the summed log-probability s_i
-    itself (FL-GLM, section 4.1.2). The best candidate is the same either way.
+    Compute the scores of a row's candidates.
+
+    For tasks with one-word answers (BoolQ, CB, MultiRC, RTE, WiC), the score is the softmax over the candidates,
+    exp(s_i) / Σ_j exp(s_j). For COPA, ReCoRD and WSC, the score is the summed log-probability s_i (FL-GLM, section
+    4.1.2). Both scores have the same best candidate.
 
     Args:
-        task (`str`): The row's task.
-        sums (`np.ndarray` of shape `(candidates,)`): Σ log p over the tokens of each.
+        task (`str`): The task of the row.
+        sums (`np.ndarray` of shape `(candidates,)`): Σ log p over the tokens of each candidate.
 
     Returns:
         `np.ndarray` of shape `(candidates,)`, `float64`.
-
     Example:
 
     ```python
@@ -328,17 +341,20 @@ def score_candidates(task: str, sums: np.ndarray) -> np.ndarray:
 
 
 def _metrics(rows: Mapping[str, Sequence[Any]], sums: Sequence[np.ndarray]) -> dict[str, float]:
-    """SuperGLUE's metrics, with each row answered by its best candidate."""
+    """Compute the SuperGLUE metrics, with the best candidate as the answer of each row."""
     labels: list[str | None] = []
     answers, targets = [], []
     for row, task in enumerate(rows["task"]):
         if np.isnan(sums[row]).any() or not np.isfinite(sums[row].max()):
-            raise ValueError(f"Of the candidates' scores of row {row} some are not numbers, or none is finite.")
+            raise ValueError(
+                f"The candidate scores of row {row} contain NaN, or none is finite. Check the model for numerical"
+                " problems."
+            )
         best = int(np.argmax(score_candidates(task, sums[row])))
         answer, target, names = rows["candidates"][row][best], rows["target"][row], LABELS[task]
-        if task == "record":  # the answer that was chosen, called correct, is so or is not
+        if task == "record":  # the label is whether the selected answer is correct
             label, target = names["True"], names[str(answer in rows["answers"][row])]
-        elif task == "wsc":  # the first candidate is the noun that the row asks about
+        elif task == "wsc":  # the first candidate is the noun in question
             label = names[str(best == 0)]
         else:
             label = list(names.values())[best]
@@ -348,15 +364,15 @@ def _metrics(rows: Mapping[str, Sequence[Any]], sums: Sequence[np.ndarray]) -> d
     return superglue_scores({**rows, "answer": answers, "target": targets}, labels, [0.0] * len(labels))
 
 
-def _add(columns: dict[str, list[Any]], prompt: list[int], answer: list[int]) -> None:
-    """One more row of ids, attention mask and labels."""
+def _append_example(columns: dict[str, list[Any]], prompt: list[int], answer: list[int]) -> None:
+    """Append an example to the columns for token IDs, attention mask and labels."""
     columns["input_ids"].append(prompt + answer)
     columns["attention_mask"].append([1] * (len(prompt) + len(answer)))
     columns["labels"].append([IGNORED] * len(prompt) + answer)
 
 
-def _joined(predictions: Any) -> np.ndarray:
-    """The sums of all batches, which a `Trainer` with `eval_do_concat_batches=False` leaves apart."""
+def _concatenate(predictions: Any) -> np.ndarray:
+    """Concatenate the sums of all batches. `Trainer` returns a list with `eval_do_concat_batches=False`."""
     if isinstance(predictions, list):
         return np.concatenate([first_output(batch) for batch in predictions])
     return first_output(predictions)

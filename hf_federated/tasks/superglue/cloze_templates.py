@@ -1,10 +1,12 @@
-"""SuperGLUE's raw rows as cloze questions with candidates for the blank: the templates of FL-GLM, table 5.
+"""Convert raw SuperGLUE rows to cloze questions with candidates for the blank, with the templates of FL-GLM, table 5.
 
 Sources: "Safely Learning with Private Data: A Federated Learning Framework for Large Language Model" (FL-GLM), section
-4.1.1 and table 5, which takes them from GLM (Du et al., 2022), section 3.1. What the table does not say is done as in
-GLM: COPA asks for an effect with "so" and for a cause with "because"; a text before punctuation of the template loses
-its own; a choice of COPA begins in lower case, within its sentence; WSC's pronoun stands between asterisks in the
-sentence too.
+4.1.1 and table 5, which takes the templates from GLM (Du et al., 2022), section 3.1. Details that the table does not
+define follow GLM:
+
+- COPA asks for an effect with "so" and for a cause with "because". Choices begin in lower case within the sentence;
+- a text before punctuation of the template loses its final punctuation;
+- the pronoun of WSC is between asterisks in the sentence as well.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from .templates import LABELS, clean, find_span, read_label
 
 logger = logging.get_logger(__name__)
 
-MASK = "[M]"  # the blank, as the paper writes it
-NO_ANSWER = -1  # the label of a row of which no candidate is known to be right
+MASK = "[M]"  # the blank, written as in the paper
+NO_ANSWER = -1  # label of a row without a known correct candidate
 
-# The words that answer, in the order of `LABELS`. Candidates of the other tasks come from their rows.
+# The candidate words of each task, in the order of `LABELS`. The rows of the other tasks contain their candidates.
 WORDS: dict[str, tuple[str, ...]] = {
     "boolq": ("no", "yes"),
     "cb": ("yes", "no", "maybe"),
@@ -54,11 +56,11 @@ FEATURES = Features(
 
 
 class _Passage(str):
-    """The part of a template that may be cut."""
+    """The part of a template that can be truncated."""
 
 
 class _Blank(str):
-    """The part of a template that is asked for."""
+    """The part of a template that the model fills."""
 
 
 _BLANK = _Blank(MASK)
@@ -66,14 +68,14 @@ _BLANK = _Blank(MASK)
 
 class Cloze(NamedTuple):
     """
-    A row for the model.
+    A cloze question.
 
     Args:
-        parts (`list[str]`): The filled template, the blank among them.
-        label (`Any`): As it stands in the raw row.
-        candidates (`Sequence[str]`): What may fill the blank; the task's words by default.
-        question (`str`): What tells the questions of a raw row apart; one question by default.
-        answers (`tuple[str, ...]`): The right answers of a ReCoRD query.
+        parts (`list[str]`): The parts of the filled template, including the blank.
+        label (`Any`): The label in the raw row.
+        candidates (`Sequence[str]`): The candidates for the blank. Defaults to the words of the task.
+        question (`str`): An identifier of the question within the raw row. Empty if the row has one question.
+        answers (`tuple[str, ...]`): The correct answers of a ReCoRD query.
     """
 
     parts: list[str]
@@ -85,42 +87,45 @@ class Cloze(NamedTuple):
 
 def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) -> Dataset:
     """
-    Raw rows of a SuperGLUE task as cloze questions, which all tasks share and [`SuperGlueCloze`] reads.
+    Convert raw rows of a SuperGLUE task to cloze questions in the common format of all tasks.
 
-    Both layouts are taken: the benchmark's own JSON lines and that of `super_glue` on the Hub. With ``[M]`` for the
-    blank they are (FL-GLM, table 5):
+    [`SuperGlueCloze`] reads this format. Both layouts are supported: the benchmark's JSON lines, and `super_glue` on
+    the Hub. The templates, with ``[M]`` for the blank, are (FL-GLM, table 5):
 
-    - ReCoRD: `passage query`, the blank at the query's `@placeholder`; candidates are the passage's entities;
-    - COPA: `"choice1" or "choice2"? premise, so [M].` (`premise because [M].` where a cause is asked for); candidates
-      are the choices;
-    - WSC: `sentence The pronoun '*p*' refers to [M].`; candidates are nouns;
-    - RTE: `"hypothesis"? [M] "premise"`; yes, no;
-    - BoolQ: `passage. Question: question? Answer: [M].`; yes, no;
-    - WiC: `"sentence1" / "sentence2" Similar sense of word? [M].`; yes, no;
-    - CB: `"hypothesis"? [M], "premise"`; yes, no, maybe;
-    - MultiRC, a row for each answer: `passage. Question: question? Is it answer? [M].`; yes, no.
+    - ReCoRD: `passage query`, with the blank at the query's `@placeholder`. The candidates are the entities of the
+      text;
+    - COPA: `"choice1" or "choice2"? premise, so [M].` (`premise because [M].` if the question is for a cause). The
+      candidates are the choices;
+    - WSC: `sentence The pronoun '*p*' refers to [M].` The candidates are nouns;
+    - RTE: `"hypothesis"? [M] "premise"`. The candidates are yes and no;
+    - BoolQ: `passage. Question: question? Answer: [M].` The candidates are yes and no;
+    - WiC: `"sentence1" / "sentence2" Similar sense of word? [M].` The candidates are yes and no;
+    - CB: `"hypothesis"? [M], "premise"`. The candidates are yes, no and maybe;
+    - MultiRC, with one row per answer: `passage. Question: question? Is it answer? [M].` The candidates are yes and
+      no.
 
-    WSC says of one noun (`span1_text`) whether the pronoun refers to it. It does if it is the likeliest candidate; the
-    others are the nouns that other rows ask about for the same text, and those of a column `candidates`, if raw rows
-    have one. Where a noun is found wrong, the right one is not known, so such a row can be evaluated but teaches
-    nothing (GLM trains on the others as well).
+    The label of a WSC row states whether the pronoun refers to a certain noun (`span1_text`). The prediction is true
+    if this noun is the most likely candidate. The other candidates are the nouns of other rows with the same text, and
+    the nouns in the optional raw column `candidates`. If the label is false, the correct noun is unknown. Such rows
+    can be used for evaluation, but not for training (GLM trains on them as well).
 
     Args:
         task (`str`): `"boolq"`, `"cb"`, `"copa"`, `"multirc"`, `"record"`, `"rte"`, `"wic"` or `"wsc"`.
         rows (`datasets.Dataset`): Raw rows with labels.
-        answered_only (`bool`, *optional*, defaults to `False`): Leave out rows without a right candidate (WSC, and
-            queries of ReCoRD without answers), as training needs it.
+        answered_only (`bool`, *optional*, defaults to `False`): Whether to remove rows without a correct candidate
+            (WSC, and ReCoRD queries without answers). Training requires it.
 
     Returns:
-        `datasets.Dataset`: With the columns `id` (unique), `task`, `source` (the filled template), `mask_start` (where
-        its `[M]` begins), `passage_start` and `passage_end` (what of it may be cut; equal where nothing may),
-        `candidates`, `label` (the number of the right candidate; −1 where none is known), `target` (the label's name,
-        as in [`superglue_rows`]), `question` (the same for all rows of a question, and for no others of this data set)
-        and `answers` (the right answers of a ReCoRD query).
+        `datasets.Dataset`: A dataset with the columns `id` (unique), `task`, `source` (the filled template),
+            `mask_start` (the position of `[M]`), `passage_start` and `passage_end` (the part that can be truncated;
+            both are equal if there is none), `candidates`, `label` (the number of the correct candidate, or −1 if it
+            is unknown), `target` (the label name, as in [`superglue_rows`]), `question` (an identifier of the
+            question, unique within the dataset and equal for all rows of the question) and `answers` (the correct
+            answers of a ReCoRD query). Positions are in characters.
 
     Raises:
-        ValueError: If the task is unknown, a column is missing, or a row lacks a text or a label, has an unknown
-            label, or an answer or a span that is not in its text. The message names the row.
+        ValueError: If the task is unknown or a column is missing. Also raised if a row lacks a text or a label, has an
+            unknown label, or has an answer or a span that is not in its text. The message names the row.
 
     Example:
 
@@ -136,7 +141,7 @@ def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) 
     ```
     """
     if task not in LABELS:
-        raise ValueError(f"{task!r} is no task of SuperGLUE; its tasks are {', '.join(map(repr, LABELS))}.")
+        raise ValueError(f"{task!r} is not a SuperGLUE task; the tasks are {', '.join(map(repr, LABELS))}.")
     feature = rows.features.get("label")
     names = feature.names if isinstance(feature, ClassLabel) else list(LABELS[task])
     nouns = _nouns_by_text(rows) if task == "wsc" else {}
@@ -146,9 +151,9 @@ def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) 
         for position, index in enumerate(indices):
             row = {name: values[position] for name, values in batch.items()}
             where = f"Row {index} of {task!r}"
-            for number, cloze in enumerate(clozes(task, row, where, nouns)):
+            for number, cloze in enumerate(build_clozes(task, row, where, nouns)):
                 target = read_label(task, cloze.label, names, where)
-                answer = _right_candidate(task, target, cloze)
+                answer = _correct_candidate(task, target, cloze)
                 if answered_only and answer == NO_ANSWER:
                     continue
                 values = {
@@ -165,27 +170,27 @@ def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) 
                     converted[name].append(value)
         return converted
 
-    # Passages repeat for each of their answers, so few raw rows are many megabytes.
+    # Small batches limit memory: a raw row is repeated for each of its answers.
     columns = list(rows.column_names)
     kwargs: dict[str, Any] = {"batch_size": 100, "remove_columns": columns, "features": FEATURES}
     converted = rows.map(convert, batched=True, with_indices=True, **kwargs)
-    if alone := sum(len(candidates) == 1 for candidates in converted["candidates"]):
+    if num_single := sum(len(candidates) == 1 for candidates in converted["candidates"]):
         logger.warning(
-            f"{alone} of {len(converted)} rows of {task!r} have one candidate only, which is always the likeliest."
-            " Give the raw rows a column 'candidates' with other nouns of their texts."
+            f"{num_single} of {len(converted)} rows of {task!r} have only one candidate, so this candidate is always"
+            " the prediction. Add a column 'candidates' with other nouns of the texts to the raw rows."
         )
     return converted
 
 
-def clozes(task: str, row: Mapping[str, Any], where: str, nouns: Mapping[str, Sequence[str]]) -> Iterator[Cloze]:
+def build_clozes(task: str, row: Mapping[str, Any], where: str, nouns: Mapping[str, Sequence[str]]) -> Iterator[Cloze]:
     """
-    What a raw row becomes.
+    Yield the cloze questions of a raw row.
 
     Args:
         task (`str`): A key of `LABELS`.
         row (`Mapping[str, Any]`): The raw row.
-        where (`str`): How errors name it.
-        nouns (`Mapping[str, Sequence[str]]`): Of WSC, the nouns that are asked about for a text.
+        where (`str`): The name of the row in error messages.
+        nouns (`Mapping[str, Sequence[str]]`): For WSC, the nouns in question by text.
     """
     if task == "multirc":
         yield from _multirc(row, where)
@@ -204,7 +209,7 @@ def _yes_or_no(task: str, row: Mapping[str, Any], where: str) -> list[str]:
         return read_text(row, column, where).strip()
 
     if task == "boolq":
-        passage, question = _unended(text("passage")), _unended(text("question"))
+        passage, question = _strip_end(text("passage")), _strip_end(text("question"))
         return [_Passage(passage), ". Question: ", question, "? Answer: ", _BLANK, "."]
     if task == "wic":
         return [
@@ -217,45 +222,45 @@ def _yes_or_no(task: str, row: Mapping[str, Any], where: str) -> list[str]:
             ".",
         ]
     between = " " if task == "rte" else ", "
-    return ['"', _unended(text("hypothesis")), '"? ', _BLANK, between, '"', _Passage(text("premise")), '"']
+    return ['"', _strip_end(text("hypothesis")), '"? ', _BLANK, between, '"', _Passage(text("premise")), '"']
 
 
 def _copa(row: Mapping[str, Any], where: str) -> Cloze:
     choices = []
     for column in ("choice1", "choice2"):
-        choice = _unended(read_text(row, column, where))
+        choice = _strip_end(read_text(row, column, where))
         if not choice:
-            raise ValueError(f"{where} has nothing but punctuation in {column!r}.")
+            raise ValueError(f"{where} has nothing but punctuation in {column!r}. Correct the text, or drop the row.")
         choices.append(_lower_first(choice))
-    joints = {"effect": ", so ", "cause": " because "}
-    asked = read_text(row, "question", where)
-    if asked not in joints:
-        raise ValueError(f"{where} asks for {asked!r}; allowed are {', '.join(map(repr, joints))}.")
-    premise = _unended(read_text(row, "premise", where))
-    parts = ['"', choices[0], '" or "', choices[1], '"? ', premise, joints[asked], _BLANK, "."]
+    connectives = {"effect": ", so ", "cause": " because "}
+    question = read_text(row, "question", where)
+    if question not in connectives:
+        raise ValueError(f"{where} has the question {question!r}; allowed are {', '.join(map(repr, connectives))}.")
+    premise = _strip_end(read_text(row, "premise", where))
+    parts = ['"', choices[0], '" or "', choices[1], '"? ', premise, connectives[question], _BLANK, "."]
     return Cloze(parts, read_value(row, "label", where), choices)
 
 
 def _multirc(row: Mapping[str, Any], where: str) -> Iterator[Cloze]:
     for answer in multirc_answers(row, where):
-        asked = f". Question: {_unended(answer.question)}? Is it {_unended(answer.text)}? "
-        parts = [_Passage(_unended(answer.paragraph)), asked, _BLANK, "."]
-        yield Cloze(parts, answer.label, question=answer.place)
+        question = f". Question: {_strip_end(answer.question)}? Is it {_strip_end(answer.text)}? "
+        parts = [_Passage(_strip_end(answer.paragraph)), question, _BLANK, "."]
+        yield Cloze(parts, answer.label, question=answer.question_id)
 
 
 def _record(row: Mapping[str, Any], where: str) -> Iterator[Cloze]:
     for query in record_queries(row, where):
-        passage = HIGHLIGHT.sub("\n- ", query.passage).strip()
+        passage = HIGHLIGHT.sub("\n- ", query.context).strip()
         before, _, after = query.text.strip().partition(PLACEHOLDER)
         parts = [_Passage(passage), "\n", before, _BLANK, after]
-        # ReCoRD's label is of a candidate; its rows here have all of them, and a right one.
-        yield Cloze(parts, True, query.entities, query.place, query.answers)
+        # ReCoRD labels refer to a single candidate. Here a row has all candidates, so its label is always true.
+        yield Cloze(parts, True, query.entities, query.question_id, query.answers)
 
 
 def _wsc(row: Mapping[str, Any], where: str, nouns: Mapping[str, Sequence[str]]) -> Cloze:
     words = read_text(row, "text", where).split()
     first, number = find_span(row, "span2", [clean(word) for word in words], where)
-    spans = row["target"] if "target" in row else row  # in the benchmark's own files they are an object
+    spans = row["target"] if "target" in row else row  # the benchmark's files store the spans in an object
     pronoun = read_text(spans, "span2_text", where).strip()
     last = words[first + number - 1]
     ending = last.rfind(pronoun.split()[-1]) + len(pronoun.split()[-1]) if pronoun.split()[-1] in last else len(last)
@@ -263,18 +268,19 @@ def _wsc(row: Mapping[str, Any], where: str, nouns: Mapping[str, Sequence[str]])
     words[first] = re.sub(r"\w", r"*\g<0>", words[first], count=1)
     noun = read_text(spans, "span1_text", where).strip()
     candidates = {clean(noun).lower(): noun}
-    for rival in [*_own_candidates(row), *nouns[_text_key(row["text"])]]:
-        candidates.setdefault(clean(rival).lower(), rival)
+    for candidate in [*_extra_candidates(row), *nouns[_text_key(row["text"])]]:
+        candidates.setdefault(clean(candidate).lower(), candidate)
     parts = [" ".join(words), f" The pronoun '*{pronoun}*' refers to ", _BLANK, "."]
     return Cloze(parts, read_value(row, "label", where), list(candidates.values()))
 
 
 def _nouns_by_text(rows: Dataset) -> dict[str, list[str]]:
-    """The nouns that rows of a WSC text ask about."""
+    """Collect the nouns in question of all WSC rows by text."""
     nouns = defaultdict(list)
     for row in rows.select_columns([name for name in ("text", "target", "span1_text") if name in rows.column_names]):
         spans = row.get("target") or row
-        if not is_blank(row.get("text")) and not is_blank(spans.get("span1_text")):  # else the row is refused by name
+        # Blank values are skipped here. Converting the row raises an error that names the row.
+        if not is_blank(row.get("text")) and not is_blank(spans.get("span1_text")):
             nouns[_text_key(row["text"])].append(spans["span1_text"].strip())
     return dict(nouns)
 
@@ -283,39 +289,39 @@ def _text_key(text: str) -> str:
     return clean(text).lower()
 
 
-def _own_candidates(row: Mapping[str, Any]) -> list[str]:
-    """Nouns that a raw row brings, as texts or, in GLM's files, as objects with a text."""
+def _extra_candidates(row: Mapping[str, Any]) -> list[str]:
+    """Return the nouns in the column `candidates`, which holds texts or, in GLM's files, objects with a text."""
     given = [noun if isinstance(noun, str) else noun["text"] for noun in row.get("candidates") or []]
     return [noun.strip() for noun in given if not is_blank(noun)]
 
 
-def _right_candidate(task: str, target: str, cloze: Cloze) -> int:
-    """Its number; −1 where none is known."""
+def _correct_candidate(task: str, target: str, cloze: Cloze) -> int:
+    """Return the number of the correct candidate, or −1 if it is unknown."""
     if task == "record":
         return list(cloze.candidates).index(cloze.answers[0]) if cloze.answers else NO_ANSWER
-    if task == "wsc":  # the first is the noun that the label is of
+    if task == "wsc":  # the label refers to the first candidate
         return 0 if target == LABELS[task]["True"] else NO_ANSWER
     return list(LABELS[task].values()).index(target)
 
 
 def _join(parts: Sequence[str]) -> dict[str, Any]:
-    """A filled template as one text, with the places of the blank and of the passage."""
-    places = {"mask_start": 0, "passage_start": 0, "passage_end": 0}
+    """Join the parts of a filled template, and locate the blank and the part that can be truncated."""
+    positions = {"mask_start": 0, "passage_start": 0, "passage_end": 0}
     text = ""
     for part in parts:
         if isinstance(part, _Blank):
-            places["mask_start"] = len(text)
+            positions["mask_start"] = len(text)
         elif isinstance(part, _Passage):
-            places |= {"passage_start": len(text), "passage_end": len(text) + len(part)}
+            positions |= {"passage_start": len(text), "passage_end": len(text) + len(part)}
         text += part
-    return {"source": text, **places}
+    return {"source": text, **positions}
 
 
-def _unended(text: str) -> str:
-    """A text without the punctuation at its end, for which the template has its own."""
+def _strip_end(text: str) -> str:
+    """Remove the punctuation at the end of a text, because the template adds its own punctuation."""
     return text.strip().rstrip(".?!,;: ")
 
 
 def _lower_first(text: str) -> str:
-    """A sentence as it goes on within another one."""
+    """Convert the first letter to lower case for use within a sentence, except for the word I."""
     return text if re.match(r"I\b", text) else text[:1].lower() + text[1:]

@@ -33,25 +33,25 @@ from .scores import superglue_scores
 from .templates import LABELS
 
 
-# One head for all: names that several tasks have (Entailment) are one label.
+# One head for all tasks. A label name that several tasks share, such as Entailment, is one label.
 LABEL_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for names in LABELS.values() for name in names.values()))
 
 
 class SuperGlueTask(Task):
-    """What the two forms share: rows of [`superglue_rows`], and the metrics of the benchmark."""
+    """Base class of the SuperGLUE tasks that read [`superglue_rows`] and compute the benchmark's metrics."""
 
-    # Public rows lose it.
+    # Public rows are stored without this column.
     label_column: ClassVar[str] = "target"
     needs_rows: ClassVar[bool] = True
 
     @property
     @abstractmethod
-    def form(self) -> TextClassification | Seq2Seq:
-        """What encodes a row."""
+    def base_task(self) -> TextClassification | Seq2Seq:
+        """The task that encodes the rows."""
 
     @property
     def main_metric(self) -> str:
-        """The metric that runs are compared by."""
+        """The metric for comparing runs."""
         return "superglue_score"
 
     @property
@@ -60,14 +60,14 @@ class SuperGlueTask(Task):
         return ("task", "source", "target", "question", "answer", "answers")
 
     def find_empty(self, batch: Batch) -> list[bool]:
-        """Rows without a source or a target."""
+        """Find rows without a source or without a target."""
         rows = zip(read_column(batch, "source"), read_column(batch, "target"), strict=True)
         return [is_blank(source) or is_blank(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
     ) -> dict[str, list[Any]]:
-        """The tokenizer's columns and `labels`, one row for each. See [`Task.encode`]."""
+        """Return the tokenizer's columns and `labels`, one encoded example per row. See [`Task.encode`]."""
         for position, task in enumerate(read_column(batch, "task")):
             if task not in LABELS:
                 raise ValueError(
@@ -79,47 +79,47 @@ class SuperGlueTask(Task):
             if target not in allowed:
                 raise ValueError(
                     f"{row_name(position, indices)} has the label {target!r}; allowed for {task!r} are"
-                    f" {', '.join(map(repr, allowed))}. `superglue_rows` names them so."
+                    f" {', '.join(map(repr, allowed))}. Create the rows with `superglue_rows`."
                 )
-        return self.form.encode(batch, tokenizer, indices, with_labels)
+        return self.base_task.encode(batch, tokenizer, indices, with_labels)
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
-        """That of the form. See [`Task.data_collator`]."""
-        return self.form.data_collator(tokenizer, model)
+        """Return the collator of the base task. See [`Task.data_collator`]."""
+        return self.base_task.data_collator(tokenizer, model)
 
     @abstractmethod
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
         """
-        The name of each row's label, and how sure it is that its candidate is the right one.
+        Return the predicted label name and the candidate score of each row.
 
         Args:
-            prediction (`EvalPrediction`): As a `Trainer` has it.
-            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
+            prediction (`EvalPrediction`): The prediction from a `Trainer`.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the rows.
         """
 
     @abstractmethod
     def read_targets(self, label_ids: np.ndarray, tokenizer: Any) -> list[str | None]:
         """
-        The name of each row's right label, from what the row was encoded to.
+        Return the correct label name of each row from its encoded label.
 
         Args:
             label_ids (`np.ndarray`): `EvalPrediction.label_ids`.
-            tokenizer (`PreTrainedTokenizerFast`): What the rows were encoded with.
+            tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the rows.
         """
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
-        What [`~hf_federated.tasks.superglue.superglue_scores`] computes.
+        Build the function that computes [`~hf_federated.tasks.superglue.superglue_scores`].
 
-        Needs `rows`, the evaluation data set before it was encoded, in its order: a model's inputs do not say which
-        rows belong to one question.
+        The function requires `rows`, the evaluation dataset before encoding, in evaluation order. The model inputs do
+        not contain the question of each row.
         """
         if rows is None:
             raise ValueError(
-                "SuperGLUE's metrics join the rows of a question. Give `rows`, the evaluation data set before it was"
-                " encoded, in its order."
+                "`rows` is missing, but SuperGLUE's metrics group rows by question. Pass the evaluation dataset before"
+                " encoding, in evaluation order."
             )
         columns = {name: list(read_column(rows[:], name)) for name in self.columns}
 
@@ -127,8 +127,8 @@ class SuperGlueTask(Task):
             targets = self.read_targets(prediction.label_ids, tokenizer)
             if targets != columns["target"]:
                 raise ValueError(
-                    f"The {len(targets)} predictions are not of the {len(columns['target'])} `rows`, whose labels are"
-                    " others. Give the rows in the order in which they are evaluated."
+                    f"The labels of the {len(targets)} predictions differ from the labels of the"
+                    f" {len(columns['target'])} `rows`. Pass the evaluated rows, in evaluation order."
                 )
             return superglue_scores(columns, *self.read_predictions(prediction, tokenizer))
 
@@ -138,20 +138,20 @@ class SuperGlueTask(Task):
 @dataclass(frozen=True)
 class SuperGlueClassification(SuperGlueTask):
     """
-    SuperGLUE for encoders: all tasks under one head, with a label for each label name of all tasks.
+    SuperGLUE for encoders, with one classification head for the labels of all tasks.
 
-    Reads what [`superglue_rows`] makes of raw rows. `labels` are numbers of `LABEL_NAMES`, sixteen; BoolQ's Yes and
-    No are two of them, and the Entailment of CB and that of RTE one. The prediction is the best of all sixteen, so a
-    model that takes a row for one of another task is wrong. ReCoRD's answer to a query is the candidate with the
-    highest logit of Correct over that of Wrong.
+    The task reads the rows from [`superglue_rows`]. `labels` are positions in the 16 `LABEL_NAMES`. BoolQ's Yes and No
+    are two of these labels. CB and RTE share the label Entailment. The prediction is the label with the highest logit
+    among all 16 labels, so a label of another task counts as wrong. For ReCoRD, the answer to a query is the candidate
+    with the largest difference between the logits of Correct and Wrong.
 
     Args:
         max_length (`int`, *optional*):
-            Tokens that are kept of a row, special ones counted. Defaults to what the tokenizer allows.
+            Maximum number of tokens per example, including special tokens. Defaults to the maximum of the tokenizer.
 
     Raises:
-        ValueError: If `max_length` is out of range; from `encode`, if a row has no text, an unknown task, or a label
-            that its task does not have; from the metrics, if `rows` are not those that are evaluated.
+        ValueError: If `max_length` is out of range. `encode` raises it if a row has no text, an unknown task, or a
+            label that its task does not have. The metrics raise it if `rows` are not the evaluated rows.
 
     Example:
 
@@ -183,51 +183,53 @@ class SuperGlueClassification(SuperGlueTask):
         check_length("max_length", self.max_length)
 
     @property
-    def form(self) -> TextClassification:
+    def base_task(self) -> TextClassification:
         """Text classification with the labels of all tasks."""
         return TextClassification(LABEL_NAMES, "source", "target", self.max_length)
 
     @property
     def model_kwargs(self) -> dict[str, Any]:
         """`num_labels`, `id2label` and `label2id`."""
-        return self.form.model_kwargs
+        return self.base_task.model_kwargs
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
-        """Pads inputs of shape `(batch, length)`. See [`Task.data_collator`]."""
-        return self.form.data_collator(tokenizer, model)
+        """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""
+        return self.base_task.data_collator(tokenizer, model)
 
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
-        """From logits of shape `(rows, labels)`. See [`SuperGlueTask.read_predictions`]."""
+        """Read predictions from logits of shape `(rows, labels)`. See [`SuperGlueTask.read_predictions`]."""
         logits = first_output(prediction.predictions)
         if np.isnan(logits).any():
-            raise ValueError("There are logits that are not numbers: the model's outputs are not finite.")
+            raise ValueError("The logits contain NaN. Check the model and the training for numerical problems.")
         correct, wrong = LABEL_NAMES.index(LABELS["record"]["True"]), LABEL_NAMES.index(LABELS["record"]["False"])
         labels: list[str | None] = [LABEL_NAMES[number] for number in np.argmax(logits, axis=-1)]
         return labels, (logits[:, correct] - logits[:, wrong]).tolist()
 
     def read_targets(self, label_ids: np.ndarray, tokenizer: Any) -> list[str | None]:
-        """From numbers of shape `(rows,)`. See [`SuperGlueTask.read_targets`]."""
+        """Read targets from label IDs of shape `(rows,)`. See [`SuperGlueTask.read_targets`]."""
         return [LABEL_NAMES[number] for number in label_ids]
 
 
 @dataclass(frozen=True)
 class SuperGlueSeq2Seq(SuperGlueTask):
     """
-    SuperGLUE for text-to-text models: the target is the label's name, as T5 does it (Raffel et al., 2020).
+    SuperGLUE for text-to-text models. The target is the label name, as in T5 (Raffel et al., 2020).
 
-    Reads what [`superglue_rows`] makes of raw rows. Evaluate with `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) and
-    `predict_with_generate=True`. What the model writes is a label if it reads as the tokenizer writes that label's
-    name; anything else is wrong. ReCoRD's answer to a query is the first candidate that is called Correct, and none
-    where there is no such candidate.
+    The task reads the rows from [`superglue_rows`]. Evaluate with `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) and
+    `predict_with_generate=True`. A generated text counts as a label if it equals the label name after encoding and
+    decoding with the tokenizer. Any other text is wrong. For ReCoRD, the answer to a query is the first candidate with
+    the prediction Correct. If there is no such candidate, the answer is empty.
 
     Args:
-        max_source_length (`int`, *optional*, defaults to 512): Tokens that are kept of a source, with special ones.
-        max_target_length (`int`, *optional*, defaults to 16): Tokens that are kept of a target, with special ones.
+        max_source_length (`int`, *optional*, defaults to 512): Maximum number of tokens of a source, including special
+            tokens.
+        max_target_length (`int`, *optional*, defaults to 16): Maximum number of tokens of a target, including special
+            tokens.
 
     Raises:
-        ValueError: If a length is out of range; from `encode`, if a row has no text, an unknown task, or a label that
-            its task does not have; from the metrics, if predictions are no token ids, the tokenizer cannot tell two
-            labels apart, or `rows` are not those that are evaluated.
+        ValueError: If a length is out of range. `encode` raises it if a row has no text, an unknown task, or a label
+            that its task does not have. The metrics raise it if predictions are not token IDs, the tokenizer encodes
+            two labels in the same way, or `rows` are not the evaluated rows.
 
     Example:
 
@@ -253,7 +255,7 @@ class SuperGlueSeq2Seq(SuperGlueTask):
     max_target_length: int = 16
 
     model_class: ClassVar[Any] = AutoModelForSeq2SeqLM
-    # Its targets are labels, which public rows have not.
+    # The targets are labels, and public rows have no labels.
     prediction_unit = None
     trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
@@ -263,28 +265,28 @@ class SuperGlueSeq2Seq(SuperGlueTask):
         check_length("max_target_length", self.max_target_length)
 
     @property
-    def form(self) -> Seq2Seq:
-        """A target for a source."""
+    def base_task(self) -> Seq2Seq:
+        """Sequence-to-sequence generation of the target."""
         return Seq2Seq("source", "target", "", self.max_source_length, self.max_target_length)
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorForSeq2Seq:
-        """Pads inputs and, with −100, labels. See [`Seq2Seq.data_collator`]."""
-        return self.form.data_collator(tokenizer, model)
+        """Pad inputs, and pad labels with −100. See [`Seq2Seq.data_collator`]."""
+        return self.base_task.data_collator(tokenizer, model)
 
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """
-        A pretrained encoder and a pretrained decoder, joined by new cross-attention, as [`Seq2Seq`] joins them.
+        Load a pretrained encoder and a pretrained decoder, as [`Seq2Seq.load_encoder_decoder`] does.
 
         Args:
-            encoder (`str`): As in `from_pretrained`.
-            decoder (`str`): As in `from_pretrained`.
-            tokenizer (`PreTrainedTokenizerFast`): As there.
-            kwargs (*optional*): As there.
+            encoder (`str`): Name or path of the encoder, as in `from_pretrained`.
+            decoder (`str`): Name or path of the decoder, as in `from_pretrained`.
+            tokenizer (`PreTrainedTokenizerFast`): As in [`Seq2Seq.load_encoder_decoder`].
+            kwargs (*optional*): As in [`Seq2Seq.load_encoder_decoder`].
         """
-        return self.form.load_encoder_decoder(encoder, decoder, tokenizer, **kwargs)
+        return self.base_task.load_encoder_decoder(encoder, decoder, tokenizer, **kwargs)
 
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
-        """From token ids of shape `(rows, length)`. See [`SuperGlueTask.read_predictions`]."""
+        """Read predictions from token IDs of shape `(rows, length)`. See [`SuperGlueTask.read_predictions`]."""
         generated = first_output(prediction.predictions)
         if generated.ndim != 2 or not np.issubdtype(generated.dtype, np.integer):
             raise ValueError(
@@ -295,20 +297,20 @@ class SuperGlueSeq2Seq(SuperGlueTask):
         return labels, [0.0 if label == LABELS["record"]["True"] else -np.inf for label in labels]
 
     def read_targets(self, label_ids: np.ndarray, tokenizer: Any) -> list[str | None]:
-        """From token ids of shape `(rows, length)`, of the targets or of what was generated."""
-        name_of = self._name_of(tokenizer)
+        """Read label names from token IDs of shape `(rows, length)`, either of targets or of generated texts."""
+        name_of = self._names_by_text(tokenizer)
         return [name_of.get(text) for text in decode_ids(tokenizer, label_ids)]
 
-    def _name_of(self, tokenizer: Any) -> dict[str, str]:
-        """The label's name for each text that the tokenizer makes of one: lower case, say, or with spaces in it."""
+    def _names_by_text(self, tokenizer: Any) -> dict[str, str]:
+        """Map the decoded text of each label to its name. Decoding can change case and spaces."""
         ids = tokenizer(text_target=list(LABEL_NAMES), truncation=True, max_length=self.max_target_length)["input_ids"]
         names: dict[str, str] = {}
         for name, row in zip(LABEL_NAMES, ids, strict=True):
             text = decode_ids(tokenizer, np.array([row]))[0]
             if text in names:
                 raise ValueError(
-                    f"The tokenizer writes both {names[text]!r} and {name!r} as {text!r}. Take one that knows these"
-                    f" words, or raise `max_target_length`, which is {self.max_target_length}."
+                    f"The tokenizer encodes both {names[text]!r} and {name!r} as {text!r}. Use a tokenizer with a"
+                    f" suitable vocabulary, or increase `max_target_length`, which is {self.max_target_length}."
                 )
             names[text] = name
         return names

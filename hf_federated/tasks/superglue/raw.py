@@ -1,4 +1,4 @@
-"""The parts of SuperGLUE's raw rows, in the layout of the benchmark's JSON lines or of `super_glue` on the Hub."""
+"""Read raw SuperGLUE rows, in the layout of the benchmark's JSON lines or of `super_glue` on the Hub."""
 
 from __future__ import annotations
 
@@ -9,79 +9,79 @@ from typing import Any, NamedTuple
 from ..base import is_blank
 
 
-HIGHLIGHT = re.compile(r"\s*@highlight\s*")  # ReCoRD's mark between a news text and its summary
-PLACEHOLDER = "@placeholder"  # and that of the entity which a query leaves out
+HIGHLIGHT = re.compile(r"\s*@highlight\s*")  # separates a news text and its summary points in ReCoRD
+PLACEHOLDER = "@placeholder"  # marks the missing entity in a ReCoRD query
 
 
 class MultiRCAnswer(NamedTuple):
     """
-    An answer that is right or wrong.
+    A correct or wrong answer to a MultiRC question.
 
     Args:
-        paragraph (`str`): The text.
-        question (`str`): What is asked of it.
-        text (`str`): The answer. A few of the benchmark's are empty, and count as the others do.
-        label (`Any`): As it stands in the raw row.
-        place (`str`): What tells the question from others.
+        paragraph (`str`): The paragraph.
+        question (`str`): The question about the paragraph.
+        text (`str`): The answer. A few answers of the benchmark are empty and count like all other answers.
+        label (`Any`): The label in the raw row.
+        question_id (`str`): An identifier of the question.
     """
 
     paragraph: str
     question: str
     text: str
     label: Any
-    place: str
+    question_id: str
 
 
 class RecordQuery(NamedTuple):
     """
-    A sentence with a gap for an entity.
+    A sentence with a placeholder for an entity.
 
     Args:
-        passage (`str`): The text, with `@highlight` in it.
-        text (`str`): The query, with `@placeholder` in it.
-        entities (`tuple[str, ...]`): The different entities of the passage.
-        answers (`tuple[str, ...]`): Those that are right.
-        place (`str`): What tells the query from others.
+        context (`str`): The news text, with `@highlight`.
+        text (`str`): The query, with `@placeholder`.
+        entities (`tuple[str, ...]`): The distinct entities of the news text.
+        answers (`tuple[str, ...]`): The correct entities.
+        question_id (`str`): An identifier of the query.
     """
 
-    passage: str
+    context: str
     text: str
     entities: tuple[str, ...]
     answers: tuple[str, ...]
-    place: str
+    question_id: str
 
 
 def multirc_answers(row: Mapping[str, Any], where: str) -> Iterator[MultiRCAnswer]:
     """
-    The answers of a raw MultiRC row: all of a passage, or one on the Hub.
+    Yield the answers of a raw MultiRC row: all answers of a paragraph, or a single answer in the Hub layout.
 
     Args:
         row (`Mapping[str, Any]`): The raw row.
-        where (`str`): How errors name it.
+        where (`str`): The name of the row in error messages.
     """
-    if "passage" not in row:  # the Hub's layout, a row an answer
-        paragraph, asked = read_text(row, "paragraph", where), read_text(row, "question", where)
-        place, answer = read_value(row, "idx", where), _answer_text(row, "answer", where)
-        number = f"{place['paragraph']}-{place['question']}"
-        yield MultiRCAnswer(paragraph, asked, answer, read_value(row, "label", where), number)
+    if "passage" not in row:  # the Hub layout, with one row per answer
+        paragraph, question_text = read_text(row, "paragraph", where), read_text(row, "question", where)
+        index, answer = read_value(row, "idx", where), _answer_text(row, "answer", where)
+        question_id = f"{index['paragraph']}-{index['question']}"
+        yield MultiRCAnswer(paragraph, question_text, answer, read_value(row, "label", where), question_id)
         return
     passage = read_value(row, "passage", where)
     paragraph = read_text(passage, "text", where)
     for question in passage["questions"]:
-        asked, number = read_text(question, "question", where), read_value(question, "idx", where)
+        question_text, number = read_text(question, "question", where), read_value(question, "idx", where)
         for answer in question["answers"]:
             text = _answer_text(answer, "text", where)
-            # Answers of the unpublished test labels have none.
-            yield MultiRCAnswer(paragraph, asked, text, answer.get("label"), f"{row.get('idx')}-{number}")
+            # Answers in the test split have no label, because the test labels are not public.
+            yield MultiRCAnswer(paragraph, question_text, text, answer.get("label"), f"{row.get('idx')}-{number}")
 
 
 def record_queries(row: Mapping[str, Any], where: str) -> Iterator[RecordQuery]:
     """
-    The queries of a raw ReCoRD row: all of a passage, or one on the Hub.
+    Yield the queries of a raw ReCoRD row: all queries of a news text, or a single query in the Hub layout.
 
     Args:
         row (`Mapping[str, Any]`): The raw row.
-        where (`str`): How errors name it.
+        where (`str`): The name of the row in error messages.
     """
     nested = "qas" in row
     holder = read_value(row, "passage", where) if nested else row
@@ -91,30 +91,30 @@ def record_queries(row: Mapping[str, Any], where: str) -> Iterator[RecordQuery]:
     for query in row["qas"] if nested else [row]:
         if PLACEHOLDER not in read_text(query, "query", where):
             raise ValueError(
-                f"{where} has a query without '{PLACEHOLDER}': {query['query']!r}. Correct it, or drop it."
+                f"{where} has a query without '{PLACEHOLDER}': {query['query']!r}. Correct the query, or drop the row."
             )
-        place = f"{number}-{query['idx']}" if nested else f"{number['passage']}-{number['query']}"
+        question_id = f"{number}-{query['idx']}" if nested else f"{number['passage']}-{number['query']}"
         found = [answer["text"] if nested else answer for answer in query.get("answers") or []]
         answers = tuple(dict.fromkeys(found))
         if unknown := [answer for answer in answers if answer not in entities]:
             raise ValueError(
-                f"{where} has the answer {unknown[0]!r}, which is none of the passage's entities:"
-                f" {', '.join(map(repr, entities))}."
+                f"{where} has the answer {unknown[0]!r}, which is not one of the entities of its text:"
+                f" {', '.join(map(repr, entities))}. Correct the answer, or drop the row."
             )
-        yield RecordQuery(text, query["query"], entities, answers, place)
+        yield RecordQuery(text, query["query"], entities, answers, question_id)
 
 
 def read_value(row: Mapping[str, Any], column: str, where: str) -> Any:
     """
-    A value of a raw row.
+    Return a value of a raw row.
 
     Args:
-        row (`Mapping[str, Any]`): The row, or an object in it.
-        column (`str`): Its name.
-        where (`str`): How errors name the row.
+        row (`Mapping[str, Any]`): The row, or an object in the row.
+        column (`str`): The name of the value.
+        where (`str`): The name of the row in error messages.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If the row has no value with this name.
     """
     if column not in row:
         raise ValueError(f"{where} has no {column!r}; it has {', '.join(map(repr, row))}.")
@@ -123,15 +123,15 @@ def read_value(row: Mapping[str, Any], column: str, where: str) -> Any:
 
 def read_text(row: Mapping[str, Any], column: str, where: str) -> str:
     """
-    A text of a raw row.
+    Return a text of a raw row.
 
     Args:
-        row (`Mapping[str, Any]`): The row, or an object in it.
-        column (`str`): Its name.
-        where (`str`): How errors name the row.
+        row (`Mapping[str, Any]`): The row, or an object in the row.
+        column (`str`): The name of the text.
+        where (`str`): The name of the row in error messages.
 
     Raises:
-        ValueError: If there is none of that name, or it is missing, empty, or nothing but space.
+        ValueError: If the row has no value with this name, or if the value is not a string, empty or only whitespace.
     """
     text = read_value(row, column, where)
     if is_blank(text):
@@ -142,18 +142,19 @@ def read_text(row: Mapping[str, Any], column: str, where: str) -> str:
 def _answer_text(row: Mapping[str, Any], column: str, where: str) -> str:
     answer = read_value(row, column, where)
     if not isinstance(answer, str):
-        raise ValueError(f"{where} has the answer {answer!r} instead of a text. Correct it, or drop the row.")
+        raise ValueError(f"{where} has the answer {answer!r} instead of a text. Correct the answer, or drop the row.")
     return answer
 
 
 def _entities(given: Sequence[Any], text: str, where: str) -> tuple[str, ...]:
-    """The different entities of a passage: from spans of characters, of which the last counts too, or as texts."""
+    """Return the distinct entities of a text. Entities are texts, or character spans with an inclusive end."""
     entities = []
     for entity in given:
         name = entity if isinstance(entity, str) else text[entity["start"] : entity["end"] + 1]
         if is_blank(name) or name not in text:
             raise ValueError(
-                f"{where} has the entity {entity!r}, which is not in its passage of {len(text)} characters."
+                f"{where} has the entity {entity!r}, which is not in its text of {len(text)} characters. Correct the"
+                " entity, or drop the row."
             )
         entities.append(name)
     return tuple(dict.fromkeys(entities))

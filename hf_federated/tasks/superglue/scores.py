@@ -1,7 +1,7 @@
-"""The metrics of SuperGLUE: of each task, of the benchmark.
+"""The SuperGLUE metrics for each task and for the whole benchmark.
 
-Source: Wang et al., "SuperGLUE" (2019), sections 3 and 4: a task's score is the mean of its metrics, and the
-benchmark's the unweighted mean over tasks. The two diagnostic sets are not part of it.
+Source: Wang et al., "SuperGLUE" (2019), sections 3 and 4. The score of a task is the mean of its metrics. The
+benchmark score is the unweighted mean over tasks. The two diagnostic sets do not contribute to the benchmark score.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from ..metrics import F1, Accuracy, ExactMatch, MultiRC, TokenF1
 from .templates import LABELS
 
 
-NO_LABEL = -1  # a prediction that is none of the task's labels
+NO_LABEL = -1  # stands for predictions that are not a label of the task
 
 
 def superglue_scores(
     rows: Mapping[str, Sequence[Any]], predictions: Sequence[str | None], scores: Sequence[float]
 ) -> dict[str, float]:
     """
-    The metrics of SuperGLUE over the tasks that occur.
+    Compute the SuperGLUE metrics of all tasks in the rows.
 
     - BoolQ, COPA, RTE, WiC, WSC: `accuracy`;
     - CB: `accuracy` and `f1_macro`, the mean F1 of its three labels;
-    - MultiRC: `f1a` and `exact_match`, as [`~hf_federated.tasks.metrics.MultiRC`] defines them;
-    - ReCoRD: `token_f1` and `exact_match` of the one answer to a query, the candidate with the highest score, against
-      the right answer that it agrees with best.
+    - MultiRC: `f1a` and `exact_match`, as in [`~hf_federated.tasks.metrics.MultiRC`];
+    - ReCoRD: `token_f1` and `exact_match` of the candidate with the highest score, compared with the correct answer
+      that gives the best value.
 
-    Each stands behind the task's name (`cb_f1_macro`). `<task>_score` is the mean of a task's metrics,
-    `superglue_score` the unweighted mean of these over tasks, and `accuracy` the share of all rows whose label is
-    right. A label of another task is wrong. All are shares of 1.
+    The task name is the prefix of each metric (`cb_f1_macro`). `<task>_score` is the mean of a task's metrics.
+    `superglue_score` is the unweighted mean of these scores over tasks. `accuracy` is the fraction of all rows with
+    the correct label. A label of another task counts as wrong. All values are fractions, not percentages.
 
     Args:
-        rows (`Mapping[str, Sequence]`): The columns of [`superglue_rows`]. All rows of a question have to be there.
-        predictions (`Sequence[str]`): The name of each row's predicted label; `None` for a text that names none.
+        rows (`Mapping[str, Sequence]`): The columns of [`superglue_rows`], with all rows of each question.
+        predictions (`Sequence[str]`): The predicted label name of each row, or `None` if the text is not a label name.
         scores (`Sequence[float]`):
-            How sure each row's candidate is the right one; of a query with none above −∞ the answer is empty. Read of
-            ReCoRD alone; of equal candidates the first counts.
+            The score of each row's candidate, used for ReCoRD only. A higher score means that the candidate is more
+            likely to be correct. If candidates have equal scores, the first one is the answer. If all candidates of a
+            query have the score −∞, the answer is empty.
 
     Raises:
-        ValueError: If there are not as many predictions or scores as rows, or no rows.
-        ImportError: If scikit-learn (extra `metrics`) is not installed, and CB is among the tasks.
+        ValueError: If the numbers of rows, predictions and scores differ, or if there are no rows.
+        ImportError: If the rows contain CB and scikit-learn (extra `metrics`) is not installed.
 
     Example:
 
@@ -59,22 +60,22 @@ def superglue_scores(
     tasks = np.array(rows["task"])
     if not len(tasks) == len(predictions) == len(scores):
         raise ValueError(
-            f"There are {len(tasks)} rows, but {len(predictions)} predictions and {len(scores)} scores. Give each row"
-            " one, in the order of the rows."
+            f"There are {len(tasks)} rows, but {len(predictions)} predictions and {len(scores)} scores. Pass one"
+            " prediction and one score per row, in row order."
         )
     if not len(tasks):
-        raise ValueError("There are no rows to compute SuperGLUE's metrics from.")
+        raise ValueError("There are no rows to compute the SuperGLUE metrics from. Pass at least one row.")
     metrics: dict[str, float] = {}
     task_scores = []
     for task in (name for name in LABELS if name in set(tasks)):
         chosen = np.flatnonzero(tasks == task).tolist()
         part = {name: [values[row] for row in chosen] for name, values in rows.items()}
-        of_task = _task_metrics(task, part, [predictions[row] for row in chosen], [scores[row] for row in chosen])
-        metrics |= {f"{task}_{name}": value for name, value in of_task.items()}
-        task_scores.append(float(np.mean(list(of_task.values()))))
+        results = _task_metrics(task, part, [predictions[row] for row in chosen], [scores[row] for row in chosen])
+        metrics |= {f"{task}_{name}": value for name, value in results.items()}
+        task_scores.append(float(np.mean(list(results.values()))))
         metrics[f"{task}_score"] = task_scores[-1]
-    right = [label == target for label, target in zip(predictions, rows["target"], strict=True)]
-    return {**metrics, "accuracy": float(np.mean(right)), "superglue_score": float(np.mean(task_scores))}
+    correct = [label == target for label, target in zip(predictions, rows["target"], strict=True)]
+    return {**metrics, "accuracy": float(np.mean(correct)), "superglue_score": float(np.mean(task_scores))}
 
 
 def _task_metrics(
@@ -101,20 +102,22 @@ def _task_metrics(
 
 def best_candidates(rows: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[list[str], list[list[str]]]:
     """
-    The answer to each query: its candidate with the highest score, the first of equals; empty if all are −∞.
+    Return the candidate with the highest score for each ReCoRD query.
+
+    If candidates have equal scores, the first one is the answer. If all scores are −∞, the answer is empty.
 
     Args:
-        rows (`Mapping[str, Sequence]`): The columns of [`superglue_rows`], of ReCoRD.
-        scores (`Sequence[float]`): Of each row's candidate.
+        rows (`Mapping[str, Sequence]`): The columns of [`superglue_rows`], with ReCoRD rows only.
+        scores (`Sequence[float]`): The score of each row's candidate.
 
     Returns:
-        `tuple[list[str], list[list[str]]]`: The answers, and the right ones of each query.
+        `tuple[list[str], list[list[str]]]`: The predicted answers and the correct answers of each query.
     """
     best: dict[str, tuple[float, str]] = {}
     golds: dict[str, list[str]] = {}
     columns = zip(rows["question"], rows["answer"], rows["answers"], scores, strict=True)
-    for question, candidate, right, score in columns:
-        golds[question] = list(right)
+    for question, candidate, answers, score in columns:
+        golds[question] = list(answers)
         if score > best.setdefault(question, (-np.inf, ""))[0]:
             best[question] = (score, candidate)
     return [answer for _, answer in best.values()], [golds[question] for question in best]

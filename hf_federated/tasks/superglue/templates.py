@@ -1,12 +1,12 @@
-"""SuperGLUE's raw rows as texts with the name of a label: the templates of FedDRS, appendix A.2.
+"""Convert raw SuperGLUE rows to texts with label names, with the templates of FedDRS, appendix A.2.
 
 Sources: Wang et al., "SuperGLUE: A Stickier Benchmark for General-Purpose Language Understanding Systems" (2019), for
 the eight tasks and their files; "Text-Free Federated Transformers Knowledge Distillation Without GAN" (FedDRS),
 appendix A.2, for the templates.
 
-Labels are mapped by their names. The numbers that the appendix prints beside them are not used: they contradict the
-benchmark's own (it prints 0 for a BoolQ answer Yes, which is 1 there). The appendix shows one label name of each task;
-the others are named here in the same manner, `Match`, `Same`, `Choice_two`.
+Labels are converted by name. The label numbers in the appendix are not used, because they contradict the benchmark.
+For example, the appendix prints 0 for the BoolQ answer Yes, which has the number 1 in the benchmark. The appendix
+shows one label name per task. The other names follow the same style: `Match`, `Same`, `Choice_two`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from .raw import HIGHLIGHT, multirc_answers, read_text, read_value, record_queries
 
 
-# Of each task the raw labels, in the order of their numbers on the Hub, and the names that models learn.
+# The raw labels of each task, in the order of their numbers on the Hub, and the label names that models learn.
 LABELS: dict[str, dict[str, str]] = {
     "boolq": {"False": "No", "True": "Yes"},
     "cb": {"entailment": "Entailment", "contradiction": "Contradiction", "neutral": "Neutral"},
@@ -32,7 +32,7 @@ LABELS: dict[str, dict[str, str]] = {
     "wsc": {"False": "Difference", "True": "Same"},
 }
 
-# Tasks of which a template is the task's name, and these columns in this order.
+# Tasks whose template consists of the task name and these columns, in this order.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "boolq": ("question", "passage"),
     "cb": ("hypothesis", "premise"),
@@ -55,14 +55,14 @@ FEATURES = Features(
 
 class Example(NamedTuple):
     """
-    A row for the model.
+    A converted row.
 
     Args:
-        source (`str`): The filled template.
-        label (`Any`): As it stands in the raw row.
-        question (`str`): What tells the questions of a raw row apart; one question by default.
-        answer (`str`): The candidate that the row asks about, where a question has several.
-        answers (`tuple[str, ...]`): The right answers of a ReCoRD query.
+        source (`str`): The text from the template.
+        label (`Any`): The label in the raw row.
+        question (`str`): An identifier of the question within the raw row. Empty if the row has one question.
+        answer (`str`): The candidate of this row, if a question has several candidates.
+        answers (`tuple[str, ...]`): The correct answers of a ReCoRD query.
     """
 
     source: str
@@ -74,33 +74,36 @@ class Example(NamedTuple):
 
 def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Dataset:
     """
-    Raw rows of a SuperGLUE task as rows of one kind, which all tasks share and [`SuperGlueClassification`] and
-    [`SuperGlueSeq2Seq`] read.
+    Convert raw rows of a SuperGLUE task to the common format of all tasks.
 
-    Both layouts are taken: the benchmark's own JSON lines and that of `super_glue` on the Hub. Punctuation is dropped,
-    as in the paper's examples, except for the `?` of a MultiRC question and the `@placeholder` of a ReCoRD query.
-    Tasks of one answer to choose become rows like this:
+    [`SuperGlueClassification`] and [`SuperGlueSeq2Seq`] read this format.
 
-    - COPA: one row, in which both choices stand; the label names one of them;
-    - MultiRC: a row for each answer of a question, True or False;
-    - ReCoRD: a row for each different entity of the passage, put in as the answer to the query, Correct or Wrong;
-    - WSC: one row, with the pronoun between asterisks, Same or Difference. The template of the paper does not say
-      which noun (`span1_text`) is asked about, so rows of one text and pronoun that differ in it have the same source
-      and different labels; `mark_span1` puts it between asterisks too.
+    Both layouts are supported: the benchmark's JSON lines, and `super_glue` on the Hub. Punctuation is removed, as in
+    the paper's examples, except for the `?` of a MultiRC question and the `@placeholder` of a ReCoRD query. Tasks with
+    several answers or candidates are converted as follows:
+
+    - COPA: one row with both choices. The label names one of the choices;
+    - MultiRC: one row per answer of a question, with the label True or False;
+    - ReCoRD: one row per distinct entity of the text, with the entity as the answer to the query and the label Correct
+      or Wrong;
+    - WSC: one row with the pronoun between asterisks, and the label Same or Difference. The paper's template does not
+      contain the noun in question (`span1_text`). Rows with the same text and pronoun but different nouns therefore
+      have the same source and different labels. `mark_span1` also puts the noun between asterisks.
 
     Args:
         task (`str`): `"boolq"`, `"cb"`, `"copa"`, `"multirc"`, `"record"`, `"rte"`, `"wic"` or `"wsc"`.
         rows (`datasets.Dataset`): Raw rows with labels.
-        mark_span1 (`bool`, *optional*, defaults to `False`): Of WSC, mark the noun that is asked about.
+        mark_span1 (`bool`, *optional*, defaults to `False`): Whether to mark the noun in question in WSC rows.
 
     Returns:
-        `datasets.Dataset`: With the columns `task`, `source` (the text), `target` (the label's name), `question` (the
-        same for all rows of a question, and for no others of this data set), `answer` (the candidate; empty where
-        there are none) and `answers` (the right answers of a ReCoRD query).
+        `datasets.Dataset`: A dataset with the columns `task`, `source` (the text), `target` (the label name),
+            `question` (an identifier of the question, unique within the dataset and equal for all rows of the
+            question), `answer` (the candidate, or an empty string) and `answers` (the correct answers of a ReCoRD
+            query).
 
     Raises:
-        ValueError: If the task is unknown, a column is missing, or a row lacks a text or a label, has an unknown
-            label, or an answer or a span that is not in its text. The message names the row.
+        ValueError: If the task is unknown or a column is missing. Also raised if a row lacks a text or a label, has an
+            unknown label, or has an answer or a span that is not in its text. The message names the row.
 
     Example:
 
@@ -116,7 +119,7 @@ def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Datase
     ```
     """
     if task not in LABELS:
-        raise ValueError(f"{task!r} is no task of SuperGLUE; its tasks are {', '.join(map(repr, LABELS))}.")
+        raise ValueError(f"{task!r} is not a SuperGLUE task; the tasks are {', '.join(map(repr, LABELS))}.")
     feature = rows.features.get("label")
     names = feature.names if isinstance(feature, ClassLabel) else list(LABELS[task])
 
@@ -134,7 +137,7 @@ def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Datase
                 converted["answers"].append(list(example.answers))
         return converted
 
-    # Passages repeat for each of their answers, so few raw rows are many megabytes.
+    # Small batches limit memory: a raw row is repeated for each of its answers.
     return rows.map(
         convert,
         batched=True,
@@ -147,12 +150,12 @@ def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Datase
 
 def examples(task: str, row: Mapping[str, Any], where: str, mark_span1: bool = False) -> Iterator[Example]:
     """
-    What a raw row becomes.
+    Yield the converted rows of a raw row.
 
     Args:
         task (`str`): A key of `LABELS`.
         row (`Mapping[str, Any]`): The raw row.
-        where (`str`): How errors name it.
+        where (`str`): The name of the row in error messages.
         mark_span1 (`bool`, *optional*, defaults to `False`): As in [`superglue_rows`].
     """
     if task == "multirc":
@@ -168,11 +171,11 @@ def examples(task: str, row: Mapping[str, Any], where: str, mark_span1: bool = F
 
 def clean(text: str, keep: str = "") -> str:
     """
-    A text without punctuation and symbols, with single spaces.
+    Remove punctuation and symbols from a text, and replace whitespace with single spaces.
 
     Args:
         text (`str`): The text.
-        keep (`str`, *optional*): Characters that stay.
+        keep (`str`, *optional*): Characters to keep.
 
     Example:
 
@@ -189,11 +192,13 @@ def clean(text: str, keep: str = "") -> str:
 
 def fill(task: str, fields: Mapping[str, str]) -> str:
     """
-    A template: the task's name, and each field behind its own, which end in a full stop or a question mark of theirs.
+    Fill a template: the task name, followed by each field name with its text.
+
+    Each field except the last one ends with a full stop, unless its text ends with a question mark.
 
     Args:
-        task (`str`): The task's name.
-        fields (`Mapping[str, str]`): Name to cleaned text, in order.
+        task (`str`): The task name.
+        fields (`Mapping[str, str]`): Cleaned texts by field name, in order.
     """
     parts = [f"{name}: {text}" for name, text in fields.items()]
     ended = [part if part.endswith("?") else f"{part}." for part in parts[:-1]]
@@ -202,17 +207,19 @@ def fill(task: str, fields: Mapping[str, str]) -> str:
 
 def read_label(task: str, value: Any, names: Sequence[str], where: str) -> str:
     """
-    The name that a model learns for a raw label.
+    Convert a raw label to the label name that a model learns.
 
     Args:
         task (`str`): A key of `LABELS`.
-        value (`Any`): A name, a truth value, or a number.
-        names (`Sequence[str]`): What numbers stand for.
-        where (`str`): How errors name the row.
+        value (`Any`): A name, a boolean or a number.
+        names (`Sequence[str]`): The label names in the order of their numbers.
+        where (`str`): The name of the row in error messages.
     """
     allowed = LABELS[task]
-    if value is None or value == -1:  # what the Hub has for rows without one
-        raise ValueError(f"{where} has no label. Leave rows without one out; those of the test splits are not public.")
+    if value is None or value == -1:  # -1 is a missing label on the Hub
+        raise ValueError(
+            f"{where} has no label. Remove rows without a label; the labels of the test splits are not public."
+        )
     name = value
     if isinstance(value, bool):
         name = str(value)
@@ -226,7 +233,7 @@ def read_label(task: str, value: Any, names: Sequence[str], where: str) -> str:
     return allowed[name]
 
 
-# ---- The tasks of which a row has parts
+# ---- Tasks with several answers or spans per row
 
 
 def _multirc(row: Mapping[str, Any], where: str) -> Iterator[Example]:
@@ -236,16 +243,16 @@ def _multirc(row: Mapping[str, Any], where: str) -> Iterator[Example]:
             "answer": clean(answer.text),
             "paragraph": clean(answer.paragraph),
         }
-        yield Example(fill("multirc", fields), answer.label, answer.place, answer.text)
+        yield Example(fill("multirc", fields), answer.label, answer.question_id, answer.text)
 
 
 def _record(row: Mapping[str, Any], where: str) -> Iterator[Example]:
     for query in record_queries(row, where):
-        asked, passage = clean(query.text, keep="@"), clean(HIGHLIGHT.sub(" ", query.passage))
+        text, passage = clean(query.text, keep="@"), clean(HIGHLIGHT.sub(" ", query.context))
         for entity in query.entities:
-            source = fill("record", {"answer": clean(entity), "query": asked, "passage": passage})
+            source = fill("record", {"answer": clean(entity), "query": text, "passage": passage})
             label = entity in query.answers if query.answers else None
-            yield Example(source, label, query.place, entity, query.answers)
+            yield Example(source, label, query.question_id, entity, query.answers)
 
 
 def _wsc(row: Mapping[str, Any], where: str, mark_span1: bool) -> Example:
@@ -260,40 +267,45 @@ def _wsc(row: Mapping[str, Any], where: str, mark_span1: bool) -> Example:
 
 def find_span(row: Mapping[str, Any], span: str, words: Sequence[str], where: str) -> tuple[int, int]:
     """
-    Where a span of a WSC row stands in its text.
+    Find a span of a WSC row in its text.
 
     Args:
         row (`Mapping[str, Any]`): The raw row.
         span (`str`): `"span1"`, the noun, or `"span2"`, the pronoun.
-        words (`Sequence[str]`): The text's words, each [`clean`]ed.
-        where (`str`): How errors name the row.
+        words (`Sequence[str]`): The words of the text, each one [`clean`]ed.
+        where (`str`): The name of the row in error messages.
 
     Returns:
-        `tuple[int, int]`: The number of the first word, and how many they are.
+        `tuple[int, int]`: The position of the first word and the number of words.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If the span is not in the text.
     """
-    spans = row["target"] if "target" in row else row  # in the benchmark's own files they are an object
+    spans = row["target"] if "target" in row else row  # the benchmark's files store the spans in an object
     wanted = clean(read_text(spans, f"{span}_text", where)).split()
     first = _find(words, wanted, read_value(spans, f"{span}_index", where))
     if first is None:
         raise ValueError(
-            f"{where} has {span}_text {spans[f'{span}_text']!r}, which is not in its text: {row['text']!r}."
+            f"{where} has {span}_text {spans[f'{span}_text']!r}, which is not in its text: {row['text']!r}. Correct"
+            " the span, or drop the row."
         )
     return first, len(wanted)
 
 
-def _find(words: Sequence[str], wanted: Sequence[str], near: int) -> int | None:
+def _find(words: Sequence[str], wanted: Sequence[str], expected: int) -> int | None:
     """
-    Where words stand in a text. A word of it may have an ending that the wanted one lacks, the `s` of a genitive, and
-    a mark around it. A few of the benchmark's indices point beside the words, which are then the nearest ones.
+    Find consecutive words in a text, and return the position of the first word closest to the expected position.
+
+    A word of the text matches if it begins with the wanted word, for example in the genitive. Asterisks around words
+    are ignored. The closest match is used because a few indices of the benchmark are slightly wrong.
     """
     if not wanted:
         return None
     plain = [word.replace("*", "").strip() for word in words]
     windows = {first: plain[first : first + len(wanted)] for first in range(len(plain) - len(wanted) + 1)}
-    places = [first for first, window in windows.items() if all(map(str.startswith, window, wanted))]
+    starts = [first for first, window in windows.items() if all(map(str.startswith, window, wanted))]
     return min(
-        places, key=lambda place: (place != near, windows[place] != list(wanted), abs(place - near)), default=None
+        starts,
+        key=lambda start: (start != expected, windows[start] != list(wanted), abs(start - expected)),
+        default=None,
     )
