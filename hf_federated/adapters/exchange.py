@@ -129,10 +129,10 @@ class Exchange:
             parameter.requires_grad_(False)
         for parameter in removed.values():
             parameter.requires_grad_(True)
-        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "started"), (removed, "stopped")) if part]
+        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "began"), (removed, "ceased")) if part]
         raise ValueError(
             f"{' and '.join(changes)} to train on this client, but not on the other clients. All clients must train "
-            "the same parameters. Freeze, unfreeze and add parameters before you create the trainer."
+            "the same parameters. Freeze, unfreeze and add parameters before the trainer is built."
         )
 
     def _check_only_adapter_trains(self, model: Any) -> None:
