@@ -21,7 +21,11 @@ from torch import nn
 
 
 class ModelMismatchError(ValueError):
-    """The saved state of a client does not match its current model. The error ends the run for all clients."""
+    """
+    The saved state of a client does not match its current model.
+
+    The error ends the run, because it is not the fault of a single client.
+    """
 
 
 class Exchange:
@@ -192,7 +196,7 @@ class Exchange:
 
     def restore(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
         """
-        Write the saved state of a client's own model, also in a new process.
+        Restore the saved state of a client's own model, for example after a restart of the process.
 
         Args:
             state (`Mapping[str, torch.Tensor]`): The state from [`~Exchange.read`].
