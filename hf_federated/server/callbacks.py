@@ -92,7 +92,7 @@ class ServerState:
         """A copy of a model's exchanged values on the server's device."""
         if self.device is None:
             return exchange.read()
-        return {name: value.to(self.device, copy=True) for name, value in exchange.live.items()}
+        return {name: value.to(self.device, copy=True) for name, value in exchange.tensors.items()}
 
     @property
     def expected_state(self) -> dict[str, torch.Tensor]:
