@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,6 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from ..utils.random import derived_seed, own_draws, seed_generators
-from .epoch_losses import EpochLosses
 from .sampling import at_most
 
 
@@ -52,8 +51,7 @@ class LocalTraining:
         parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
         hook (`LocalHook`, *optional*): The algorithm's client side.
         optimizer_state (`dict`, *optional*): The optimizer's state to go on from.
-        frozen (`Sequence[torch.nn.Parameter]`): Exchanged parameters that this training leaves as they are.
-        epoch_losses ([`EpochLosses`], *optional*): Where the mean losses of the epochs are asked for.
+        distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in this training.
     """
 
     round: int
@@ -62,9 +60,13 @@ class LocalTraining:
     parameters: Mapping[str, nn.Parameter]
     hook: Any = None
     optimizer_state: dict[str, Any] | None = None
-    frozen: Sequence[nn.Parameter] = ()
-    epoch_losses: EpochLosses | None = None
+    distillation: Any = None
     _divides_by_items: bool | None = None
+
+    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+        """Called before the loss of a micro-batch is computed."""
+        if self.distillation is not None:
+            self.distillation.on_batch(trainer, model, inputs, num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
         """
@@ -73,7 +75,7 @@ class LocalTraining:
         Args:
             trainer (`transformers.Trainer`): The client's trainer.
         """
-        for parameter in self.frozen:
+        for parameter in () if self.distillation is None else self.distillation.frozen:
             # Without a gradient there is no weight decay either.
             parameter.grad = None
         if self.hook is not None and trainer.accelerator.sync_gradients:

@@ -5,35 +5,22 @@ It is the only code that touches a client's rows, and it sees the server's side 
 
 from __future__ import annotations
 
-import statistics
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..distributed.process_group import PeerFailedError
-from ..messages import (
-    ClientFailure,
-    ClientUpdate,
-    Distill,
-    Evaluate,
-    Feedback,
-    Fit,
-    Message,
-    Metrics,
-    Predict,
-)
+from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import first_non_finite
 from ..postprocessing import Postprocessor, run_client_side
-from ..utils.random import derived_seed, preserved_generators, seed_torch
-from .distilling import class_counts, compare_features, distill, predict, take_feedback
-from .epoch_losses import EpochLosses
+from ..utils.random import preserved_generators, seed_torch
+from .context import ClientContext
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
@@ -87,7 +74,7 @@ class ClientWorker:
         self._train_datasets = train_datasets
         self._eval_datasets = eval_datasets
         self._algorithm = algorithm
-        self._distillation = distillation
+        self._distillation: Any = None if distillation is None else distillation.client()
         self._private_models = private_models
         self._config = config
         self._num_rounds = config.num_rounds or 1
@@ -105,7 +92,8 @@ class ClientWorker:
         An exception on the client's side becomes a [`ClientFailure`], as it would from another machine; it is logged
         here with its traceback and kept in `last_error`. An error of the store is raised: it is this process's fault.
         """
-        if not isinstance(message, (Fit, Evaluate, Predict, Distill, Feedback)):
+        known = (Fit, Evaluate) if self._distillation is None else (Fit, Evaluate, *self._distillation.messages)
+        if not isinstance(message, known):
             raise TypeError(f"A client does not know the message {type(message).__name__}.")
         self.last_error = None
         model = self.models.open(message.client_id)
@@ -118,7 +106,7 @@ class ClientWorker:
             elif isinstance(message, Evaluate):
                 reply = self._evaluate(message, model)
             else:
-                reply = self._distil(message, model)
+                reply, to_keep = self._answer(message, model)
         except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
             # Not this client's fault, and not the end of this client alone.
             raise
@@ -131,22 +119,32 @@ class ClientWorker:
             self.models.keep(message.client_id, to_keep)
         return reply
 
+    def _answer(self, message: Message, model: ClientModel) -> tuple[Message, dict[str, Any]]:
+        """The reply to a message of a distillation, and the client's state if it changed."""
+        kept = self.models.kept(message.client_id)
+        context = self._context(message.client_id, model, kept)
+        reply = self._distillation.handle(message, context)
+        return reply, {**kept, "distillation": context.state} if context.state_changed else {}
+
     def _fit(self, message: Fit, model: ClientModel, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
         """The update, and what the client keeps."""
-        compared = self._compared(message.client_id, model, kept)
+        context = self._context(message.client_id, model, kept)
+        if self._distillation is not None:
+            self._distillation.before_training(context)
         if message.state:
             model.exchange.write(message.state)
         hook = self._algorithm.local_hook(message, kept.get("algorithm"))
         if self._private_models is not None:
             private, exchange, _ = self._private_models(message.client_id)
             hook.start(private, exchange, model.trainer.model)
+        part = None if self._distillation is None else self._distillation.local_training(context, message.round)
         with model.restored_on_failure():
-            trainer = self._train(message, model, hook, kept.get("optimizer"))
+            trainer = self._train(message, model, hook, part, kept.get("optimizer"))
         model.exchange.check_unchanged(model.trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
-        if self._distillation is not None and self._distillation.returns_parameters:
-            assert model.student is not None
-            extra = {**extra, **self._distillation.client_extra(model.student, compared)}
+        metrics = _training_metrics(trainer)
+        if part is not None:
+            extra = {**extra, **part.finish(trainer, metrics)}
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
@@ -155,11 +153,8 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if to_keep is not None:
             state["algorithm"] = to_keep
-        if compared:
-            state["distillation"] = compared
-        metrics = _training_metrics(trainer)
-        if self._distillation is not None and self._distillation.needs_class_counts:
-            metrics |= class_counts(trainer.train_dataset, model, self._distillation)
+        if context.state:
+            state["distillation"] = context.state
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
@@ -175,22 +170,20 @@ class ClientWorker:
             state = {}
         return run_client_side(self._postprocessors, update, message), state
 
-    def _compared(self, client_id: str, model: ClientModel, kept: dict[str, Any]) -> dict[str, Any]:
-        """What the client found out by features of the first model, now or in an earlier round."""
-        if self._distillation is None or not self._distillation.needs_features:
-            return {}
-        if "distillation" in kept:
-            return kept["distillation"]
-        assert model.initial is not None
-        # Another state is written before anything is trained.
-        model.exchange.write(model.initial)
-        seed = derived_seed(self._config.federation_seed or 0, "features", client_id)
-        return compare_features(self._train_datasets[client_id], model, self._distillation, seed)
+    def _context(self, client_id: str, model: ClientModel, kept: dict[str, Any]) -> ClientContext:
+        """The client as the client side of a distillation sees it."""
+        return ClientContext(
+            client_id,
+            model,
+            self._config.federation_seed or 0,
+            dict(kept.get("distillation", {})),
+            lambda: self._train_datasets[client_id],
+        )
 
-    def _train(self, message: Fit, model: ClientModel, hook: Any, optimizer_state: dict[str, Any] | None) -> Trainer:
+    def _train(
+        self, message: Fit, model: ClientModel, hook: Any, part: Any, optimizer_state: dict[str, Any] | None
+    ) -> Trainer:
         outer, args = model.trainer, self._arguments(model)
-        counts_epochs = self._distillation is not None and self._distillation.needs_epoch_losses
-        epoch_losses = EpochLosses() if counts_epochs else None
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
@@ -198,12 +191,11 @@ class ClientWorker:
             parameters=model.exchange.trainable,
             hook=hook,
             optimizer_state=optimizer_state,
-            frozen=self._frozen(model, message.round),
-            epoch_losses=epoch_losses,
+            distillation=part,
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
-        if epoch_losses is not None:
-            callbacks.append(epoch_losses)
+        if part is not None:
+            callbacks += part.callbacks
         trainer = local_trainer(outer, args, self._rows(message), local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
@@ -218,9 +210,6 @@ class ClientWorker:
                 outer.model.zero_grad()
                 raise
         return trainer
-
-    def _frozen(self, model: ClientModel, round: int) -> list[nn.Parameter]:
-        return [] if self._distillation is None else self._distillation.frozen_parameters(model.trainer.model, round)
 
     def _rows(self, message: Fit) -> Any:
         """What the client trains on in this round: all its rows, or those that it draws."""
@@ -251,15 +240,6 @@ class ClientWorker:
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
 
-    def _distil(self, message: Predict | Distill | Feedback, model: ClientModel) -> Message:
-        if self._distillation is None or not isinstance(model, OwnModel) or model.student is None:
-            raise TypeError(f"A {type(message).__name__} is for clients with models of their own and public rows.")
-        if isinstance(message, Predict):
-            return predict(message, model, model.student, self._distillation)
-        if isinstance(message, Distill):
-            return distill(message, model, model.student, self._distillation)
-        return take_feedback(message, model, model.student, self._distillation)
-
 
 def _num_examples(trainer: Trainer) -> int:
     try:
@@ -271,18 +251,13 @@ def _num_examples(trainer: Trainer) -> int:
 
 def _training_metrics(trainer: Trainer) -> dict[str, float]:
     """
-    What a client reports of its training, from its own trainer's log: the entry of the last step. Where every epoch
-    has an entry, the loss is their mean, and beside it stands the smallest of the epochs' mean losses.
+    The metrics of a local training: the last entry of the trainer's log that has a loss.
     """
     metrics = {"total_flos": float(trainer.state.total_flos)}
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     for name, value in (entries[-1] if entries else {}).items():
         if name not in POSITIONS and isinstance(value, (int, float)):
             metrics[name] = float(value)
-    epoch_losses = trainer.local_training.epoch_losses
-    if epoch_losses is not None:
-        losses = [float(entry["loss"]) for entry in entries]
-        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(epoch_losses.means(losses))}
     return metrics
 
 

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from ..clients.context import ClientContext
 from .adafd import AdaFD
 from .base import Distillation, sizes, weighted_mean
+from .client import DistillationClient, LocalDistillation
 from .client_weights import (
     WEIGHTINGS,
     ClientReport,
@@ -42,6 +44,7 @@ from .llm_weighting import LLMWeighting, text_generation
 from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
+from .requirements import Disclosure, Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
 from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
@@ -102,10 +105,13 @@ __all__ = [
     "WEIGHTINGS",
     "AdaFD",
     "Ask",
+    "ClientContext",
     "ClientReport",
     "Cohort",
     "Cronus",
+    "Disclosure",
     "Distillation",
+    "DistillationClient",
     "DistillationServer",
     "FedAUX",
     "FedDF",
@@ -116,8 +122,10 @@ __all__ = [
     "FedMD",
     "FromMain",
     "LLMWeighting",
+    "LocalDistillation",
     "PredictionCodec",
     "PublicRows",
+    "Requirements",
     "Teachers",
     "Weighting",
     "build_distillation",

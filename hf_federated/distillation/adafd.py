@@ -5,23 +5,56 @@ Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual D
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, pipeline
+from torch import nn
+from transformers import AutoConfig, Trainer, pipeline
 
+from ..clients.context import ClientContext
 from .base import Distillation, Predictions, weighted_mean
+from .client import DistillationClient, LocalDistillation
 from .client_weights import WEIGHTINGS, ClientReport, enwc
 from .cohort import Cohort, reports
+from .epoch_losses import EpochLosses
 from .llm_weighting import LLMWeighting, text_generation
 from .losses import mean_squared_error
+from .requirements import Disclosure, Requirements
 from .server import DistillationServer
 
 
 LLM = "llm"
+
+
+LANGUAGE_MODEL = "the user's function or language model"
+
+
+class ReportEpochLosses(LocalDistillation):
+    """Reports the mean loss of the local epochs and the smallest one."""
+
+    def __init__(self) -> None:
+        self._losses = EpochLosses()
+        self.callbacks = (self._losses,)
+
+    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+        self._losses.on_batch(trainer, model, inputs, num_items)
+
+    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+        losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.means(losses))}
+        return {}
+
+
+class AdaFDClient(DistillationClient):
+    """The client side of [`AdaFD`]."""
+
+    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+        return ReportEpochLosses() if self.algorithm.uses_losses else LocalDistillation()
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -65,6 +98,7 @@ class AdaFD(Distillation):
     """
 
     name: ClassVar[str] = "adafd"
+    client_class: ClassVar[type[DistillationClient]] = AdaFDClient
 
     weighting: str = "enwc"
     beta: float = 5.0
@@ -93,8 +127,29 @@ class AdaFD(Distillation):
         self._llm: LLMWeighting | None = None
 
     @property
-    def needs_client_evaluation(self) -> bool:
-        return self.clients_evaluate
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, client_evaluation=self.clients_evaluate)
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        found = []
+        if self.uses_losses:
+            found.append(Disclosure("smallest mean training loss of an epoch", "client"))
+        if self.clients_evaluate:
+            found.append(Disclosure("metrics of the client's model on its own evaluation examples", "client"))
+        if self.weighting == LLM:
+            # Without the clients' ids.
+            found.append(Disclosure("training loss", "client", LANGUAGE_MODEL))
+            if self.clients_evaluate:
+                found.append(Disclosure("F1, if the metrics have one", "client", LANGUAGE_MODEL))
+            found.append(Disclosure("mean and standard deviation of the logits", "class", LANGUAGE_MODEL))
+            found.append(Disclosure("mean entropy of the predictions", "client", LANGUAGE_MODEL))
+        return tuple(found)
+
+    @property
+    def uses_losses(self) -> bool:
+        """Whether clients report the smallest mean training loss of their local epochs."""
+        return self.weighting in ("rnwc", "enwc", LLM)
 
     @property
     def ensembles_rows_alone(self) -> bool:
@@ -118,27 +173,9 @@ class AdaFD(Distillation):
                 "function, as a saved configuration has it, give the function itself."
             ) from error
 
-    @property
-    def sent_beside(self) -> str:
-        return "the metrics of its model on its own evaluation rows" if self.clients_evaluate else ""
-
-    @property
-    def told_outside(self) -> str:
-        if self.weighting != LLM:
-            return ""
-        f1 = ", its F1 where its metrics have one" if self.clients_evaluate else ""
-        return (
-            f"each client's training loss{f1} and, of its predictions, each class's mean logit and standard deviation "
-            "and the mean entropy, without the client's id"
-        )
-
-    @property
-    def needs_epoch_losses(self) -> bool:
-        return self.weighting in ("rnwc", "enwc", LLM)
-
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         loss = metrics.get("min_epoch_loss")
-        if self.needs_epoch_losses and (loss is None or not 0 <= loss < math.inf):
+        if self.uses_losses and (loss is None or not 0 <= loss < math.inf):
             raise ValueError(
                 f"it reports {loss!r} as the smallest mean loss of its epochs, by which weighting={self.weighting!r} "
                 "weighs it; expected a finite number that is not negative. Look at this client's training."

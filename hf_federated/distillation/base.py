@@ -20,21 +20,23 @@ but messages: what runs on a client uses the constructor's arguments and the mes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..clients.student import Student
 from ..config import name_functions
-from ..messages import Feedback
+from ..messages import ClientUpdate, Feedback
+from .client import DistillationClient
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .losses import kl_divergence
 from .packed import PackedRows, joined, packed
+from .requirements import Disclosure, Requirements
 from .server import DistillationServer
+from .teachers import Teachers
 
 
 Predictions = Mapping[str, torch.Tensor]
@@ -93,17 +95,11 @@ class Distillation:
     """
 
     name: ClassVar[str] = ""
-    # Whether the server's parameters go down with `Fit`, and whether clients send theirs back.
-    sends_parameters: ClassVar[bool] = False
-    returns_parameters: ClassVar[bool] = False
-    # Whether server and clients need public rows.
-    needs_public: ClassVar[bool] = True
-    # Whether the server keeps what clients sent until it has distilled.
-    needs_teachers: ClassVar[bool] = False
-    # Whether clients compare their rows with the public ones once, by features: `client_setup`.
-    needs_features: ClassVar[bool] = False
-    # Whether predictions must be a distribution over classes, of which one is right.
-    needs_classes: ClassVar[bool] = True
+    # What happens to the clients' parameters: each client keeps its own (`"kept"`), clients start from the server's
+    # (`"sent"`), or clients start from the server's and the server averages the results (`"averaged"`).
+    parameters: ClassVar[str] = "kept"
+    # The client side of the algorithm.
+    client_class: ClassVar[type[DistillationClient]] = DistillationClient
     # What the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
     # Settings of this class that have no place in the method: they are refused rather than without effect.
@@ -132,49 +128,38 @@ class Distillation:
     # ---- What it is
 
     @property
-    def needs_labelled(self) -> bool:
-        """Whether the server must have labelled rows."""
-        return self.train_on_labelled
+    def requirements(self) -> Requirements:
+        """What the method needs of a federation."""
+        return Requirements(server_dataset=self.train_on_labelled)
 
     @property
-    def needs_epoch_losses(self) -> bool:
-        """Whether clients report the smallest of their local epochs' mean training losses."""
-        return False
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        """The values that leave a client in addition to parameters, predictions and the fields of an update."""
+        return ()
 
     @property
-    def needs_client_evaluation(self) -> bool:
-        """Whether clients evaluate their models on evaluation rows of their own."""
-        return False
-
-    @property
-    def ensembles_rows_alone(self) -> bool:
-        """Whether `ensemble` makes of some rows what it makes of them among all."""
-        return True
-
-    @property
-    def needs_class_counts(self) -> bool:
-        """Whether clients report how many rows of each class they have."""
-        return False
-
-    @property
-    def max_feature_rows(self) -> int | None:
-        """Of how many of its rows a client computes features; `None` for all."""
-        return None
-
-    @property
-    def sent_beside(self) -> str:
-        """What clients send beside predictions and parameters, as the model card says it after "it sent"."""
-        return ""
-
-    @property
-    def public_passes(self) -> int:
-        """How often clients send predictions of each public row in a round."""
+    def passes_per_round(self) -> int:
+        """How often a client sends predictions of each public example in a round."""
         return 1
 
     @property
-    def told_outside(self) -> str:
-        """What a function of the user's is given of the clients' answers, as the card says it after "It was given"."""
-        return ""
+    def ensembles_rows_alone(self) -> bool:
+        """Whether `ensemble` gives the same result for some examples alone as for these examples among all."""
+        return True
+
+    @property
+    def sends_parameters(self) -> bool:
+        """Whether clients start from the server's parameters."""
+        return self.parameters != "kept"
+
+    @property
+    def returns_parameters(self) -> bool:
+        """Whether the server averages the clients' parameters."""
+        return self.parameters == "averaged"
+
+    def client(self) -> DistillationClient:
+        """The client side, which answers the clients' messages in this process."""
+        return self.client_class(self)
 
     def check_model(self, model: nn.Module) -> None:
         """
@@ -257,24 +242,23 @@ class Distillation:
             ValueError: If the method cannot use it. The client is then left out of the round's distillation.
         """
 
-    def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
+    def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
         """
-        Of a method that needs teachers: whether what clients send in a round will be one.
+        The store of the clients' models on the server, for a method that needs one.
 
         Args:
-            round (`int`): Round number, from 0.
-            server ([`DistillationServer`]): The server's model and rows.
+            build (`Callable[[], Teachers]`): Builds an empty store.
         """
-        return True
+        return None
 
-    def keeps_teachers(self, server: DistillationServer) -> bool:
+    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
         """
-        Whether what clients sent in a round is needed in a later one.
+        Called for each accepted update, in the process that received it.
 
         Args:
-            server ([`DistillationServer`]): The server's model and rows.
+            update ([`ClientUpdate`]): The client's update.
+            server ([`DistillationServer`]): The server's model and examples.
         """
-        return False
 
     def setup(self, num_rounds: int) -> None:
         """
@@ -425,50 +409,6 @@ class Distillation:
         return packed(values, lambda part: self.decode_targets(part, num_classes))
 
     # ---- Client side
-
-    def label_sequences(self, tokenizer: Any) -> torch.Tensor | None:
-        """
-        What labels look like where a model writes them, for counting classes.
-
-        Args:
-            tokenizer (`PreTrainedTokenizerBase`): The client's.
-
-        Returns:
-            `torch.Tensor`, *optional*: Token ids of each class, of shape `(classes, tokens)`, -100 behind the end;
-            `None` where a label is a whole number.
-        """
-        return None
-
-    def frozen_parameters(self, model: nn.Module, round: int) -> list[nn.Parameter]:
-        """
-        What local training leaves as it is, beside what is frozen anyway.
-
-        Args:
-            model (`torch.nn.Module`): The client's.
-            round (`int`): Round number, from 0.
-        """
-        return []
-
-    def client_setup(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-        """
-        What a client finds out once and keeps, from features that the model had before the first round.
-
-        Args:
-            own (`torch.Tensor`): Features of the client's rows, of shape `(own rows, features)`.
-            public (`torch.Tensor`): Those of the public rows, of shape `(public rows, features)`.
-            seed (`int`): The client's, the same in every round.
-        """
-        return {}
-
-    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """
-        What a client sends beside its parameters, after local training; the server gets the mean over clients.
-
-        Args:
-            student ([`~hf_federated.clients.Student`]): The client's model over the public rows.
-            kept (`dict[str, torch.Tensor]`): What `client_setup` returned.
-        """
-        return {}
 
     def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
         """

@@ -7,18 +7,25 @@ trainer is given. Its clients with models of several architectures are not here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from transformers import Trainer
 
+from ..clients.context import ClientContext
 from ..clients.features import base_model_of
 from ..clients.student import Student
+from ..messages import public_order
 from ..tasks.metrics.base import require_extra
+from ..utils.random import derived_seed, own_draws
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
+from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
+from .requirements import Disclosure, Requirements
 from .server import DistillationServer
 
 
@@ -26,6 +33,61 @@ CERTAINTY = "certainty"
 WEIGHTED_LOGITS = "weighted_logits"
 # How much larger a number may come out of bfloat16, relatively.
 ROUNDING = 2**-8
+
+
+class SendWeightedLogits(LocalDistillation):
+    """Sends the logits of all public examples, multiplied by the client's certainty scores, and the scores."""
+
+    def __init__(self, student: Student, scores: torch.Tensor) -> None:
+        self._student = student
+        self._scores = scores
+
+    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+        logits = self._student.predict(range(self._student.num_rows))
+        return {WEIGHTED_LOGITS: self._scores.unsqueeze(-1) * logits, CERTAINTY: self._scores}
+
+
+class FedAUXClient(DistillationClient):
+    """The client side of [`FedAUX`]: scores the public examples once, with features of the initial model."""
+
+    def before_training(self, context: ClientContext) -> None:
+        if context.state:
+            return
+        model, student, dataset = context.model, context.student, context.open_dataset()
+        # The global state of this round is written afterwards.
+        model.exchange.write(model.initial or {})
+        seed = derived_seed(context.seed, "features", context.client_id)
+        limit = self.algorithm.max_score_rows
+        if limit is not None and limit < len(dataset):
+            dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:limit].tolist())
+        # An import may draw random numbers too: scikit-learn's first import in a process does.
+        with own_draws(seed):
+            context.state[CERTAINTY] = self.scores(student.features(dataset), student.features(), seed)
+
+    def scores(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> torch.Tensor:
+        """
+        Certainty scores of the public examples.
+
+        Args:
+            own (`torch.Tensor`): Features of the client's examples, of shape `(own examples, features)`.
+            public (`torch.Tensor`): Features of the public examples, of shape `(public examples, features)`.
+            seed (`int`): Seed of the noise.
+
+        Returns:
+            `torch.Tensor`: Of shape `(public examples,)`.
+        """
+        algorithm = self.algorithm
+        own, public = scale_into_unit_ball(own, public)
+        weights = fit_certainty(own, public, algorithm.regularization)
+        if algorithm.dp_epsilon is not None and algorithm.dp_delta is not None:
+            num_examples = len(own) + len(public)
+            std = noise_std(num_examples, algorithm.regularization, algorithm.dp_epsilon, algorithm.dp_delta)
+            generator = torch.Generator().manual_seed(seed)
+            weights = weights + std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+        return certainty(weights, public, algorithm.score_offset)
+
+    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+        return SendWeightedLogits(context.student, context.state[CERTAINTY])
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -85,9 +147,8 @@ class FedAUX(Distillation):
     """
 
     name: ClassVar[str] = "fedaux"
-    sends_parameters: ClassVar[bool] = True
-    returns_parameters: ClassVar[bool] = True
-    needs_features: ClassVar[bool] = True
+    parameters: ClassVar[str] = "averaged"
+    client_class: ClassVar[type[DistillationClient]] = FedAUXClient
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
 
     regularization: float = 0.01
@@ -114,18 +175,13 @@ class FedAUX(Distillation):
             raise ValueError(f"`max_score_rows` is {self.max_score_rows}; it must be at least 1, or None for all.")
 
     @property
-    def max_feature_rows(self) -> int | None:
-        return self.max_score_rows
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, initial_model=True)
 
     @property
-    def sent_beside(self) -> str:
-        privacy = "without noise"
-        if self.dp_epsilon is not None:
-            privacy = f"with noise for ε={self.dp_epsilon} and δ={self.dp_delta}, which hold for the scores alone"
-        return (
-            "a score of each public row, which tells how much that row is like the client's own, and by which its "
-            f"predictions were multiplied ({privacy})"
-        )
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        score = "certainty score: how similar the example is to the client's own examples"
+        return (Disclosure(score, "public example", dp_epsilon=self.dp_epsilon, dp_delta=self.dp_delta),)
 
     def check_model(self, model: Any) -> None:
         require_extra("sklearn", "scikit-learn", type(self).__name__)
@@ -159,19 +215,3 @@ class FedAUX(Distillation):
         assert cohort.extra is not None
         weighted, scores = (cohort.extra.mean_of(name, wide=True) for name in (WEIGHTED_LOGITS, CERTAINTY))
         return self.train_server((weighted / scores.unsqueeze(-1)).to(torch.float32), cohort.round, server)
-
-    # ---- Client side
-
-    def client_setup(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-        own, public = scale_into_unit_ball(own, public)
-        weights = fit_certainty(own, public, self.regularization)
-        if self.dp_epsilon is not None and self.dp_delta is not None:
-            std = noise_std(len(own) + len(public), self.regularization, self.dp_epsilon, self.dp_delta)
-            generator = torch.Generator().manual_seed(seed)
-            weights = weights + std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
-        return {CERTAINTY: certainty(weights, public, self.score_offset)}
-
-    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        scores = kept[CERTAINTY]
-        logits = student.predict(range(student.num_rows))
-        return {WEIGHTED_LOGITS: scores.unsqueeze(-1) * logits, CERTAINTY: scores}

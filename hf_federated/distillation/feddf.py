@@ -9,14 +9,34 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from transformers import Trainer
 
+from ..clients.context import ClientContext
 from ..clients.student import Student
 from .base import Distillation
+from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
 from .server import DistillationServer
 
 
 PUBLIC_LOGITS = "public_logits"
+
+
+class SendPublicLogits(LocalDistillation):
+    """Sends the model's logits of all public examples with the update."""
+
+    def __init__(self, student: Student) -> None:
+        self._student = student
+
+    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+        return {PUBLIC_LOGITS: self._student.predict(range(self._student.num_rows))}
+
+
+class FedDFClient(DistillationClient):
+    """The client side of [`FedDF`]."""
+
+    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+        return SendPublicLogits(context.student)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -45,12 +65,9 @@ class FedDF(Distillation):
     """
 
     name: ClassVar[str] = "feddf"
-    sends_parameters: ClassVar[bool] = True
-    returns_parameters: ClassVar[bool] = True
+    parameters: ClassVar[str] = "averaged"
+    client_class: ClassVar[type[DistillationClient]] = FedDFClient
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
-
-    def client_extra(self, student: Student, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {PUBLIC_LOGITS: student.predict(range(student.num_rows))}
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
         # All clients have the server's tokenizer, so that what it keeps nothing of is the same for all.

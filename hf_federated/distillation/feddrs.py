@@ -6,6 +6,7 @@ paper leaves open is settled here as the docstring of [`FedDRS`] says.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,13 +15,44 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..clients.context import ClientContext
+from ..messages import ClientUpdate
 from ..utils.random import derived_seed
 from .base import Distillation
+from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
+from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
 from .pseudo_samples import ADVERSARIES, IGNORED, INITIALIZATIONS, KINDS, check_takes_embeddings, word_embeddings
+from .requirements import Disclosure, Requirements
 from .server import DistillationServer
 from .teachers import Teachers
+
+
+def frozen_parameters(model: Any, round: int) -> list[nn.Parameter]:
+    """
+    The parameters that local training does not change: from the second round on, a word embedding that encoder and
+    decoder share. The average could not learn how clients moved a table that is also the decoder's.
+
+    Args:
+        model (`torch.nn.Module`): The client's model.
+        round (`int`): Round number, from 0.
+    """
+    if round == 0 or not model.config.is_encoder_decoder:
+        return []
+    shared = word_embeddings(model)
+    return [shared] if word_embeddings(model.get_decoder()) is shared else []
+
+
+class FedDRSClient(DistillationClient):
+    """The client side of [`FedDRS`]."""
+
+    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+        trainer = context.model.trainer
+        sequences = self.algorithm.label_sequences(trainer.processing_class)
+        training = ReportClassCounts(context.student.num_classes, sequences)
+        training.frozen = frozen_parameters(trainer.model, round)
+        return training
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -105,10 +137,8 @@ class FedDRS(Distillation):
     """
 
     name: ClassVar[str] = "feddrs"
-    sends_parameters: ClassVar[bool] = True
-    returns_parameters: ClassVar[bool] = True
-    needs_public: ClassVar[bool] = False
-    needs_teachers: ClassVar[bool] = True
+    parameters: ClassVar[str] = "averaged"
+    client_class: ClassVar[type[DistillationClient]] = FedDRSClient
     ignores: ClassVar[tuple[str, ...]] = (
         "server_epochs",
         "client_epochs",
@@ -163,8 +193,12 @@ class FedDRS(Distillation):
             self.label_texts = tuple(self.label_texts)
 
     @property
-    def needs_class_counts(self) -> bool:
-        return True
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, public_dataset=False)
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        return (NUM_EXAMPLES_PER_CLASS,)
 
     def check_model(self, model: Any) -> None:
         check_takes_embeddings(model, self.sample_length)
@@ -177,10 +211,16 @@ class FedDRS(Distillation):
 
     # ---- Server side
 
-    def uses_updates_of(self, round: int, server: DistillationServer) -> bool:
-        return not self.post_only or round == server.num_rounds - 1 or self.keeps_teachers(server)
+    def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
+        return build()
 
-    def keeps_teachers(self, server: DistillationServer) -> bool:
+    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
+        is_teacher = not self.post_only or update.round == server.num_rounds - 1 or self._keeps_teachers(server)
+        if is_teacher and server.teachers is not None:
+            server.teachers.keep(update)
+
+    def _keeps_teachers(self, server: DistillationServer) -> bool:
+        """Whether a later round needs the updates of this round."""
         return self.post_num_iterations > 0 and server.clients_per_round < server.num_clients
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
@@ -195,6 +235,8 @@ class FedDRS(Distillation):
                 logs["server_distillation_loss"] = loss
         if cohort.round == server.num_rounds - 1 and self.post_num_iterations:
             logs |= self._post_process(cohort, teachers, sampler)
+        if not self._keeps_teachers(server):
+            teachers.forget()
         return logs
 
     def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: PseudoSampler) -> dict[str, float]:
@@ -213,7 +255,7 @@ class FedDRS(Distillation):
 
     def _left_as_is(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
         """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
-        frozen = {id(parameter) for parameter in self.frozen_parameters(server.student.model, round)}
+        frozen = {id(parameter) for parameter in frozen_parameters(server.student.model, round)}
         live = server.exchange.tensors
         return {name: live[name] for name, item in server.exchange.parameters.items() if id(item) in frozen}
 
@@ -276,9 +318,17 @@ class FedDRS(Distillation):
         in_rounds = 0 if self.post_only else server.num_rounds * self.num_iterations * steps(server.clients_per_round)
         return in_rounds + self.post_num_iterations * steps(server.num_clients)
 
-    # ---- Client side
-
     def label_sequences(self, tokenizer: Any) -> torch.Tensor | None:
+        """
+        The token ids of each label text, for a model that writes its labels.
+
+        Args:
+            tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
+
+        Returns:
+            `torch.Tensor`, *optional*: Of shape `(classes, tokens)`, with -100 behind the end; `None` without
+            `label_texts`.
+        """
         if self.label_texts is None:
             return None
         if tokenizer is None:
@@ -288,10 +338,3 @@ class FedDRS(Distillation):
         for number, row in enumerate(rows):
             table[number, : len(row)] = torch.tensor(row)
         return table
-
-    def frozen_parameters(self, model: Any, round: int) -> list[nn.Parameter]:
-        # The average could not learn how clients moved a table that is the decoder's, too.
-        if round == 0 or not model.config.is_encoder_decoder:
-            return []
-        shared = word_embeddings(model)
-        return [shared] if word_embeddings(model.get_decoder()) is shared else []

@@ -39,7 +39,7 @@ class FedED(Distillation):
     """
 
     name: ClassVar[str] = "feded"
-    sends_parameters: ClassVar[bool] = True
+    parameters: ClassVar[str] = "sent"
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:

@@ -6,6 +6,7 @@ algorithm 1 and equations 9 to 15.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .feedback import (
     virtual_step,
 )
 from .losses import soft_cross_entropy
+from .requirements import Requirements
 from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
 
@@ -117,11 +119,11 @@ class FedID(Distillation):
             raise ValueError("feedback='none' and clients_distill=False leave the clients nothing to learn.")
 
     @property
-    def needs_labelled(self) -> bool:
-        return self.feedback != "none"
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, server_dataset=self.feedback != "none")
 
     @property
-    def public_passes(self) -> int:
+    def passes_per_round(self) -> int:
         return self.public_epochs
 
     # ---- Server side
@@ -252,7 +254,7 @@ class _ServerStep:
         self._server = server
         self._inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
         self._labelled = None
-        if algorithm.needs_labelled:
+        if algorithm.requirements.server_dataset:
             self._labelled = server.labelled_batch(server.batch_size, *purpose)
         self._ensemble = ensemble.to(server.student.device)
         self._purpose = purpose

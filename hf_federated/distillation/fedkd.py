@@ -13,11 +13,24 @@ from typing import ClassVar
 
 import torch
 
+from ..clients.context import ClientContext
 from ..messages import CLASS_COUNT
 from .base import Distillation, Predictions, sizes, weighted_mean
+from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
+from .client import DistillationClient, LocalDistillation
 from .client_weights import class_count_weights
 from .cohort import Cohort, reports
+from .requirements import Disclosure
 from .server import DistillationServer
+
+
+class FedKDClient(DistillationClient):
+    """The client side of [`FedKD`]."""
+
+    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+        if not self.algorithm.counts_classes:
+            return LocalDistillation()
+        return ReportClassCounts(context.student.num_classes)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -48,6 +61,7 @@ class FedKD(Distillation):
     """
 
     name: ClassVar[str] = "fedkd"
+    client_class: ClassVar[type[DistillationClient]] = FedKDClient
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
 
     weighting: str = "class_counts"
@@ -58,18 +72,23 @@ class FedKD(Distillation):
             raise ValueError(f"`weighting` is {self.weighting!r}; allowed are 'class_counts' and 'size'.")
 
     @property
-    def needs_class_counts(self) -> bool:
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        return (NUM_EXAMPLES_PER_CLASS,) if self.counts_classes else ()
+
+    @property
+    def counts_classes(self) -> bool:
+        """Whether clients report how many examples of each class they have."""
         return self.weighting == "class_counts"
 
     def check_unit(self, unit: str, num_classes: int) -> None:
-        if self.needs_class_counts:
+        if self.counts_classes:
             raise ValueError(
                 f"weighting='class_counts' of FedKD counts rows by their one class, and this task has one for every "
                 f"{unit} of a row: take weighting='size'."
             )
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
-        if not self.needs_class_counts:
+        if not self.counts_classes:
             return
         counts = {name: value for name, value in metrics.items() if name.startswith(CLASS_COUNT)}
         are_counts = (0 <= count < math.inf for count in counts.values())

@@ -5,6 +5,7 @@ Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation (arXi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import torch
 
 from .base import Distillation
 from .losses import mean_absolute_error
+from .requirements import Requirements
 from .server import DistillationServer
 
 
@@ -42,8 +44,11 @@ class FedMD(Distillation):
 
     name: ClassVar[str] = "fedmd"
     # An absolute error is one of any scores.
-    needs_classes: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
+
+    @property
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, class_probabilities=False)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mean_absolute_error(logits, targets)

@@ -14,6 +14,7 @@ from ..messages import public_order
 from ..utils.random import derived_seed, own_draws
 from .cohort import PublicRows
 from .packed import PackedRows
+from .teachers import Teachers
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,6 +32,7 @@ class DistillationServer:
         num_clients (`int`): Clients of the federation.
         clients_per_round (`int`): Clients that are asked in a round.
         labelled (`datasets.Dataset`, *optional*): The server's own labelled rows, encoded for its model.
+        teachers ([`Teachers`], *optional*): The clients' models, for a method that needs them.
 
     Example: [`Distillation`].
     """
@@ -44,6 +46,7 @@ class DistillationServer:
         num_clients: int,
         clients_per_round: int,
         labelled: Dataset | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.student = student
         self.seed = seed
@@ -52,6 +55,7 @@ class DistillationServer:
         self.num_clients = num_clients
         self.clients_per_round = clients_per_round
         self.labelled = labelled
+        self.teachers = teachers
         self.num_rows = student.num_rows
         self.batch_size = student.batch_size
 

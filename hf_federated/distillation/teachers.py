@@ -43,6 +43,12 @@ class Teachers:
         # Whose are here, with their label histograms.
         self._held: dict[str, list[float]] = {}
         self._copy: tuple[nn.Module, Exchange] | None = None
+        # Clients whose updates of this round are in this process.
+        self._kept_now: set[str] = set()
+
+    def begin_round(self) -> None:
+        """Called before the updates of a round arrive."""
+        self._kept_now = set()
 
     def keep(self, update: ClientUpdate) -> None:
         """Put an accepted update away, in the place of what the client sent before."""
@@ -51,16 +57,16 @@ class Teachers:
         histogram = [counts.get(f"{CLASS_COUNT}{label}", math.nan) for label in range(len(counts))]
         self._store.set(update.client_id, {"state": update.state, "class_counts": histogram})
         self._held[update.client_id] = histogram
+        self._kept_now.add(update.client_id)
 
-    def settle(self, cohort: Sequence[str], kept_now: Sequence[str]) -> None:
+    def settle(self, cohort: Sequence[str]) -> None:
         """
-        Forget what other processes have newer.
+        Remove the models of which another process has received newer ones.
 
         Args:
-            cohort (`Sequence[str]`): Whose updates were accepted in this round, in any process.
-            kept_now (`Sequence[str]`): Whose were kept here.
+            cohort (`Sequence[str]`): Clients whose updates were accepted in this round, in any process.
         """
-        for client_id in set(cohort) - set(kept_now):
+        for client_id in set(cohort) - self._kept_now:
             self.remove(client_id)
 
     def remove(self, client_id: str) -> None:

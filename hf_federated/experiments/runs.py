@@ -158,7 +158,7 @@ def _rows_of(
     """What the trainer gets beside its model and arguments: rows, and clients that differ."""
     raw, task = inputs.raw, inputs.task
     method = recipe.federation.get("distillation")
-    if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method].needs_public):
+    if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method]().requirements.public_dataset):
         # Rows that were set aside train nobody, so that runs with and without distillation have the same private ones.
         raw = dataclasses.replace(raw, public=None, server=None)
     if recipe.client_models or (raw.public is not None and task.prediction_unit != "row"):

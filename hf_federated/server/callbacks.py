@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..adapters import Exchange
 from ..aggregation import Accumulator, Aggregation, WeightedMean
-from ..distillation import Ask, Cohort, Distillation, DistillationServer, FromMain, Teachers
+from ..distillation import Ask, Cohort, Distillation, DistillationServer, FromMain
 from ..messages import ClientUpdate
 from ..messages.validation import CheckExtra
 
@@ -285,22 +285,18 @@ class DistillationCallback(FederatedCallback):
     def __init__(self, algorithm: Distillation) -> None:
         self.algorithm = algorithm
         self.logs: dict[str, float] = {}
-        self.teachers: Teachers | None = None
-        # Clients whose updates this process stored in this round.
-        self._stored: list[str] = []
         self._extra: WeightedMean | None = None
 
-    def start(self, server: DistillationServer, teachers: Teachers | None, from_main: FromMain) -> None:
+    def start(self, server: DistillationServer, from_main: FromMain) -> None:
         """
         Begin a run.
 
         Args:
             server ([`DistillationServer`]): The server's model and examples.
-            teachers ([`Teachers`], *optional*): Store of the clients' models, for a method that needs them.
             from_main (`Callable`): As in [`~hf_federated.distillation.Cohort`].
         """
         self.logs = {}
-        self.server, self.teachers, self._from_main = server, teachers, from_main
+        self.server, self._from_main = server, from_main
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
@@ -308,7 +304,8 @@ class DistillationCallback(FederatedCallback):
     ) -> None:
         server.expected_extra.update(self.algorithm.expected_extra(self.server))
         server.extra_checks.append(self.algorithm.check_extra)
-        self._stored = []
+        if self.server.teachers is not None:
+            self.server.teachers.begin_round()
 
     def on_client_end(
         self,
@@ -318,9 +315,7 @@ class DistillationCallback(FederatedCallback):
         update: ClientUpdate,
         **kwargs: Any,
     ) -> None:
-        if self.teachers is not None and self.algorithm.uses_updates_of(update.round, self.server):
-            self.teachers.keep(update)
-            self._stored.append(update.client_id)
+        self.algorithm.on_update(update, self.server)
 
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
@@ -343,20 +338,18 @@ class DistillationCallback(FederatedCallback):
             min_clients=server.min_clients,
             rejected=server.rejected,
             extra=self._extra,
-            teachers=self.teachers,
+            teachers=self.server.teachers,
             positions=student.positions,
             from_main=self._from_main,
         )
-        if self.teachers is not None:
-            self.teachers.settle(cohort.client_ids, self._stored)
+        if self.server.teachers is not None:
+            self.server.teachers.settle(cohort.client_ids)
         cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self.server)
         if student.positions is not None:
             # Lower than the number of positions if a tokenizer of the cohort drops some words.
             self.logs["public_positions"] = self.server.num_agreed(self.server.all_rows)
         self._extra = None
-        if self.teachers is not None and not self.algorithm.keeps_teachers(self.server):
-            self.teachers.forget()
         server.weights = server.read(self.server.exchange)
 
     def state_dict(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Federation:
         """
         aggregation, distillation = self._setup.aggregation, self._setup.distillation
         has_other_models = not aggregation.exchanges_parameters or aggregation.trains_private_models
-        return has_other_models or (distillation is not None and distillation.needs_features)
+        return has_other_models or (distillation is not None and distillation.requirements.initial_model)
 
     def _engine_context(self) -> EngineContext:
         setup, config = self._setup, self._setup.config
@@ -164,6 +164,14 @@ class Federation:
         if labelled is not None:
             labelled = student.select_columns(setup.participants.encode(labelled, self._trainer.processing_class))
             check_labelled(labelled)
+
+        def build_teachers() -> Teachers:
+            gather = setup.processes.gather if setup.spreads_clients else None
+            teachers = Teachers(student.model, self.exchange.kind, self._disk_store(TEACHERS_DIR), gather)
+            teachers.forget()
+            return teachers
+
+        teachers = callback.algorithm.build_teachers(build_teachers)
         server = DistillationServer(
             student,
             setup.seed,
@@ -172,13 +180,9 @@ class Federation:
             len(setup.clients),
             setup.sampler.num_sampled,
             labelled,
+            teachers,
         )
-        teachers = None
-        if callback.algorithm.needs_teachers:
-            gather = setup.processes.gather if setup.spreads_clients else None
-            teachers = Teachers(student.model, self.exchange.kind, self._disk_store(TEACHERS_DIR), gather)
-            teachers.forget()
-        callback.start(server, teachers, setup.processes.from_main)
+        callback.start(server, setup.processes.from_main)
         return teachers
 
     def _load(self, directory: Path, saved: dict[str, Any]) -> None:

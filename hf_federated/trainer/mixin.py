@@ -255,9 +255,8 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             if summary.learning_rate is not None:
                 self.lr_scheduler.learning_rate = summary.learning_rate
             return torch.tensor(summary.loss, device=self.args.device)
-        epoch_losses = None if self.local_training is None else self.local_training.epoch_losses
-        if epoch_losses is not None:
-            epoch_losses.on_batch(self, model, inputs, num_items_in_batch)
+        if self.local_training is not None:
+            self.local_training.on_batch(self, model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.local_training is not None:
             self.local_training.on_gradients(self)

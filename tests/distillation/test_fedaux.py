@@ -20,6 +20,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification, T5Conf
 from hf_federated import FedAUX, FederatedCallback, Postprocessor, RoundFailedError
 from hf_federated.clients.features import base_model_of, pooled_features
 from hf_federated.distillation.certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball, sensitivity
+from hf_federated.distillation.fedaux import FedAUXClient
 from hf_federated.messages import ClientUpdate
 
 
@@ -91,8 +92,7 @@ def test_noise_has_the_standard_deviation_of_the_formula():
     # Not those that the features were drawn from.
     for seed in range(100, 140):
         logits = [
-            (algorithm.client_setup(own, public, seed)["certainty"].double() - 1e-8).logit()
-            for algorithm in (plain, noisy)
+            (algorithm.client().scores(own, public, seed).double() - 1e-8).logit() for algorithm in (plain, noisy)
         ]
         differences.append(logits[1] - logits[0])
     # ⟨noise, h⟩ of a row has the deviation σ ‖h‖; of 70 rows in 2000 dimensions these are nearly independent.
@@ -105,7 +105,7 @@ def test_noise_follows_from_the_clients_seed_and_leaves_the_global_generator_alo
     own, public = normal(6, 4), normal(9, 4, seed=1)
     algorithm = FedAUX(dp_epsilon=0.9, dp_delta=1e-3)
     before = torch.random.get_rng_state()
-    a, again, b = (algorithm.client_setup(own, public, seed)["certainty"] for seed in (1, 1, 2))
+    a, again, b = (algorithm.client().scores(own, public, seed) for seed in (1, 1, 2))
     assert torch.equal(a, again) and not torch.equal(a, b)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -204,12 +204,12 @@ def test_equal_scores_are_feddf(tmp_path, monkeypatch):
     federation = {"num_rounds": 1, "local_epochs": 1}
     feddf = distilled(tmp_path / "a", "feddf", federation=federation)
     feddf.train()
-    find = FedAUX.client_setup
+    find = FedAUXClient.scores
 
     def equal(self, own, public, seed):
-        return {"certainty": torch.full_like(find(self, own, public, seed)["certainty"], 0.25)}
+        return torch.full_like(find(self, own, public, seed), 0.25)
 
-    monkeypatch.setattr(FedAUX, "client_setup", equal)
+    monkeypatch.setattr(FedAUXClient, "scores", equal)
     fedaux = distilled(tmp_path / "b", "fedaux", federation=federation)
     fedaux.train()
     # A quarter of a number is exact, and so is the mean.
@@ -261,13 +261,13 @@ def test_scores_are_of_the_first_model_whenever_a_client_is_first_asked(tmp_path
 
 def test_clients_look_at_their_rows_once(tmp_path, monkeypatch):
     seen = []
-    find = FedAUX.client_setup
+    find = FedAUXClient.scores
 
     def noted(self, own, public, seed):
         seen.append((len(own), len(public)))
         return find(self, own, public, seed)
 
-    monkeypatch.setattr(FedAUX, "client_setup", noted)
+    monkeypatch.setattr(FedAUXClient, "scores", noted)
     distilled(tmp_path, "fedaux", {"max_score_rows": 6}, federation={"local_epochs": 1}).train()
     assert seen == [(min(size, 6), 10) for size in SIZES.values()]
 

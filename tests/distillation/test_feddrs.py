@@ -292,7 +292,7 @@ def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[Look()])
     trainer.train()
     assert seen == [len(SIZES)] * 2
-    teachers = trainer._setup.distillation_callback.teachers
+    teachers = trainer._setup.distillation_callback.server.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
 

@@ -97,7 +97,7 @@ def check_clients(
         raise ValueError(
             "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset: each client's own evaluation rows."
         )
-    if distillation is not None and distillation.needs_client_evaluation and eval_clients is None:
+    if distillation is not None and distillation.requirements.client_evaluation and eval_clients is None:
         raise ValueError(
             f"{distillation!r} lets clients evaluate their models, and `eval_dataset` is no FederatedDataset: give "
             "each client's own evaluation rows, or leave `clients_evaluate` out."

@@ -39,7 +39,7 @@ def check_participants(
     name = None if distillation is None else distillation.name
     if (
         distillation is not None
-        and not distillation.needs_public
+        and not distillation.requirements.public_dataset
         and (participants.public_dataset is not None or participants.server_dataset is not None)
     ):
         raise ValueError(
@@ -54,7 +54,7 @@ def check_participants(
             )
         if rows is not None and (row := _first_without_tokens(rows)) is not None:
             raise ValueError(f"Row {row} of `{argument}` has no tokens in `input_ids`: leave such rows out.")
-    if distillation is not None and distillation.needs_public and not participants.public_dataset:
+    if distillation is not None and distillation.requirements.public_dataset and not participants.public_dataset:
         found = "none was given" if participants.public_dataset is None else "it has no rows"
         raise ValueError(
             f"distillation={name!r} needs `public_dataset`, rows without labels that server and clients have: "
@@ -66,12 +66,12 @@ def check_participants(
             "no algorithm."
         )
     streams = [client_id for client_id, num_rows in clients.num_rows.items() if num_rows is None]
-    if distillation is not None and distillation.needs_features and streams:
+    if distillation is not None and distillation.requirements.initial_model and streams:
         raise ValueError(
             f"Client {streams[0]!r} has a stream (IterableDataset), and distillation={name!r} compares all rows of a "
             "client with the public ones: give it a Dataset. distillation='feddf' compares none."
         )
-    if distillation is not None and distillation.needs_labelled and not participants.server_dataset:
+    if distillation is not None and distillation.requirements.server_dataset and not participants.server_dataset:
         raise ValueError(f"{distillation!r} needs `server_dataset`: labelled rows of the server's own.")
     if aggregation.trains_private_models and not participants.differ:
         raise ValueError(
@@ -124,13 +124,14 @@ def check_predictions(distillation: Distillation, participants: Participants, tr
     task, unit = participants.task, participants.prediction_unit
     config: Any = getattr(trainer.model, "config", None)
     is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
-    if distillation.needs_classes and unit != "token" and (getattr(config, "num_labels", 2) < 2 or is_multi_label):
+    has_classes = unit == "token" or (getattr(config, "num_labels", 2) >= 2 and not is_multi_label)
+    if distillation.requirements.class_probabilities and not has_classes:
         found = "several labels of a row at once" if is_multi_label else "one number, as in a regression"
         raise ValueError(
             f"distillation={distillation.name!r} learns distributions over classes, of which one is right, and the "
             f"model predicts {found}: take distillation='fedmd', which learns mean scores, whatever they are."
         )
-    if task is None or unit == "row" or not distillation.needs_public:
+    if task is None or unit == "row" or not distillation.requirements.public_dataset:
         return
     if unit is None:
         raise ValueError(

@@ -1,0 +1,79 @@
+"""Label histograms: clients that report how many examples of each class they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer
+
+from ..clients.student import LABEL_COLUMNS
+from ..messages import CLASS_COUNT
+from .client import LocalDistillation
+from .requirements import Disclosure
+
+
+NUM_EXAMPLES_PER_CLASS = Disclosure("number of examples", per="class")
+
+
+class ReportClassCounts(LocalDistillation):
+    """
+    Adds the number of examples of each class to the metrics of the update.
+
+    Args:
+        num_classes (`int`): Number of classes of the client's model.
+        sequences (`torch.Tensor`, *optional*): For a model that writes its labels: the token ids of each class, of
+            shape `(classes, tokens)`, with -100 behind the end.
+    """
+
+    def __init__(self, num_classes: int, sequences: torch.Tensor | None = None) -> None:
+        self._num_classes = num_classes
+        self._sequences = sequences
+
+    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+        counts = count_classes(trainer.train_dataset, self._num_classes, self._sequences)
+        metrics |= {f"{CLASS_COUNT}{label}": float(count) for label, count in enumerate(counts)}
+        return {}
+
+
+def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None = None) -> list[int]:
+    """
+    The number of examples of each class.
+
+    Args:
+        dataset (`datasets.Dataset`): Encoded examples with one label each.
+        num_classes (`int`): Number of classes.
+        sequences (`torch.Tensor`, *optional*): As in [`ReportClassCounts`].
+
+    Raises:
+        ValueError: If the examples have no such labels, or a label is not one of the classes.
+    """
+    column = next((name for name in LABEL_COLUMNS if name in dataset.column_names), None)
+    if sequences is not None and column is not None:
+        return _count_sequences(dataset[column], sequences)
+    labels = np.asarray([] if column is None else dataset[column])
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(
+            f"Rows of each class are counted in a column of whole numbers, {' or '.join(LABEL_COLUMNS)}; the columns "
+            f"are {dataset.column_names}. weighting='size' needs none."
+        )
+    counts = np.bincount(labels, minlength=num_classes)
+    if len(counts) > num_classes:
+        raise ValueError(f"A row has the label {labels.max()}, and the model knows {num_classes} classes.")
+    return counts.tolist()
+
+
+def _count_sequences(labels: Any, sequences: torch.Tensor) -> list[int]:
+    """The number of examples with each of the label texts, compared by tokens."""
+    classes = {tuple(row[row >= 0].tolist()): number for number, row in enumerate(sequences)}
+    counts = [0] * len(sequences)
+    for row, tokens in enumerate(labels):
+        found = classes.get(tuple(token for token in tokens if token >= 0))
+        if found is None:
+            raise ValueError(
+                f"Row {row} has a label, tokens {list(tokens)[:8]}, that is none of the {len(counts)} label texts of "
+                "the distillation: `label_texts` must name all of them."
+            )
+        counts[found] += 1
+    return counts

@@ -1,0 +1,66 @@
+"""What a distillation method needs of a federation, and what it discloses, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """
+    What a method needs of a federation. The trainer checks it when it is built.
+
+    Args:
+        public_dataset (`bool`, *optional*, defaults to `True`): Server and clients have the same unlabelled examples.
+        server_dataset (`bool`, *optional*, defaults to `False`): The server has labelled examples.
+        client_evaluation (`bool`, *optional*, defaults to `False`): Clients have evaluation examples.
+        class_probabilities (`bool`, *optional*, defaults to `True`): Predictions are distributions over classes, of
+            which one is right.
+        initial_model (`bool`, *optional*, defaults to `False`): Clients use the model as it was before the first
+            round, and read all their examples with it.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.distillation import DSFL
+
+    >>> DSFL().requirements.public_dataset
+    True
+    ```
+    """
+
+    public_dataset: bool = True
+    server_dataset: bool = False
+    client_evaluation: bool = False
+    class_probabilities: bool = True
+    initial_model: bool = False
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """
+    A value that leaves a client in addition to parameters, predictions and the fields of an update. The model card
+    lists it.
+
+    Args:
+        value (`str`): Noun phrase for the value.
+        per (`str`): What one value belongs to, such as `"public example"` or `"client"`.
+        recipient (`str`, *optional*, defaults to `"server"`): The party that receives it.
+        dp_epsilon (`float`, *optional*): `ε` of the differential privacy of the value.
+        dp_delta (`float`, *optional*): `δ` of the differential privacy of the value.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.distillation import Disclosure
+
+    >>> Disclosure("number of examples", per="class").recipient
+    'server'
+    ```
+    """
+
+    value: str
+    per: str
+    recipient: str = "server"
+    dp_epsilon: float | None = None
+    dp_delta: float | None = None
