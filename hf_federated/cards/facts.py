@@ -1,6 +1,6 @@
-"""What is known of a model and of data: names, revisions and counts, and nothing that has to be guessed.
+"""Recorded names, revisions and counts of a model and of datasets. Nothing is guessed.
 
-A local directory is never named: its path says something about a machine, not about the model.
+Local directories are never named, because a path describes a machine and not the model.
 """
 
 from __future__ import annotations
@@ -22,25 +22,34 @@ from ..data import FederatedDataset
 from ..split import SplitModel
 
 
-# A data set read from the Hub lists its files as hf://datasets/<repository>@<commit>/<path>.
+# A dataset that was loaded from the Hub lists its files as hf://datasets/<repository>@<commit>/<path>.
 HUB_FILE = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/")
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """
-    What is known of the trained model.
+    Recorded facts about the trained model.
 
     Args:
-        class_name (`str`): Class of the model; of the base model, if it carries an adapter.
-        is_transformers_class (`bool`): Whether `transformers` has that class.
-        library_name (`str`): `"transformers"`, or `"peft"` for an adapter.
-        base_model (`str`, *optional*): Hub id that training started from.
-        base_revision (`str`, *optional*): Commit of the base model.
-        start (`str`): Where the starting weights came from: `"hub"`, `"local"` (a directory) or `"unnamed"`.
-        adapter (`str`, *optional*): PEFT's name of the kind of adapter.
-        task (`str`, *optional*): Pipeline tag of the class.
-        num_parameters (`int`): Parameters of the whole model.
+        class_name (`str`):
+            Class of the model, or of the base model if the model is an adapter.
+        is_transformers_class (`bool`):
+            Whether the class is part of `transformers`.
+        library_name (`str`):
+            `"transformers"`, or `"peft"` for an adapter.
+        base_model (`str`, *optional*):
+            Hub id of the initial weights.
+        base_revision (`str`, *optional*):
+            Commit of the base model.
+        start (`str`):
+            Source of the initial weights: `"hub"`, `"local"` (a directory) or `"unnamed"`.
+        adapter (`str`, *optional*):
+            PEFT type of the adapter.
+        task (`str`, *optional*):
+            Pipeline tag of the class.
+        num_parameters (`int`):
+            Number of parameters of the whole model.
     """
 
     class_name: str
@@ -54,17 +63,21 @@ class ModelFacts:
     num_parameters: int
 
     @classmethod
-    def of(cls, model: Any, finetuned_from: str | None = None) -> ModelFacts:
+    def from_model(cls, model: Any, finetuned_from: str | None = None) -> ModelFacts:
         """
+        Read the facts from a model.
+
         Args:
-            model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): The trained model.
-            finetuned_from (`str`, *optional*): Hub id of the base model, where the model itself does not know it.
+            model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]):
+                The trained model.
+            finetuned_from (`str`, *optional*):
+                Hub id of the base model. Overrides the id in the model's configuration.
         """
         base, peft_config = model, None
         if isinstance(model, PeftModel):
             base, peft_config = model.get_base_model(), model.peft_config[model.active_adapters[0]]
         elif isinstance(model, SplitModel):
-            # Each part is a model of the whole one's class.
+            # Each part has the class of the whole model.
             base, peft_config = model.client_head.model, model.adapter_config
         adapter = None if peft_config is None else peft_config.peft_type.value
         name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path
@@ -75,7 +88,7 @@ class ModelFacts:
             is_transformers_class=type(base).__module__.startswith("transformers."),
             library_name="peft" if adapter else "transformers",
             base_model=base_model,
-            # transformers leaves the commit here when it loads from the Hub; there is no public name for it
+            # `transformers` stores the commit of a Hub model in this private attribute; there is no public one
             base_revision=vars(base.config).get("_commit_hash") if base_model == name else None,
             start="hub" if base_model else "local" if name else "unnamed",
             adapter=adapter,
@@ -87,18 +100,27 @@ class ModelFacts:
 @dataclass(frozen=True)
 class DataFacts:
     """
-    What is known of a data set.
+    Recorded facts about a dataset.
 
     Args:
-        name (`str`, *optional*): Hub id, where the data set knows it or the caller says so.
-        revision (`str`, *optional*): Commit of the Hub repository.
-        config (`str`, *optional*): Name of its configuration.
-        split (`str`, *optional*): Name of its split.
-        fingerprint (`str`, *optional*): Fingerprint that `datasets` gave the rows after all that was done to them.
-        num_rows (`int`, *optional*): Number of rows; `None` for streams.
-        num_clients (`int`, *optional*): Number of clients; `None` for data that is not federated.
-        rows_per_client (`list[float]`, *optional*): Least, median and most rows of a client.
-        partitioning (`dict[str, Any]`, *optional*): How the rows were given to clients.
+        name (`str`, *optional*):
+            Hub id that the dataset records or that the caller passes.
+        revision (`str`, *optional*):
+            Commit of the Hub repository.
+        config (`str`, *optional*):
+            Name of the configuration.
+        split (`str`, *optional*):
+            Name of the split.
+        fingerprint (`str`, *optional*):
+            Fingerprint that `datasets` computed after all transforms.
+        num_rows (`int`, *optional*):
+            Number of examples. `None` for streams.
+        num_clients (`int`, *optional*):
+            Number of clients. `None` for data that is not federated.
+        rows_per_client (`list[float]`, *optional*):
+            Minimum, median and maximum number of examples per client.
+        partitioning (`dict[str, Any]`, *optional*):
+            Name and arguments of the partitioner.
     """
 
     name: str | None = None
@@ -112,29 +134,33 @@ class DataFacts:
     partitioning: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, data: Any, name: str | None = None) -> DataFacts:
+    def from_data(cls, data: Any, name: str | None = None) -> DataFacts:
         """
+        Read the facts from a dataset.
+
         Args:
-            data (`FederatedDataset`, `datasets.Dataset` or a mapping of names to either): The rows.
-            name (`str`, *optional*): Hub id, where the data set itself does not know it.
+            data (`FederatedDataset`, `datasets.Dataset` or a mapping of names to either):
+                The dataset.
+            name (`str`, *optional*):
+                Hub id. Overrides the id that the dataset records.
         """
         if isinstance(data, FederatedDataset):
-            return cls._of_clients(data, name)
+            return cls._from_clients(data, name)
         if isinstance(data, Dataset):
-            return cls(**_origin(data, name), fingerprint=data._fingerprint, num_rows=len(data))
+            return cls(**_recorded_source(data, name), fingerprint=data._fingerprint, num_rows=len(data))
         if isinstance(data, Mapping):
-            parts = [cls.of(part, name) for part in data.values()]
+            parts = [cls.from_data(part, name) for part in data.values()]
             counts = [part.num_rows for part in parts if part.num_rows is not None]
             return cls(name=name, num_rows=sum(counts) if len(counts) == len(parts) else None)
         return cls(name=name)
 
     @classmethod
-    def _of_clients(cls, clients: FederatedDataset, name: str | None) -> DataFacts:
+    def _from_clients(cls, clients: FederatedDataset, name: str | None) -> DataFacts:
         counts = [count for count in clients.num_rows.values() if count is not None]
         known = len(counts) == len(clients)
-        example = clients.source if clients.source is not None else clients[clients.client_ids[0]]
+        dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
         return cls(
-            **_origin(example, name),
+            **_recorded_source(dataset, name),
             fingerprint=clients.source._fingerprint if clients.source is not None else None,
             num_rows=sum(counts) if known else None,
             num_clients=len(clients),
@@ -143,8 +169,8 @@ class DataFacts:
         )
 
 
-def _origin(data: Any, name: str | None) -> dict[str, Any]:
-    """Name, revision, configuration and split, as far as the data set was read from the Hub or carries them."""
+def _recorded_source(data: Any, name: str | None) -> dict[str, Any]:
+    """Return the name, revision, configuration and split that the dataset records."""
     files = data.info.download_checksums or {}
     matches = {(match["name"], match["revision"]) for match in map(HUB_FILE.match, files) if match}
     hub_name, revision = matches.pop() if len(matches) == 1 else (None, None)

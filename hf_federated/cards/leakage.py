@@ -1,4 +1,4 @@
-"""What a card, and a report, say of the text that a server could read from a split model's client."""
+"""Card section and report on the text that a server could read from the clients of a split model."""
 
 from __future__ import annotations
 
@@ -6,55 +6,61 @@ import re
 from dataclasses import asdict
 
 from ..audits import AuditConfig, Inversion, LeakageAudit
-from .tables import count, plural, table
+from .tables import format_count, plural, table
 
 
+# `add_leakage` finds the section of an existing card by this heading.
 HEADING = "## What hidden states reveal"
 
-# Zheng et al. 2024, Table 4, in percent: what the client has, attacker, ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4.
+# Zheng et al. 2024, Table 4, in percent: the client's part, attacker, ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4.
 PAPER_TABLE_4 = (
     ("embedding", "linear", 33.29, 7.053, 26.732, 28.57),
     ("embedding and one block", "transformer", 0.135, 0.002, 0.473, 0.335),
 )
 
 _CLAIM = (
-    "Raw text and labels stay with the client. Against an honest-but-curious server that knows the pretrained weights,"
-    " the hidden states and gradients that it receives can still reveal text and labels."
+    "Raw text and labels stay with the client. However, the hidden states and gradients that the server receives can"
+    " still reveal text and labels to an honest-but-curious server that knows the pretrained weights."
 )
 _LENGTHS = (
-    'Without any attack it knows how many tokens each row has, with `strategy="client_batch"` how many target tokens'
-    " each batch has, which of a batch of one row are that row's, and of a model that asks for it (ChatGLM-6B) where"
-    " each row's context ends: where the length of an answer follows from these, it tells apart labels whose words are"
-    " of different numbers of tokens."
+    "Without any attack, the server knows the number of tokens of each example. With"
+    ' `strategy="client_batch"`, it also knows the number of target tokens of each batch; for a batch of one example,'
+    " this is the number of target tokens of that example. For models that require it (ChatGLM-6B), it knows where the"
+    " context of each example ends. If the length of an answer follows from these numbers, the server can distinguish"
+    " labels whose words have different numbers of tokens."
 )
 _ATTACKERS = {
-    "nearest": "untrained: the token that alone gives the nearest hidden state",
-    "decoder": "trained on the attacker's rows, each position by itself",
-    "transformer": "trained on the attacker's rows, one block over all positions",
-    "search": "runs what the others propose through the head, from left to right, and keeps what fits what crossed",
+    "nearest": "not trained; selects the token that has the nearest hidden state without context",
+    "decoder": "trained on the attacker's examples; decodes each position independently",
+    "transformer": "trained on the attacker's examples; decodes all positions with one transformer block",
+    "search": "runs the proposals of the other attackers through the head, from left to right, and keeps the tokens"
+    " that match the received hidden states",
 }
 _RULES = {
-    "nonzero": "`nonzero` names the rows that are not zero.",
-    "sign": "The matrix is the output layer too, and every row changes: `sign` names rows that point against most.",
-    "size": "`size` names the largest rows, and is told how many.",
+    "nonzero": "The rule `nonzero` selects the rows of the matrix that are not zero.",
+    "sign": "The embedding matrix is also the output layer, so all its rows change: the rule `sign` selects the rows"
+    " that point against most rows.",
+    "size": "The rule `size` selects the largest rows and is given their number.",
 }
 _LIMITS = (
-    "That is what these attackers found, and no bound: another may find more. Noise on what is sent would lower a"
-    " measured leak, and guarantees nothing without a stated bound of differential privacy. A server that departs from"
-    " the protocol was not considered."
+    "These results are what the given attackers found and are not a bound: another attacker may find more. Adding"
+    " noise to the sent tensors would lower a measured leak, but guarantees nothing without a stated differential"
+    " privacy bound. A server that deviates from the protocol was not considered."
 )
 
 
 def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
     """
-    The section of a model card on what leaves a client of a split model.
+    Create the section of a model card on the leakage of a split model.
 
     Args:
-        audit ([`LeakageAudit`]): What was measured.
-        head_blocks (`int`, *optional*): The cut at which the model is used; all that were measured by default.
+        audit ([`LeakageAudit`]):
+            The measurements.
+        head_blocks (`int`, *optional*):
+            The cut at which the model is used. Defaults to all measured cuts.
 
     Raises:
-        ValueError: If this cut was not measured.
+        ValueError: If the audit did not measure this cut.
 
     Example:
 
@@ -62,70 +68,82 @@ def leakage_section(audit: LeakageAudit, head_blocks: int | None = None) -> str:
     >>> from hf_federated.audits import AuditConfig, Inversion, LeakageAudit
     >>> from hf_federated.cards import leakage_section
 
-    >>> found = Inversion(1, "float32", "search", 0.9, 0.9, 0.8, 0.9, 0.8)
-    >>> audit = LeakageAudit(AuditConfig(head_blocks=[1]), 300, 50, 2000, 0, 0.05, 0.9, [found], [])
-    >>> "1 block before the cut, 90.0 % of the tokens" in leakage_section(audit)
+    >>> inversion = Inversion(1, "float32", "search", 0.9, 0.9, 0.8, 0.9, 0.8)
+    >>> audit = LeakageAudit(AuditConfig(head_blocks=[1]), 300, 50, 2000, 0, 0.05, 0.9, [inversion], [])
+    >>> "90.0% of the tokens with 1 block before the cut" in leakage_section(audit)
     True
 
     ```
     """
     cuts = audit.config.head_blocks if head_blocks is None else [head_blocks]
-    best = [audit.strongest(cut, dtype) for cut in cuts for dtype in audit.config.wire_dtypes]
-    measured = "; ".join(
-        f"with {plural(cut, 'block')} before the cut, {_percent(audit.strongest(cut).token_recall)} % of the tokens"
+    strongest = [audit.strongest(cut, dtype) for cut in cuts for dtype in audit.config.wire_dtypes]
+    recalls = "; ".join(
+        f"{_percent(audit.strongest(cut).token_recall)}% of the tokens with {plural(cut, 'block')} before the cut"
         for cut in cuts
     )
-    of_model = f" on `{audit.model_name}`" if audit.model_name else ""
+    model = f" on `{audit.model_name}`" if audit.model_name else ""
     text = (
-        f"{HEADING}\n\n{_CLAIM} {_LENGTHS} Measured{of_model} at the position of each token, the strongest of the"
-        f" attackers recovered, {measured}. {_setting(audit)} {_LIMITS}\n\n{inversion_table(best)}"
+        f"{HEADING}\n\n{_CLAIM} {_LENGTHS} In a measurement{model}, the strongest attacker recovered {recalls}. A"
+        f" token counts as recovered only at its position. {_setting(audit)} {_LIMITS}\n\n{inversion_table(strongest)}"
     )
     return f"{text}\n\n{targets_text(audit)}\n\n{embedding_text(audit)}\n"
 
 
 def add_leakage(card: str, audit: LeakageAudit, head_blocks: int | None = None) -> str:
     """
-    A model card with the section on what leaves a client, in place of one that it has.
+    Add the leakage section to a model card. An existing leakage section is replaced.
 
     Args:
-        card (`str`): Text of a model card.
-        audit ([`LeakageAudit`]): What was measured.
-        head_blocks (`int`, *optional*): As in [`leakage_section`].
+        card (`str`):
+            Text of the model card.
+        audit ([`LeakageAudit`]):
+            The measurements.
+        head_blocks (`int`, *optional*):
+            The cut at which the model is used, as in [`leakage_section`].
+
+    Returns:
+        `str`: The text of the card with the section.
     """
     section = leakage_section(audit, head_blocks)
-    there = re.search(rf"^{HEADING}\n.*?(?=^## |\Z)", card, flags=re.MULTILINE | re.DOTALL)
-    if there is not None:
-        after = card[there.end() :]
-        return f"{card[: there.start()]}{section}" + (f"\n{after}" if after else "")
-    before, mark, versions = card.rpartition("\n## Versions")
-    if not mark:
+    existing = re.search(rf"^{HEADING}\n.*?(?=^## |\Z)", card, flags=re.MULTILINE | re.DOTALL)
+    if existing is not None:
+        after = card[existing.end() :]
+        return f"{card[: existing.start()]}{section}" + (f"\n{after}" if after else "")
+    before, heading, versions = card.rpartition("\n## Versions")
+    if not heading:
         return f"{card.rstrip()}\n\n{section}"
-    return f"{before.rstrip()}\n\n{section}{mark}{versions}"
+    return f"{before.rstrip()}\n\n{section}{heading}{versions}"
 
 
 def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
     """
-    The report of an audit, in Markdown: every attacker at every cut, and the paper's numbers beside them.
+    Create the report of an audit in Markdown, with the results of every attacker at every cut and the paper's numbers.
 
     Args:
-        audit ([`LeakageAudit`]): What was measured.
-        picture (`str`, *optional*): File of the picture, relative to the report.
+        audit ([`LeakageAudit`]):
+            The measurements.
+        picture (`str`, *optional*):
+            File of the plot, relative to the report.
+
+    Returns:
+        `str`: The text of the report.
     """
     settings = asdict(audit.config)
     parts = [
         f"# What a client's hidden states reveal: {audit.model_name or 'a model'}",
         f"{_CLAIM} {_LENGTHS} {_setting(audit)} {_LIMITS}",
-        "## Text from hidden states\n\nScores in percent; recall is of tokens at their position.",
+        "## Text from hidden states\n\nScores are percentages. Token recall counts tokens that are recovered at their"
+        " position.",
         "\n".join(f"- {name}: {_ATTACKERS[name]}" for name in audit.config.attackers),
         inversion_table(audit.inversions),
     ]
     if picture is not None:
-        parts.append(f"![Tokens recovered over the depth of the cut]({picture})")
-    header = ["Before the cut", "Attacker", "ROUGE-1", "ROUGE-2", "ROUGE-L", "BLEU-4"]
+        parts.append(f"![Tokens recovered by depth of the cut]({picture})")
+    header = ["Client's part", "Attacker", "ROUGE-1", "ROUGE-2", "ROUGE-L", "BLEU-4"]
     parts += [
-        "## Published beside it\n\nZheng et al. 2024 (FL-GLM), Table 4: ChatGLM-6B, BoolQ, a colluding client's data."
-        " The published code has the attacker predict the token after the position, which is another question than"
-        " which token is there: the numbers are not of one measure.",
+        "## Published results\n\nZheng et al. 2024 (FL-GLM), Table 4: ChatGLM-6B, BoolQ, data of a colluding client."
+        " The attacker in the published code predicts the token after each position. This audit recovers the token at"
+        " each position. The published results and the results above therefore measure different quantities.",
         table(header, [[*row[:2], *(f"{value:g}" for value in row[2:])] for row in PAPER_TABLE_4], numeric=True),
         f"## Targets from gradients at the second cut\n\n{targets_text(audit)}",
         f"## Tokens from gradients of the embedding\n\n{embedding_text(audit)}",
@@ -138,87 +156,129 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
 
 def inversion_table(inversions: list[Inversion]) -> str:
     """
-    A table of attacks, in percent.
+    Format a table of attacks on hidden states, with scores in percent.
 
     Args:
-        inversions (`list[Inversion]`): The attacks.
+        inversions (`list[Inversion]`):
+            The results of the attacks.
     """
-    header = ["Blocks before the cut", "Wire", "Attacker", "Token recall", "ROUGE-1", "ROUGE-2", "ROUGE-L", "BLEU-4"]
+    header = [
+        "Blocks before the cut",
+        "Wire dtype",
+        "Attacker",
+        "Token recall",
+        "ROUGE-1",
+        "ROUGE-2",
+        "ROUGE-L",
+        "BLEU-4",
+    ]
     rows = [
         [
-            one.head_blocks,
-            one.wire_dtype,
-            one.attacker,
-            *map(_percent, (one.token_recall, one.rouge1, one.rouge2, one.rougeL, one.bleu4)),
+            inversion.head_blocks,
+            inversion.wire_dtype,
+            inversion.attacker,
+            *map(
+                _percent,
+                (inversion.token_recall, inversion.rouge1, inversion.rouge2, inversion.rougeL, inversion.bleu4),
+            ),
         ]
-        for one in inversions
+        for inversion in inversions
     ]
     return table(header, rows, numeric=True)
 
 
 def targets_text(audit: LeakageAudit) -> str:
     """
-    What was read from the gradients that a client sends back, as a sentence and a table.
+    Describe the targets that were read from the gradients of clients, with a table.
 
     Args:
-        audit ([`LeakageAudit`]): What was measured.
+        audit ([`LeakageAudit`]):
+            The measurements.
     """
     if not audit.targets:
-        return "Gradients at the second cut were not attacked, from which a server may read labels."
-    header = ["Wire", "Targets of a row", "Targets", "Named", "Positions named that have one", "Positions found"]
+        return "Gradients at the second cut were not attacked. A server may read labels from them."
+    header = [
+        "Wire dtype",
+        "Targets of an example",
+        "Number of targets",
+        "Recovered targets",
+        "Position precision",
+        "Position recall",
+    ]
     rows = [
         [
-            one.wire_dtype,
-            {"last": "the last token", "all": "every token"}[one.targets],
-            one.num_targets,
-            *map(_percent, (one.token_recall, one.position_precision, one.position_recall)),
+            recovery.wire_dtype,
+            {"last": "the last token", "all": "every token"}[recovery.targets],
+            recovery.num_targets,
+            *map(_percent, (recovery.token_recall, recovery.position_precision, recovery.position_recall)),
         ]
-        for one in audit.targets
+        for recovery in audit.targets
     ]
-    number = audit.config.tail_blocks
-    blocks = "last block" if number == 1 else f"last {number} blocks"
-    of_tail = "as the victims have it" if audit.shared_head else "of the model, while the victims had trained theirs"
+    num_blocks = audit.config.tail_blocks
+    blocks = "last block" if num_blocks == 1 else f"last {num_blocks} blocks"
+    weights = (
+        "with the same weights as the victims"
+        if audit.shared_head
+        else "with the weights of the model, while the victims had trained their own weights"
+    )
     return (
-        f"Labels: from the gradient that a client sends back, an attacker with the client's {blocks} and output layer,"
-        f" {of_tail}, reads which positions have a target and which token it is. Where every token of a text is a"
-        " target, that is the text, whatever the first cut hides. In percent:\n\n" + table(header, rows, numeric=True)
+        f"Labels: an attacker has the client's {blocks} and output layer ({weights}). From the gradient that a client"
+        " sends back, it reads which positions have a target and which token each target is. If every token of a text"
+        " is a target, the attacker reads the text, regardless of what the first cut hides. Position precision is the"
+        " share of the named positions that have a target. Position recall is the share of the positions with a target"
+        " that were named. Scores are percentages:\n\n"
+        + table(header, rows, numeric=True)
     )
 
 
 def embedding_text(audit: LeakageAudit) -> str:
     """
-    What was read from gradients of the embedding, as a sentence and a table.
+    Describe the tokens that were read from the gradients of the embedding, with a table.
 
     Args:
-        audit ([`LeakageAudit`]): What was measured.
+        audit ([`LeakageAudit`]):
+            The measurements.
     """
     if not audit.config.gradient_rows:
         return "Gradients of the embedding were not attacked."
     if not audit.embedding:
-        return "The embedding is frozen: no gradient of it is there to be read."
-    header = ["Sent", "Rule", "Precision", "Recall"]
-    rules = list(dict.fromkeys(one.rule for one in audit.embedding))
-    rows = [[one.source, one.rule, _percent(one.precision), _percent(one.recall)] for one in audit.embedding]
+        return "The embedding is frozen. It has no gradient that an attacker could read."
+    header = ["Sent tensor", "Rule", "Precision", "Recall"]
+    rules = list(dict.fromkeys(recovery.rule for recovery in audit.embedding))
+    rows = [
+        [recovery.source, recovery.rule, _percent(recovery.precision), _percent(recovery.recall)]
+        for recovery in audit.embedding
+    ]
     return (
-        "Where the embedding is trained and its change is sent, the change names words: of the different tokens of a"
-        f" batch of {plural(audit.config.gradient_rows, 'row')} ({audit.embedding[0].num_tokens:.0f} on average), in"
-        " percent. A frozen embedding (LoRA, prefixes) sends no such change. `adamw` is what the first step of AdamW"
-        f" makes of a gradient. {' '.join(_RULES[rule] for rule in rules)}\n\n" + table(header, rows, numeric=True)
+        "If the embedding is trained and its change is sent, the change reveals tokens. The table shows the precision"
+        f" and recall of the distinct tokens of a batch of {plural(audit.config.gradient_rows, 'example')}"
+        f" ({audit.embedding[0].num_tokens:.0f} distinct tokens on average), in percent. A frozen embedding (LoRA,"
+        " prefixes) sends no such change. `adamw` is the change after the first AdamW step with a gradient."
+        f" {' '.join(_RULES[rule] for rule in rules)}\n\n" + table(header, rows, numeric=True)
     )
 
 
 def _setting(audit: LeakageAudit) -> str:
     config: AuditConfig = audit.config
-    of_data = f" of {audit.data_name}" if audit.data_name else ""
-    dropped = f" ({plural(audit.num_dropped, 'row')} that the attacker had or that came twice left out)"
-    head = "that the victims have" if audit.shared_head else "of the model, while the victims had trained theirs"
+    data = f" of {audit.data_name}" if audit.data_name else ""
+    head = (
+        "the same head as the victims"
+        if audit.shared_head
+        else "the head of the model, while the victims had trained their own head"
+    )
+    if audit.num_dropped:
+        overlap = (
+            f" Victims' examples that the attacker had, or that occurred twice, were left out"
+            f" ({plural(audit.num_dropped, 'example')})."
+        )
+    else:
+        overlap = " The attacker had none of these examples."
     return (
-        f"The attacker had {plural(audit.num_attacker_rows, 'row')} of its own{of_data}, and the head {head}; it was"
-        f" tried on {plural(audit.num_victim_rows, 'row')} of victims"
-        f"{dropped if audit.num_dropped else ', none of them its own'}, with {count(audit.num_victim_tokens)} tokens,"
-        f" at most {config.max_length} a row. Naming the most frequent token everywhere finds"
-        f" {_percent(audit.chance)} %; {_percent(audit.known_tokens)} % of the victims' tokens occur in the attacker's"
-        " rows."
+        f"The attacker had {plural(audit.num_attacker_rows, 'example')}{data} and {head}. It attacked"
+        f" {plural(audit.num_victim_rows, 'example')} of the victims with {format_count(audit.num_victim_tokens)}"
+        f" tokens in total and at most {config.max_length} tokens each.{overlap} An attacker that always names the"
+        f" most frequent token recovers {_percent(audit.chance)}% of the tokens. {_percent(audit.known_tokens)}% of"
+        " the victims' tokens occur in the attacker's examples."
     )
 
 

@@ -1,7 +1,7 @@
-"""A model card from a federated run.
+"""Model cards of federated runs.
 
-`render` turns a [`RunRecord`] into the text of a card, and nothing but the record goes into it: what a run did not
-log, its card does not claim. The layout is `model_card_template.md`, beside this file.
+`render` creates the text of a card from a [`RunRecord`] alone, so the card makes no claim that the run did not log.
+The template is `model_card_template.md` in the folder of this module.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from .revealed import what_left
+from .exchange_text import exchange_text
 from .run_record import FederatedRun, RunRecord
-from .sections import call, fill, origin, over_steps, settings
-from .tables import count, metric_name, plural, size, table, thin
+from .sections import fill_template, format_call, metrics_table, model_origin, settings_table
+from .tables import format_bytes, format_count, metric_name, plural, subsample, table
 
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
@@ -34,7 +34,7 @@ def render_model_card(
     dataset_args: str | list[str] | None = None,
 ) -> ModelCard:
     """
-    The card of a trainer's run. The arguments are those of `Trainer.create_model_card`.
+    Create the card of a trainer's run. The arguments are those of `Trainer.create_model_card`.
 
     Args:
         trainer (`FederatedTrainer`):
@@ -44,22 +44,22 @@ def render_model_card(
         license (`str`, *optional*):
             License of the model.
         tags (`str` or `list[str]`, *optional*):
-            Tags beside those of every federated run.
+            Tags in addition to those of all federated runs.
         model_name (`str`, *optional*):
             Title of the card. Defaults to the name of the output directory.
         finetuned_from (`str`, *optional*):
-            Hub id of the base model. Defaults to what the model knows; a local directory is not named.
+            Hub id of the base model. Defaults to the id in the model's configuration. Local directories are not named.
         tasks (`str` or `list[str]`, *optional*):
-            Pipeline tags. Defaults to that of the model's class.
+            Pipeline tags. Defaults to the tag of the model's class.
         dataset_tags (`str` or `list[str]`, *optional*):
-            Hub ids of the data. Defaults to what the data set knows.
+            Hub ids of the datasets. Defaults to the ids that the datasets record.
         dataset (`str` or `list[str]`, *optional*):
-            Names of the data as people say them.
+            Display names of the datasets.
         dataset_args (`str` or `list[str]`, *optional*):
-            Arguments with which the data was loaded.
+            Arguments that were used to load the datasets.
 
     Returns:
-        `huggingface_hub.ModelCard`: With metadata that the Hub accepts; `.save(path)` writes it.
+        `huggingface_hub.ModelCard`: The card, with metadata that the Hub accepts. `card.save(path)` writes it.
 
     Example:
 
@@ -87,12 +87,13 @@ def render_model_card(
 
 def render(record: RunRecord) -> str:
     """
-    The text of a card. The same record gives the same text.
+    Render the text of a card. The same record always gives the same text.
 
     Args:
-        record ([`RunRecord`]): The run.
+        record ([`RunRecord`]):
+            The run.
     """
-    return fill(
+    return fill_template(
         TEMPLATE,
         record,
         [_algorithm(record).lower()],
@@ -103,7 +104,7 @@ def render(record: RunRecord) -> str:
         rounds_heading=_rounds_heading(record),
         rounds=_rounds(record),
         federation=_federation(record),
-        exchanged=what_left(record),
+        exchanged=exchange_text(record),
     )
 
 
@@ -111,9 +112,8 @@ def _summary(record: RunRecord) -> str:
     model, federation = record.model, record.federation
     clients, rounds = plural(federation["num_clients"], "client"), plural(federation["num_rounds_run"], "round")
     return (
-        f"{origin(model)}, trained federatedly with `hf_federated` ({_algorithm(record)}) over"
-        f" {clients} in {rounds}."
-        f" It has {count(model.num_parameters)} parameters."
+        f"{model_origin(model)}, trained with federated learning (`hf_federated`, {_algorithm(record)}) on {clients}"
+        f" in {rounds}. It has {format_count(model.num_parameters)} parameters."
     )
 
 
@@ -122,16 +122,19 @@ def _results_heading(record: RunRecord) -> str:
         return ""
     step, best_by = record.results["round"], record.results["best_by"]
     if best_by:
-        return f"The global model of round {step}, the best by `{best_by}`; its weights are the ones saved."
-    return f"The global model after round {step}."
+        return (
+            f"Results of the global model after round {step}. This round has the best `{best_by}`, and its weights"
+            " were saved."
+        )
+    return f"Results of the global model after round {step}."
 
 
 def _client_results(record: RunRecord) -> str:
     if not record.client_results:
         return ""
     rows = [
-        [metric_name(key), *(found.get(statistic) for statistic in ("mean", "worst", "best", "spread"))]
-        for key, found in record.client_results.items()
+        [metric_name(key), *(statistics.get(name) for name in ("mean", "worst", "best", "spread"))]
+        for key, statistics in record.client_results.items()
     ]
     return table(["Metric", "Mean", "Worst", "Best", "Spread"], rows, numeric=True)
 
@@ -145,20 +148,23 @@ def _client_rows(record: RunRecord) -> str:
 
 
 def _shown_rounds(record: RunRecord) -> list[dict[str, Any]]:
-    evaluated = [row for row in record.rounds if any(key.startswith("eval_") for key in row)]
-    return thin(evaluated or record.rounds)
+    evaluated = [logs for logs in record.rounds if any(key.startswith("eval_") for key in logs)]
+    return subsample(evaluated or record.rounds)
 
 
 def _rounds_heading(record: RunRecord) -> str:
-    shown = len(_shown_rounds(record))
-    heading = "Results of the global model after a round. Bytes are those since the start of the run."
-    if shown < len(record.rounds):
-        heading += f" {shown} of {len(record.rounds)} rounds are shown."
+    num_shown = len(_shown_rounds(record))
+    heading = (
+        "Each row shows the results of the global model after that round. Byte counts are cumulative from the start of"
+        " the run."
+    )
+    if num_shown < len(record.rounds):
+        heading += f" The table shows {num_shown} of {len(record.rounds)} rounds."
     return heading
 
 
 def _rounds(record: RunRecord) -> str:
-    return over_steps(
+    return metrics_table(
         _shown_rounds(record),
         {"round": "Round", "loss": "Training loss"},
         {
@@ -171,49 +177,49 @@ def _rounds(record: RunRecord) -> str:
 
 def _federation(record: RunRecord) -> str:
     federation = record.federation
-    steps = [call(step["name"], step["settings"]) for step in federation["postprocessors"]]
-    share = federation["clients_per_round"]
-    local = federation["local_steps"]
+    postprocessors = [format_call(step["name"], step["settings"]) for step in federation["postprocessors"]]
+    local_steps = federation["local_steps"]
+    local_training = plural(local_steps, "step") if local_steps else plural(federation["local_epochs"], "epoch")
     distillation = federation.get("distillation")
     rounds = f"{federation['num_rounds_run']} of {federation['num_rounds']}"
     rows: list[list[Any]] = [
-        ["Algorithm", call(federation["aggregation"], federation["aggregation_kwargs"])],
-        ["Distillation", distillation and call(distillation, federation["distillation_kwargs"])],
-        ["Steps between training and aggregate", ", ".join(steps) or None],
-        ["Clients", count(federation["num_clients"])],
-        ["Clients sampled in a round", _share(share)],
-        ["Rounds run", rounds],
-        ["Local work in a round", plural(local, "step") if local else plural(federation["local_epochs"], "epoch")],
-        ["Rows of a client in a round", _row_limit(federation)],
+        ["Algorithm", format_call(federation["aggregation"], federation["aggregation_kwargs"])],
+        ["Distillation", distillation and format_call(distillation, federation["distillation_kwargs"])],
+        ["Postprocessing of updates", ", ".join(postprocessors) or None],
+        ["Clients", format_count(federation["num_clients"])],
+        ["Clients per round", _clients_per_round(federation["clients_per_round"])],
+        ["Completed rounds", rounds],
+        ["Local training per round", local_training],
+        ["Examples per client and round", _example_limit(federation)],
         ["Client optimizer state", federation["client_optimizer_state"]],
-        ["Learning-rate schedule", federation["lr_schedule"]],
-        ["Fewest updates in a round", federation["min_clients"]],
+        ["Learning rate schedule", federation["lr_schedule"]],
+        ["Minimum updates per round", federation["min_clients"]],
         ["Failed or rejected updates", federation["num_failed"]],
-        ["Frozen", federation["freeze"]],
+        ["Frozen layers", federation["freeze"]],
         ["Federation seed", federation["federation_seed"]],
-        ["Bytes from server to clients", size(record.exchanged["bytes_down"])],
-        ["Bytes from clients to server", size(record.exchanged["bytes_up"])],
-        ["Seconds of training", None if federation["seconds"] is None else f"{federation['seconds']:.1f}"],
+        ["Bytes from server to clients", format_bytes(record.exchanged["bytes_down"])],
+        ["Bytes from clients to server", format_bytes(record.exchanged["bytes_up"])],
+        ["Training time in seconds", None if federation["seconds"] is None else f"{federation['seconds']:.1f}"],
     ]
-    return settings(rows)
+    return settings_table(rows)
 
 
-def _share(clients_per_round: int | float) -> str:
+def _clients_per_round(clients_per_round: int | float) -> str:
     if isinstance(clients_per_round, int):
-        return count(clients_per_round)
-    return "all" if clients_per_round == 1 else f"{100 * clients_per_round:.4g} % of them"
+        return format_count(clients_per_round)
+    return "all" if clients_per_round == 1 else f"{100 * clients_per_round:.4g}% of the clients"
 
 
-def _row_limit(federation: Mapping[str, Any]) -> str | None:
-    """What limits them; a record of before there was a limit has none."""
+def _example_limit(federation: Mapping[str, Any]) -> str | None:
+    """Return the limit on a client's examples in a round. Records of older versions have no limit."""
     max_rows, limits = federation.get("max_rows_per_round"), []
     if max_rows is not None:
-        limits.append(f"at most {count(max_rows)}")
+        limits.append(f"at most {format_count(max_rows)}")
     if federation.get("balance") == "min":
-        limits.append("at most those of the smallest client sampled")
+        limits.append("at most the number of the smallest sampled client")
     return ", ".join(limits) or None
 
 
 def _algorithm(record: RunRecord) -> str:
-    """The method's name: of a distillation its own, since what it does with parameters belongs to it."""
+    """Return the name of the distillation if there is one. Its treatment of parameters includes the aggregation."""
     return record.federation.get("distillation") or record.federation["aggregation"]

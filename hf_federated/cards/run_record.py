@@ -1,6 +1,6 @@
-"""`RunRecord`: everything a card says about a federated run, as plain JSON values.
+"""`RunRecord`: the contents of the card of a federated run, as plain JSON values.
 
-Above [`MAX_CLIENT_ROWS`] clients it holds no client ids.
+The record contains no client ids if the run has more than [`MAX_CLIENT_ROWS`] clients.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..audits import PseudoSampleAudit
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
+from .card_record import CardArguments, CardRecord, CardRun, common_fields
 from .facts import DataFacts
-from .logged import is_metric, of_final_weights, plain, rows_by_step, training_seconds
-from .record import CardArguments, CardRecord, CardRun, common_fields
+from .log_history import final_weight_logs, is_metric, logs_by_step, to_json_value, training_seconds
 
 
 MAX_CLIENT_ROWS = 20
 
-SPREADS = ("mean", "worst", "best", "spread")
+STATISTICS = ("mean", "worst", "best", "spread")
 
 
 class FederatedRun(CardRun, Protocol):
-    """What a card reads of a trainer."""
+    """Trainer attributes that the card of a federated run reads."""
 
     federation: FederatedConfig
     clients: FederatedDataset
@@ -46,17 +46,24 @@ class FederatedRun(CardRun, Protocol):
 @dataclass(frozen=True)
 class RunRecord(CardRecord):
     """
-    A federated run, as a card tells it. The arguments of [`CardRecord`], and
+    Record of a federated run. Its arguments are those of [`CardRecord`] and the following.
 
     Args:
-        federation (`dict[str, Any]`): The fields of `FederatedConfig`, with the algorithm's class and its non-default
-            settings, the seeds, and how many rounds were run.
-        exchanged (`dict[str, Any]`): What one message of parameters holds, and all bytes of the run.
-        rounds (`list[dict[str, Any]]`): What was logged of each round.
-        client_results (`dict[str, dict[str, float]]`): Metric to mean, worst, best and spread over clients.
-        client_metrics (`dict[str, dict[str, float]]`): Client id to metrics, up to 20 clients.
-        public_data (`DataFacts`, *optional*): The rows whose predictions travelled.
-        pseudo_samples (`dict[str, dict[str, float]]`): What a [`PseudoSampleAudit`] found, by client.
+        federation (`dict[str, Any]`):
+            The fields of `FederatedConfig`, with the class of the algorithm and its non-default settings, the seeds
+            and the number of completed rounds.
+        exchanged (`dict[str, Any]`):
+            The contents of a message with parameters, and the total bytes of the run.
+        rounds (`list[dict[str, Any]]`):
+            The logged values of each round.
+        client_results (`dict[str, dict[str, float]]`):
+            Mean, worst, best and spread over clients of each metric.
+        client_metrics (`dict[str, dict[str, float]]`):
+            Metrics of each client, for up to 20 clients.
+        public_data (`DataFacts`, *optional*):
+            The public dataset whose predictions were exchanged.
+        pseudo_samples (`dict[str, dict[str, float]]`):
+            Results of a [`PseudoSampleAudit`] for each client.
 
     Example:
 
@@ -80,47 +87,53 @@ class RunRecord(CardRecord):
     @classmethod
     def from_trainer(cls, trainer: FederatedRun, *args: Any, **kwargs: Any) -> RunRecord:
         """
-        Reads a trainer.
+        Create the record of a trainer's run.
 
         Args:
-            trainer (`FederatedRun`): A `FederatedTrainer`, trained or not: the record says what was logged so far.
-            args, kwargs: Those of `Trainer.create_model_card`: see [`CardArguments`].
+            trainer (`FederatedRun`):
+                A `FederatedTrainer`. The record contains the values that were logged so far, also before or during
+                training.
+            args, kwargs:
+                Arguments of `Trainer.create_model_card`. See [`CardArguments`].
         """
-        logged, final = trainer.state.log_history, of_final_weights(trainer)
-        # of a federated evaluation set, `eval_dataset` is the pooled rows
+        log_history, final_logs = trainer.state.log_history, final_weight_logs(trainer)
+        # for a federated evaluation set, `eval_dataset` holds the pooled examples of all clients
         eval_data = trainer.eval_dataset if trainer.eval_clients is None else trainer.eval_clients
         return cls(
             **common_fields(trainer, eval_data, "round", CardArguments(*args, **kwargs)),
             federation=_federation(trainer),
             exchanged=_exchanged(trainer),
-            rounds=rows_by_step(logged, "round", ("loss", "grad_norm", "learning_rate")),
-            client_results=_client_results(final),
-            client_metrics=_client_metrics(trainer.client_metrics, logged, final),
-            public_data=None if trainer.public_dataset is None else DataFacts.of(trainer.public_dataset, None),
+            rounds=logs_by_step(log_history, "round", ("loss", "grad_norm", "learning_rate")),
+            client_results=_client_results(final_logs),
+            client_metrics=_client_metrics(trainer.client_metrics, log_history, final_logs),
+            public_data=None if trainer.public_dataset is None else DataFacts.from_data(trainer.public_dataset, None),
             pseudo_samples=_pseudo_samples(trainer),
         )
 
 
 def _federation(trainer: FederatedRun) -> dict[str, Any]:
-    logged, distillation = trainer.state.log_history, trainer.distillation
+    log_history, distillation = trainer.state.log_history, trainer.distillation
     seed = trainer.federation.federation_seed
-    failed = [entry["federated/num_failed"] for entry in logged if "federated/num_failed" in entry]
+    failed = [entry["federated/num_failed"] for entry in log_history if "federated/num_failed" in entry]
     return {
-        **{key: plain(value) for key, value in trainer.federation.to_dict().items()},
+        **{key: to_json_value(value) for key, value in trainer.federation.to_dict().items()},
         "aggregation": type(trainer.aggregation).__name__,
-        "aggregation_kwargs": plain(trainer.aggregation.non_default_settings()),
+        "aggregation_kwargs": to_json_value(trainer.aggregation.non_default_settings()),
         "distillation": None if distillation is None else type(distillation).__name__,
-        "distillation_kwargs": {} if distillation is None else plain(distillation.non_default_settings()),
+        "distillation_kwargs": {} if distillation is None else to_json_value(distillation.non_default_settings()),
         "federation_seed": trainer.run_args.seed if seed is None else seed,
         "postprocessors": [
-            {"name": type(step).__name__, "settings": plain({k: v for k, v in vars(step).items() if k[0] != "_"})}
+            {
+                "name": type(step).__name__,
+                "settings": to_json_value({k: v for k, v in vars(step).items() if k[0] != "_"}),
+            }
             for step in trainer.postprocessors
         ],
         "num_clients": len(trainer.clients),
         "num_rounds_run": trainer.state.global_step,
-        # the log counts failures, so that a round which was not logged leaves the number unknown
+        # the log has the failures of each round; if a round was not logged, the total is unknown
         "num_failed": int(sum(failed)) if len(failed) == trainer.state.global_step else None,
-        "seconds": training_seconds(logged),
+        "seconds": training_seconds(log_history),
     }
 
 
@@ -148,33 +161,35 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
 def _pseudo_samples(trainer: FederatedRun) -> dict[str, dict[str, Any]]:
     callbacks = trainer.callback_handler.callbacks
     audit = next((callback for callback in callbacks if isinstance(callback, PseudoSampleAudit)), None)
-    found = {} if audit is None else audit.to_dict()
-    return plain(found) if len(found) <= MAX_CLIENT_ROWS else {"all clients": plain(_mean_of(found))}
+    overlaps = {} if audit is None else audit.to_dict()
+    if len(overlaps) > MAX_CLIENT_ROWS:
+        return {"all clients": to_json_value(_mean_over_clients(overlaps))}
+    return to_json_value(overlaps)
 
 
-def _mean_of(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    names = next(iter(rows.values()))
-    return {name: statistics.fmean(row[name] for row in rows.values()) for name in names}
+def _mean_over_clients(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    names = next(iter(values.values()))
+    return {name: statistics.fmean(of_client[name] for of_client in values.values()) for name in names}
 
 
 def _client_results(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for entry in entries:
         for key, value in entry.items():
             name, _, statistic = key.removeprefix("federated/").rpartition("_")
-            if key.startswith("federated/eval_") and statistic in SPREADS and is_metric(name):
-                found.setdefault(name, {})[statistic] = plain(value)
-    return found
+            if key.startswith("federated/eval_") and statistic in STATISTICS and is_metric(name):
+                results.setdefault(name, {})[statistic] = to_json_value(value)
+    return results
 
 
 def _client_metrics(
     client_metrics: Mapping[str, Mapping[str, float]], log_history: list[dict[str, Any]], entries: list[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Each client's metrics, unless they are many, or of other weights than those that the run ended with."""
-    spreads = [entry for entry in log_history if _client_results([entry])]
-    if len(client_metrics) > MAX_CLIENT_ROWS or not spreads or spreads[-1] not in entries:
+    """Return each client's metrics; nothing for many clients, or if the metrics are not of the final weights."""
+    evaluations = [entry for entry in log_history if _client_results([entry])]
+    if len(client_metrics) > MAX_CLIENT_ROWS or not evaluations or evaluations[-1] not in entries:
         return {}
     return {
-        client_id: {key: plain(value) for key, value in metrics.items() if is_metric(key)}
+        client_id: {key: to_json_value(value) for key, value in metrics.items() if is_metric(key)}
         for client_id, metrics in client_metrics.items()
     }

@@ -1,4 +1,4 @@
-"""Sections that the cards of all kinds of runs have, each from the record alone."""
+"""Sections that the cards of all runs have in common. Each section depends on the record alone."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .card_record import CardRecord
 from .facts import DataFacts, ModelFacts
-from .record import CardRecord
-from .tables import count, metric_name, table
+from .tables import format_count, metric_name, table
 
 
 TAGS = ("federated-learning", "hf_federated", "generated_from_trainer")
 
 
-def fill(template: Path, record: CardRecord, tags: Sequence[str], **sections: str) -> str:
+def fill_template(template: Path, record: CardRecord, tags: Sequence[str], **sections: str) -> str:
     """
-    The text of a card.
+    Render the text of a card.
 
     Args:
-        template (`Path`): The layout.
-        record ([`CardRecord`]): The run.
-        tags (`Sequence[str]`): Of the method, beside those of every run.
-        sections (`str`): What the layout has beside the sections of this module; or in place of `usage`.
+        template (`Path`):
+            The template.
+        record ([`CardRecord`]):
+            The run.
+        tags (`Sequence[str]`):
+            Tags of the method, in addition to the tags of all runs.
+        sections (`str`):
+            Further sections of the template. `usage` replaces the section of the same name.
     """
     card = ModelCard.from_template(
         card_metadata(record, tags),
@@ -37,28 +41,30 @@ def fill(template: Path, record: CardRecord, tags: Sequence[str], **sections: st
         versions="\n".join(f"- {package} {version}" for package, version in record.versions.items()),
         **{"usage": _usage(record), **sections},
     )
-    # Jinja leaves empty lines where a section is left out
+    # Jinja leaves empty lines in place of omitted sections
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
 def card_metadata(record: CardRecord, tags: Sequence[str]) -> ModelCardData:
     """
-    The header of a card.
+    Return the metadata of a card.
 
     Args:
-        record ([`CardRecord`]): The run.
-        tags (`Sequence[str]`): Of the method.
+        record ([`CardRecord`]):
+            The run.
+        tags (`Sequence[str]`):
+            Tags of the method.
     """
-    said, model = record.metadata, record.model
+    metadata, model = record.metadata, record.model
     adapter_tags = [model.adapter.lower()] if model.adapter else []
     names = [data.name for data in (record.train_data, record.eval_data) if data is not None and data.name]
     return ModelCardData(
-        language=said["language"],
-        license=said["license"],
+        language=metadata["language"],
+        license=metadata["license"],
         library_name=model.library_name,
         base_model=model.base_model,
-        tags=[*TAGS, *tags, *adapter_tags, *said["tags"]],
-        datasets=said["dataset_tags"] or list(dict.fromkeys(names)) or None,
+        tags=[*TAGS, *tags, *adapter_tags, *metadata["tags"]],
+        datasets=metadata["dataset_tags"] or list(dict.fromkeys(names)) or None,
         pipeline_tag=_task(record),
         metrics=[result.metric_type for result in _eval_results(record)] or None,
         model_name=record.title,
@@ -71,7 +77,7 @@ def _task(record: CardRecord) -> str | None:
 
 
 def _eval_results(record: CardRecord) -> list[EvalResult]:
-    """Results for the header; none if the task is unknown, because the Hub takes none without a task."""
+    """Return the results for the header, or none if the task is unknown, because the Hub requires the task."""
     task, data = _task(record), record.eval_data or DataFacts()
     if task is None:
         return []
@@ -79,7 +85,7 @@ def _eval_results(record: CardRecord) -> list[EvalResult]:
     return [
         EvalResult(
             task_type=task,
-            # "unknown" is what the Hub's libraries write for data without a Hub id
+            # the Hub's libraries write "unknown" for datasets without a Hub id
             dataset_type=data.name or "unknown",
             dataset_name=name or "Unknown",
             dataset_config=data.config,
@@ -95,12 +101,12 @@ def _eval_results(record: CardRecord) -> list[EvalResult]:
     ]
 
 
-def origin(model: ModelFacts) -> str:
-    """What a model is and where its training started, as the beginning of a sentence."""
+def model_origin(model: ModelFacts) -> str:
+    """Return the beginning of a sentence that names the model and its initial weights."""
     start = {
         "hub": f"[{model.base_model}](https://huggingface.co/{model.base_model})",
         "local": f"a `{model.class_name}` loaded from a local directory",
-        "unnamed": f"a `{model.class_name}` whose starting weights have no name on record",
+        "unnamed": f"a `{model.class_name}` whose initial weights have no recorded name",
     }[model.start]
     commit = f" at commit `{model.base_revision}`" if model.base_revision else ""
     subject = f"This is a {model.adapter} adapter for" if model.adapter else "This model is"
@@ -114,36 +120,40 @@ def _results(record: CardRecord) -> str:
     return table(["Metric", "Value"], [[metric_name(key), value] for key, value in metrics.items()], numeric=True)
 
 
-def over_steps(rows: Sequence[dict[str, Any]], before: dict[str, str], behind: dict[str, str]) -> str:
+def metrics_table(steps: Sequence[dict[str, Any]], first_columns: dict[str, str], last_columns: dict[str, str]) -> str:
     """
-    A table of what was logged over a run.
+    Format a table of the values that were logged during a run.
 
     Args:
-        rows (`Sequence[dict[str, Any]]`): One a step of the trainer.
-        before (`dict[str, str]`): Key to heading of the columns before the metrics.
-        behind (`dict[str, str]`): The same of those behind them. Columns without a value are left out.
+        steps (`Sequence[dict[str, Any]]`):
+            The logged values of each step.
+        first_columns (`dict[str, str]`):
+            Key and heading of the columns before the metrics.
+        last_columns (`dict[str, str]`):
+            Key and heading of the columns after the metrics. All columns without a value are omitted.
     """
-    metrics = list(dict.fromkeys(key for row in rows for key in row if key.startswith("eval_")))
-    columns = {**before, **{key: metric_name(key) for key in metrics}, **behind}
-    columns = {key: name for key, name in columns.items() if any(key in row for row in rows)}
-    if not rows:
+    metrics = list(dict.fromkeys(key for logs in steps for key in logs if key.startswith("eval_")))
+    columns = {**first_columns, **{key: metric_name(key) for key in metrics}, **last_columns}
+    columns = {key: name for key, name in columns.items() if any(key in logs for logs in steps)}
+    if not steps:
         return ""
-    return table(list(columns.values()), [[_cell(key, row.get(key)) for key in columns] for row in rows], numeric=True)
+    cells = [[_cell(key, logs.get(key)) for key in columns] for logs in steps]
+    return table(list(columns.values()), cells, numeric=True)
 
 
 def _cell(key: str, value: Any) -> Any:
-    return count(int(value)) if value is not None and key.startswith("federated/") else value
+    return format_count(int(value)) if value is not None and key.startswith("federated/") else value
 
 
-def settings(rows: Sequence[Sequence[Any]]) -> str:
-    """A table of settings; those without a value are left out."""
+def settings_table(rows: Sequence[Sequence[Any]]) -> str:
+    """Format a table of settings. Settings without a value are omitted."""
     return table(["Setting", "Value"], [row for row in rows if row[1] is not None])
 
 
 def _data(record: CardRecord) -> str:
-    named = {"Training": record.train_data, "Public": getattr(record, "public_data", None)}
-    named["Evaluation"] = record.eval_data
-    tables = [table([f"{name} data", ""], _data_rows(data)) for name, data in named.items() if data is not None]
+    datasets = {"Training": record.train_data, "Public": getattr(record, "public_data", None)}
+    datasets["Evaluation"] = record.eval_data
+    tables = [table([f"{name} data", ""], _data_rows(data)) for name, data in datasets.items() if data is not None]
     return "\n\n".join(tables)
 
 
@@ -152,24 +162,24 @@ def _data_rows(data: DataFacts) -> list[list[Any]]:
     partitioner = partitioning.pop("partitioner", None)
     arguments = {name: value for name, value in partitioning.items() if value is not None}
     rows: list[list[Any]] = [
-        ["Data set", data.name or "not named by the data"],
-        ["Revision", data.revision or "not recorded by the data"],
+        ["Dataset", data.name or "name not recorded"],
+        ["Revision", data.revision or "not recorded"],
         ["Configuration", data.config],
         ["Split", data.split],
         ["Fingerprint (`datasets`)", data.fingerprint],
-        ["Rows", None if data.num_rows is None else count(data.num_rows)],
-        ["Clients", None if data.num_clients is None else count(data.num_clients)],
-        ["Rows of a client", _least_median_most(data.rows_per_client)],
-        ["Partition", call(partitioner, arguments) if partitioner else None],
+        ["Examples", None if data.num_rows is None else format_count(data.num_rows)],
+        ["Clients", None if data.num_clients is None else format_count(data.num_clients)],
+        ["Examples per client", _range_and_median(data.rows_per_client)],
+        ["Partitioning", format_call(partitioner, arguments) if partitioner else None],
     ]
     return [row for row in rows if row[1] is not None]
 
 
-def _least_median_most(values: list[float] | None) -> str | None:
+def _range_and_median(values: list[float] | None) -> str | None:
     if values is None:
         return None
-    least, median, most = values
-    return f"{least:g} to {most:g}, median {median:g}"
+    minimum, median, maximum = values
+    return f"{minimum:g} to {maximum:g}, median {median:g}"
 
 
 def _arguments(record: CardRecord) -> str:
@@ -195,6 +205,6 @@ def _usage(record: CardRecord) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def call(name: str, arguments: dict[str, Any]) -> str:
-    """A call as code."""
+def format_call(name: str, arguments: dict[str, Any]) -> str:
+    """Format a call as inline code."""
     return f"`{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})`"

@@ -1,7 +1,7 @@
-"""A model card from the training of a split model.
+"""Model cards of split models.
 
-`render_split` turns a [`SplitRecord`] into the text of a card, and nothing but the record goes into it. The layout is
-`split_card_template.md`, beside this file; what it says of the boundary is in `crossing.py`.
+`render_split` creates the text of a card from a [`SplitRecord`] alone. The template is `split_card_template.md` in the
+folder of this module. The description of the exchanged messages is in `split_text.py`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from .crossing import SplitView, what_is_revealed
-from .networked import NetworkedClient
-from .one_process import OneProcess
-from .sections import fill, over_steps, settings
+from .networked_split_text import NetworkedSplitText
+from .sections import fill_template, metrics_table, settings_table
+from .simulated_split_text import SimulatedSplitText
 from .split_record import SplitRecord, SplitRun
-from .tables import count, plural, size, table, thin
+from .split_text import SplitCardText, leakage_claim
+from .tables import format_bytes, format_count, plural, subsample, table
 
 
 TEMPLATE = Path(__file__).parent / "split_card_template.md"
 
 STRATEGIES = {
-    "serial": "`serial`: one client at a time trains with the server",
-    "client_batch": "`client_batch`: all clients take a step together, as one batch of the server",
-    "server_hierarchical": "`server_hierarchical`: all clients take a step at once, each before a server body of its"
-    " own",
+    "serial": "`serial`: the clients train with the server one at a time",
+    "client_batch": "`client_batch`: all clients take each step together, as one batch of the server",
+    "server_hierarchical": "`server_hierarchical`: all clients take each step at once, each with a separate body on"
+    " the server",
 }
 
 
 def render_split_card(trainer: SplitRun, *args: Any, **kwargs: Any) -> ModelCard:
     """
-    The card of a split trainer's run.
+    Create the card of a split trainer's run.
 
     Args:
-        trainer (`SplitFederatedTrainer`): The run.
-        args, kwargs: Those of `Trainer.create_model_card`: see [`~hf_federated.cards.record.CardArguments`].
+        trainer (`SplitFederatedTrainer`):
+            The run.
+        args, kwargs:
+            Arguments of `Trainer.create_model_card`. See [`~hf_federated.cards.card_record.CardArguments`].
 
     Returns:
-        `huggingface_hub.ModelCard`: With metadata that the Hub accepts; `.save(path)` writes it.
+        `huggingface_hub.ModelCard`: The card, with metadata that the Hub accepts. `card.save(path)` writes it.
 
     Example:
 
@@ -54,58 +56,61 @@ def render_split_card(trainer: SplitRun, *args: Any, **kwargs: Any) -> ModelCard
 
 def render_split(record: SplitRecord) -> str:
     """
-    The text of a card. The same record gives the same text.
+    Render the text of a card. The same record always gives the same text.
 
     Args:
-        record ([`SplitRecord`]): The run.
+        record ([`SplitRecord`]):
+            The run.
     """
-    view = OneProcess(record) if record.network is None else NetworkedClient(record)
+    text = SimulatedSplitText(record) if record.network is None else NetworkedSplitText(record)
     results = record.results
-    return fill(
+    return fill_template(
         TEMPLATE,
         record,
         ["split-learning", record.split["strategy"].replace("_", "-")],
-        **view.texts,
-        summary=view.summary,
-        results_heading=view.results(results["step"], results["best_by"]) if results else "",
-        steps_heading=_steps_heading(view),
+        **text.template_fields,
+        summary=text.summary,
+        results_heading=text.results_heading(results["step"], results["best_by"]) if results else "",
+        steps_heading=_steps_heading(text),
         steps=_steps(record),
         cut=_cut(record),
-        training=_training(view),
-        left=view.left,
-        saw=view.saw,
-        revealed=what_is_revealed(record),
+        training=_training(text),
+        messages=text.messages,
+        receivers=text.receivers,
+        leakage=leakage_claim(record),
     )
 
 
-def _shown(record: SplitRecord) -> list[dict[str, Any]]:
-    evaluated = [row for row in _with_last_loss(record) if any(key.startswith("eval_") for key in row)]
-    return thin(evaluated or record.steps)
+def _shown_steps(record: SplitRecord) -> list[dict[str, Any]]:
+    evaluated = [logs for logs in _with_last_loss(record) if any(key.startswith("eval_") for key in logs)]
+    return subsample(evaluated or record.steps)
 
 
 def _with_last_loss(record: SplitRecord) -> list[dict[str, Any]]:
-    """Rows of the log, each with the training loss that was logged last by then."""
-    last: dict[str, Any] = {}
-    rows = []
-    for row in record.steps:
-        last = {"loss": row["loss"]} if "loss" in row else last
-        rows.append({**last, **row})
-    return rows
+    """Return the logged steps, each with the most recent training loss."""
+    last_loss: dict[str, Any] = {}
+    steps = []
+    for logs in record.steps:
+        last_loss = {"loss": logs["loss"]} if "loss" in logs else last_loss
+        steps.append({**last_loss, **logs})
+    return steps
 
 
-def _steps_heading(view: SplitView) -> str:
-    shown, logged = len(_shown(view.record)), len(view.record.steps)
-    whose, steps = view.log_of
+def _steps_heading(text: SplitCardText) -> str:
+    num_shown, num_logged = len(_shown_steps(text.record)), len(text.record.steps)
+    model, steps = text.log_sources
     heading = (
-        f"Results of {whose} after an optimizer step. The training loss is the last that was logged by then, a"
-        f" mean over {steps}. Bytes are those since the start of the run."
+        f"Each row shows the results of {model} after that optimizer step. The training loss is the most recent logged"
+        f" value, a mean over {steps}. Byte counts are cumulative from the start of the run."
     )
-    return heading if shown == logged else f"{heading} {shown} of {logged} logged steps are shown."
+    if num_shown == num_logged:
+        return heading
+    return f"{heading} The table shows {num_shown} of {num_logged} logged steps."
 
 
 def _steps(record: SplitRecord) -> str:
-    return over_steps(
-        _shown(record),
+    return metrics_table(
+        _shown_steps(record),
         {"step": "Step", "epoch": "Epoch", "loss": "Training loss"},
         {"federated/bytes_down": "Bytes down", "federated/bytes_up": "Bytes up"},
     )
@@ -117,43 +122,45 @@ def _cut(record: SplitRecord) -> str:
         [
             names[role],
             "the server" if role == "body" else "each client",
-            _blocks(part["first_block"], part["num_blocks"]),
-            *("not known here" if part[name] is None else count(part[name]) for name in ("num_bytes", "num_trained")),
+            _block_range(part["first_block"], part["num_blocks"]),
+            *(
+                "not known to this client" if part[name] is None else format_count(part[name])
+                for name in ("num_bytes", "num_trained")
+            ),
         ]
         for role, part in record.parts.items()
     ]
-    return table(["Part", "Held by", "Blocks", "Bytes of parameters", "Values trained"], rows)
+    return table(["Part", "Held by", "Blocks", "Parameter bytes", "Trained values"], rows)
 
 
-def _blocks(first: int, number: int) -> str:
-    if number == 0:
+def _block_range(first_block: int, num_blocks: int) -> str:
+    if num_blocks == 0:
         return "none"
-    return f"{first}" if number == 1 else f"{first} to {first + number - 1}"
+    return f"{first_block}" if num_blocks == 1 else f"{first_block} to {first_block + num_blocks - 1}"
 
 
-def _training(view: SplitView) -> str:
-    split, exchanged = view.record.split, view.record.exchanged
-    turn, steps = split["steps_per_turn"], split["num_steps_run"]
+def _training(text: SplitCardText) -> str:
+    split, exchanged = text.record.split, text.record.exchanged
+    steps_per_turn, num_steps = split["steps_per_turn"], split["num_steps_run"]
+    turn = plural(steps_per_turn, "step") if steps_per_turn else "one epoch of the client"
     rows: list[list[Any]] = [
         ["Strategy", STRATEGIES[split["strategy"]]],
-        [
-            "A client's turn",
-            (plural(turn, "step") if turn else "its epoch") if split["strategy"] == "serial" else None,
-        ],
-        ["Clients' parts", view.joined],
-        ["Clients", None if split["num_clients"] is None else count(split["num_clients"])],
-        ["Steps that went on without this client", view.num_late],
-        ["Optimizer steps run", f"{count(steps)} of {count(split['max_steps'])}"],
-        ["Epochs run", None if split["num_epochs_run"] is None else f"{split['num_epochs_run']:.4g}"],
-        ["Hidden states travelled as", split["wire_dtype"]],
-        ["Encryption", view.encryption],
-        ["Seed of dropout and of the order of rows", split["split_seed"]],
-        [f"Bytes that {view.who} sent", _bytes(exchanged["bytes_up"], steps)],
-        [f"Bytes that {view.who} received", _bytes(exchanged["bytes_down"], steps)],
-        ["Seconds of training", None if split["seconds"] is None else f"{split['seconds']:.1f}"],
+        ["Turn of a client", turn if split["strategy"] == "serial" else None],
+        ["Parts of the clients", text.combination],
+        ["Clients", None if split["num_clients"] is None else format_count(split["num_clients"])],
+        ["Steps without this client", text.num_late],
+        ["Completed optimizer steps", f"{format_count(num_steps)} of {format_count(split['max_steps'])}"],
+        ["Completed epochs", None if split["num_epochs_run"] is None else f"{split['num_epochs_run']:.4g}"],
+        ["Dtype of sent hidden states", split["wire_dtype"]],
+        ["Encryption", text.encryption],
+        ["Seed of dropout and example order", split["split_seed"]],
+        [f"Bytes sent by {text.party}", _bytes_with_mean(exchanged["bytes_up"], num_steps)],
+        [f"Bytes received by {text.party}", _bytes_with_mean(exchanged["bytes_down"], num_steps)],
+        ["Training time in seconds", None if split["seconds"] is None else f"{split['seconds']:.1f}"],
     ]
-    return settings(rows)
+    return settings_table(rows)
 
 
-def _bytes(number: int, steps: int) -> str:
-    return size(number) + (f", {count(round(number / steps))} an optimizer step on average" if steps else "")
+def _bytes_with_mean(num_bytes: int, num_steps: int) -> str:
+    mean = f", {format_count(round(num_bytes / num_steps))} per optimizer step on average" if num_steps else ""
+    return format_bytes(num_bytes) + mean

@@ -1,4 +1,4 @@
-"""`SplitRecord`: everything a card says about the training of a split model, as plain JSON values."""
+"""`SplitRecord`: the contents of the card of a split model, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from ..data import FederatedDataset
 from ..messages.ledger import Ledger
 from ..split import SplitModel
 from ..split.cut import ROLES
-from .logged import plain, rows_by_step, training_seconds
-from .record import CardArguments, CardRecord, CardRun, common_fields
+from .card_record import CardArguments, CardRecord, CardRun, common_fields
+from .log_history import logs_by_step, to_json_value, training_seconds
 
 
 class SplitRun(CardRun, Protocol):
-    """What a card reads of a trainer."""
+    """Trainer attributes that the card of a split model reads."""
 
     model: SplitModel
     split: Any  # a SplitConfig
     clients: FederatedDataset
     ledger: Ledger
-    network: dict[str, Any] | None  # of a networked client
+    network: dict[str, Any] | None  # set by networked clients only
 
 
 @dataclass(frozen=True)
 class SplitRecord(CardRecord):
     """
-    The training of a split model, as a card tells it. The arguments of [`CardRecord`], and
+    Record of the training of a split model. Its arguments are those of [`CardRecord`] and the following.
 
     Args:
-        parts (`dict[str, dict[str, Any]]`): `"head"`, `"body"` and `"tail"`, each with `first_block`, `num_blocks`,
-            `num_bytes` of its parameters and `num_trained` values; a tied matrix counts with the head. Both numbers
-            are `None` of a part that is elsewhere.
-        split (`dict[str, Any]`): The fields of `SplitConfig`, with the wire dtype and the seed as they were, and how
-            many clients, steps and epochs there were.
-        exchanged (`dict[str, Any]`): All bytes of the run, and what the messages held that depends on the model.
-        steps (`list[dict[str, Any]]`): What was logged, by optimizer step.
-        network (`dict[str, Any]`, *optional*): Of a client of a networked run, which tells of its own part, rows and
-            bytes: `num_clients` of the run, `is_finished`, `num_late` steps that went on without it, and `is_sealed`,
-            whether its messages to the server were. Empty before it joined one.
+        parts (`dict[str, dict[str, Any]]`):
+            `"head"`, `"body"` and `"tail"`, each with `first_block`, `num_blocks`, `num_bytes` of its parameters and
+            `num_trained` values. A tied matrix counts as part of the head. `num_bytes` and `num_trained` are `None`
+            for parts that the process does not hold.
+        split (`dict[str, Any]`):
+            The fields of `SplitConfig`, with the actual wire dtype and seed, and the number of clients, steps and
+            epochs.
+        exchanged (`dict[str, Any]`):
+            The total bytes of the run, and the message fields that depend on the model.
+        steps (`list[dict[str, Any]]`):
+            The logged values of each optimizer step.
+        network (`dict[str, Any]`, *optional*):
+            Set for a client of a networked run, whose record describes its own part, examples and bytes:
+            `num_clients` of the run, `is_finished`, `num_late` (steps that continued without the client) and
+            `is_sealed` (whether its messages to the server were encrypted). Empty before the client joins a run.
 
     Example:
 
@@ -61,24 +66,27 @@ class SplitRecord(CardRecord):
     @classmethod
     def from_trainer(cls, trainer: SplitRun, *args: Any, **kwargs: Any) -> SplitRecord:
         """
-        Reads a trainer.
+        Create the record of a trainer's run.
 
         Args:
-            trainer (`SplitRun`): A `SplitFederatedTrainer`, trained or not: the record says what was logged so far.
-            args, kwargs: Those of `Trainer.create_model_card`: see [`CardArguments`].
+            trainer (`SplitRun`):
+                A `SplitFederatedTrainer`. The record contains the values that were logged so far, also before or
+                during training.
+            args, kwargs:
+                Arguments of `Trainer.create_model_card`. See [`CardArguments`].
         """
         common = common_fields(trainer, trainer.eval_dataset, "step", CardArguments(*args, **kwargs))
         if trainer.network is not None:
-            # Others' rows are not known here, and `transformers` does not load a part.
-            alone = dataclasses.replace(common["train_data"], num_clients=None, rows_per_client=None)
+            # The client does not know the data of other clients, and `transformers` cannot load a part.
+            own_data = dataclasses.replace(common["train_data"], num_clients=None, rows_per_client=None)
             part = dataclasses.replace(common["model"], library_name="hf_federated")
-            common = {**common, "train_data": alone, "model": part}
+            common = {**common, "train_data": own_data, "model": part}
         return cls(
             **common,
             parts=_parts(trainer.model),
             split=_split(trainer),
             exchanged=_exchanged(trainer),
-            steps=rows_by_step(trainer.state.log_history, "step", ("loss", "grad_norm", "learning_rate", "epoch")),
+            steps=logs_by_step(trainer.state.log_history, "step", ("loss", "grad_norm", "learning_rate", "epoch")),
             network=trainer.network,
         )
 
@@ -88,25 +96,25 @@ def _parts(model: SplitModel) -> dict[str, dict[str, Any]]:
     counted: set[int] = set()
     parts: dict[str, dict[str, Any]] = {}
     for part in model.parts:
-        trained = {id(own): own.numel() for own in part.parameters() if own.requires_grad}
+        trained = {id(value): value.numel() for value in part.parameters() if value.requires_grad}
         parts[part.role] = {
             "first_block": part.blocks.start,
             "num_blocks": len(part.blocks),
             "num_bytes": sizes[part.role],
-            "num_trained": sum(size for name, size in trained.items() if name not in counted),
+            "num_trained": sum(size for key, size in trained.items() if key not in counted),
         }
         counted |= trained.keys()
     for role in ROLES:
         blocks = model.cut.blocks(role)
-        elsewhere = {"first_block": blocks.start, "num_blocks": len(blocks), "num_bytes": None, "num_trained": None}
-        parts.setdefault(role, elsewhere)
+        remote = {"first_block": blocks.start, "num_blocks": len(blocks), "num_bytes": None, "num_trained": None}
+        parts.setdefault(role, remote)
     return {role: parts[role] for role in ROLES}
 
 
 def _split(trainer: SplitRun) -> dict[str, Any]:
     config, state, args = trainer.split, trainer.state, trainer.run_args
     return {
-        **plain(config.to_dict()),
+        **to_json_value(config.to_dict()),
         "head_blocks": trainer.model.cut.head_blocks,
         "tail_blocks": trainer.model.cut.tail_blocks,
         "wire_dtype": trainer.model.boundary.wire.dtype,
@@ -114,7 +122,7 @@ def _split(trainer: SplitRun) -> dict[str, Any]:
         "num_clients": len(trainer.clients) if trainer.network is None else trainer.network.get("num_clients"),
         "num_steps_run": state.global_step,
         "max_steps": state.max_steps,
-        "num_epochs_run": plain(state.epoch),
+        "num_epochs_run": to_json_value(state.epoch),
         "seconds": training_seconds(state.log_history),
     }
 
@@ -124,10 +132,10 @@ def _exchanged(trainer: SplitRun) -> dict[str, Any]:
     return {
         "bytes_up": ledger.bytes_up,
         "bytes_down": ledger.bytes_down,
-        # A run may end before everybody's turn.
+        # A serial run may end before all clients had a turn.
         "num_clients": len(ledger.clients()),
-        # Some models count positions by their tokens, and then tell the server.
+        # Some models compute positions from the context lengths, which clients then send to the server.
         "context_lengths": model.client_head.layout.runner is not None,
-        # How its rows change can tell which tokens a text has.
-        "embedding_trained": any(own.requires_grad for own in model.get_input_embeddings().parameters()),
+        # The change of the embedding rows can reveal the tokens of a text.
+        "embedding_trained": any(value.requires_grad for value in model.get_input_embeddings().parameters()),
     }

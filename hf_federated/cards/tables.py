@@ -1,4 +1,4 @@
-"""Markdown tables and numbers as a person reads them."""
+"""Format Markdown tables and numbers for reading."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ MAX_ROWS = 20
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numeric: bool = False) -> str:
     """
-    A Markdown table.
+    Format a Markdown table.
 
     Args:
-        header (`Sequence[str]`): Names of the columns.
-        rows (`Sequence[Sequence[Any]]`): Cells; `None` becomes an empty cell.
-        numeric (`bool`, *optional*, defaults to `False`): Whether all columns but the first align to the right.
+        header (`Sequence[str]`):
+            Names of the columns.
+        rows (`Sequence[Sequence[Any]]`):
+            Cells of each row. `None` becomes an empty cell.
+        numeric (`bool`, *optional*, defaults to `False`):
+            Whether all columns except the first are aligned to the right.
 
     Example:
 
@@ -31,13 +34,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numeric: bool = 
 
     ```
     """
-    marks = [":---", *(("---:" if numeric else ":---") for _ in header[1:])]
-    lines = [_line(header), "|" + "|".join(marks) + "|", *(_line([number(cell) for cell in row]) for row in rows)]
+    alignment = [":---", *(("---:" if numeric else ":---") for _ in header[1:])]
+    lines = [_line(header), "|" + "|".join(alignment) + "|"]
+    lines += [_line([format_value(cell) for cell in row]) for row in rows]
     return "\n".join(lines)
 
 
-def number(value: Any) -> str:
-    """A value for a table: four decimals, or four digits where these would show nothing."""
+def format_value(value: Any) -> str:
+    """Format a table cell. Floats have four decimals, or four significant digits if they are very small or large."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -45,40 +49,40 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def count(value: int) -> str:
-    """A count with thousands set apart."""
+def format_count(value: int) -> str:
+    """Format a count with separators between thousands."""
     return f"{value:,}"
 
 
-def size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """
-    Bytes in a unit that reads well, and exactly.
+    Format a number of bytes in a suitable unit, with the exact number in parentheses.
 
     Example:
 
     ```python
-    >>> from hf_federated.cards.tables import size
-    >>> size(2_340_000)
+    >>> from hf_federated.cards.tables import format_bytes
+    >>> format_bytes(2_340_000)
     '2.34 MB (2,340,000 bytes)'
 
     ```
     """
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         if num_bytes >= 10**power:
-            return f"{num_bytes / 10**power:.2f} {unit} ({count(num_bytes)} bytes)"
-    return f"{count(num_bytes)} bytes"
+            return f"{num_bytes / 10**power:.2f} {unit} ({format_count(num_bytes)} bytes)"
+    return f"{format_count(num_bytes)} bytes"
 
 
-def thin(rows: Sequence[T], limit: int = MAX_ROWS) -> list[T]:
-    """At most `limit` rows, evenly spaced, with the first and the last."""
+def subsample(rows: Sequence[T], limit: int = MAX_ROWS) -> list[T]:
+    """Return at most `limit` evenly spaced rows, including the first and the last row."""
     if len(rows) <= limit:
         return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (limit - 1))] for place in range(limit)]
+    return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
 
 
 def metric_name(key: str) -> str:
-    """`eval_f1_macro` as `F1 macro`, and `eval_loss` as `Evaluation loss`, which stands beside the training loss."""
-    if key == "eval_loss":
+    """Return the displayed name of a metric: `eval_f1_macro` becomes `F1 macro`, `eval_loss` `Evaluation loss`."""
+    if key == "eval_loss":  # the same table has the training loss
         return "Evaluation loss"
     words = key.removeprefix("eval_").replace("_", " ").strip()
     return words[:1].upper() + words[1:]
@@ -89,5 +93,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def plural(value: int, noun: str) -> str:
-    """A count with its noun."""
-    return f"{count(value)} {noun}" + ("" if value == 1 else "s")
+    """Format a count with its noun, in the plural unless the count is 1."""
+    return f"{format_count(value)} {noun}" + ("" if value == 1 else "s")

@@ -1,4 +1,4 @@
-"""A card says what the run logged: the numbers are the logged ones, and the header is one that the Hub reads."""
+"""Model cards contain the logged numbers of the run and a header that the Hub can read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def record(trainer) -> RunRecord:
 
 
 def table_after(text: str, heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading, without the header's line."""
+    """Return the cells of the first table below a heading, without the alignment line."""
     below = text[text.index(f"\n{heading}\n") :]
     lines = re.search(r"((?:^\|.*\n)+)", below, re.MULTILINE)[1].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
@@ -102,10 +102,10 @@ def test_metadata_parses_back(trainer):
     assert card.data.datasets == ["a/b"]
     assert card.data.pipeline_tag == "text-classification"
     assert card.data.tags == ["federated-learning", "hf_federated", "generated_from_trainer", "fedopt", "reviews"]
-    assert card.data.base_model is None  # made from a configuration
+    assert card.data.base_model is None  # the model was created from a configuration
 
 
-def test_results_in_the_header_are_the_last_logged_ones(trainer):
+def test_results_in_the_header_are_the_last_logged_results(trainer):
     last = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry][-1]
     card = ModelCard(str(render_model_card(trainer)))
     found = {result.metric_type: result for result in card.data.eval_results}
@@ -116,9 +116,9 @@ def test_results_in_the_header_are_the_last_logged_ones(trainer):
     assert card.data.model_name == "tiny-federated"
 
 
-def test_a_hub_data_set_is_named_with_its_commit(trainer, monkeypatch):
+def test_card_names_hub_dataset_and_its_commit(trainer, monkeypatch):
     evaluation = rows(12)
-    # what `load_dataset` leaves in the info of a data set from the Hub
+    # `load_dataset` stores this in the info of a dataset from the Hub
     evaluation.info.download_checksums = {f"hf://datasets/owner/reviews@{COMMIT}/test.parquet": None}
     evaluation.info.config_name = "default"
     monkeypatch.setattr(trainer, "eval_dataset", evaluation)
@@ -130,26 +130,26 @@ def test_a_hub_data_set_is_named_with_its_commit(trainer, monkeypatch):
     assert f"| Revision | {COMMIT} |" in card.text
 
 
-def test_another_name_for_the_data_drops_the_commit(trainer, monkeypatch):
+def test_overridden_dataset_name_drops_the_commit(trainer, monkeypatch):
     evaluation = rows(12)
     evaluation.info.download_checksums = {f"hf://datasets/owner/reviews@{COMMIT}/test.parquet": None}
     monkeypatch.setattr(trainer, "eval_dataset", evaluation)
     assert COMMIT not in str(render_model_card(trainer, dataset_tags="other/reviews"))
 
 
-def test_base_model_is_the_hub_id_and_never_a_local_path(trainer, record, tmp_path):
+def test_base_model_is_a_hub_id_and_never_a_local_path(trainer, record, tmp_path):
     tiny_model().save_pretrained(tmp_path / "weights")
     local = BertForSequenceClassification.from_pretrained(tmp_path / "weights")
-    card = render(dataclasses.replace(record, model=ModelFacts.of(local)))
+    card = render(dataclasses.replace(record, model=ModelFacts.from_model(local)))
     assert "loaded from a local directory" in card
     assert str(tmp_path) not in card and "base_model" not in card
     local.config.name_or_path = "owner/tiny-bert"
-    card = ModelCard(render(dataclasses.replace(record, model=ModelFacts.of(local))))
+    card = ModelCard(render(dataclasses.replace(record, model=ModelFacts.from_model(local))))
     assert card.data.base_model == "owner/tiny-bert"
     assert render_model_card(trainer, finetuned_from="owner/other").data.base_model == "owner/other"
 
 
-def test_without_a_known_task_the_header_claims_no_results(record):
+def test_header_has_no_results_if_the_task_is_unknown(record):
     unknown = dataclasses.replace(record, model=dataclasses.replace(record.model, task=None))
     data = ModelCard(render(unknown)).data
     assert data.eval_results is None and data.pipeline_tag is None
@@ -158,14 +158,14 @@ def test_without_a_known_task_the_header_claims_no_results(record):
 # the body
 
 
-def test_sections_stand_in_order(record):
+def test_order_of_sections(record):
     headings = re.findall(r"^#+ .*$", render(record), re.MULTILINE)
     assert headings == [
         "# tiny-federated",
         "## Results",
-        "### Over rounds",
+        "### Results by round",
         "## Federation",
-        "## What left the clients",
+        "## Exchanged information",
         "## Data",
         "## Training arguments",
         "## How to use",
@@ -173,8 +173,8 @@ def test_sections_stand_in_order(record):
     ]
 
 
-def test_every_round_has_the_logged_numbers(trainer, record):
-    table = table_after(render(record), "### Over rounds")
+def test_table_of_rounds_has_the_logged_numbers(trainer, record):
+    table = table_after(render(record), "### Results by round")
     assert table[0] == ["Round", "Training loss", "Evaluation loss", "Accuracy", "Clients", "Bytes down", "Bytes up"]
     logged: dict[int, dict] = {}
     for entry in trainer.state.log_history:
@@ -194,55 +194,55 @@ def test_every_round_has_the_logged_numbers(trainer, record):
         ]
 
 
-def test_federation_table_says_what_was_run(trainer, record):
+def test_federation_table_has_the_settings_of_the_run(trainer, record):
     table = dict(table_after(render(record), "## Federation")[1:])
     assert table["Algorithm"] == "`FedOpt(server_lr=0.5)`"
     assert table["Clients"] == "4"
-    assert table["Clients sampled in a round"] == "50 % of them"
-    assert table["Rounds run"] == "3 of 3"
-    assert table["Local work in a round"] == "1 epoch"
+    assert table["Clients per round"] == "50% of the clients"
+    assert table["Completed rounds"] == "3 of 3"
+    assert table["Local training per round"] == "1 epoch"
     assert table["Federation seed"] == str(trainer.args.seed)
     assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes from clients to server"]
     assert f"({trainer.ledger.bytes_down:,} bytes)" in table["Bytes from server to clients"]
 
 
-def test_what_left_the_clients_is_counted_and_no_text_is_shown(trainer, record):
+def test_card_counts_exchanged_parameters_and_shows_no_dataset_text(trainer, record):
     exchange = Exchange(trainer.model)
     card = render(record)
     assert f"the trainable parameters: {len(exchange.names)} tensors with {exchange.num_values:,} values" in card
     assert SECRET not in card
 
 
-def test_training_arguments_are_those_of_the_run(record):
+def test_table_of_training_arguments(record):
     table = dict(table_after(render(record), "## Training arguments")[1:])
     assert table["`learning_rate`"] == "0.01"
     assert table["`per_device_train_batch_size`"] == "3"
     assert table["`lr_scheduler_type`"] == "linear"
 
 
-def test_data_table_counts_clients_and_rows(record):
+def test_data_table_counts_clients_and_examples(record):
     table = dict(table_after(render(record), "## Data")[1:])
-    assert table["Rows"] == "24" and table["Clients"] == "4"
-    assert table["Rows of a client"] == "6 to 6, median 6"
-    assert table["Partition"] == "`from_column(column='who')`"
-    assert table["Data set"] == "not named by the data"
+    assert table["Examples"] == "24" and table["Clients"] == "4"
+    assert table["Examples per client"] == "6 to 6, median 6"
+    assert table["Partitioning"] == "`from_column(column='who')`"
+    assert table["Dataset"] == "name not recorded"
 
 
-def test_many_rounds_are_thinned_with_the_first_and_the_last(record):
+def test_many_rounds_are_subsampled_with_the_first_and_the_last(record):
     many = [{"round": i, "eval_loss": 1 / i, "loss": 1.0} for i in range(1, 101)]
     card = render(dataclasses.replace(record, rounds=many))
-    shown = [int(row[0]) for row in table_after(card, "### Over rounds")[1:]]
+    shown = [int(row[0]) for row in table_after(card, "### Results by round")[1:]]
     assert len(shown) == 20 and shown[0] == 1 and shown[-1] == 100
-    assert "20 of 100 rounds are shown." in card
+    assert "The table shows 20 of 100 rounds." in card
 
 
-def test_rounds_without_evaluation_give_way_to_those_with(record):
+def test_table_shows_evaluated_rounds_if_there_are_any(record):
     many = [{"round": i, "loss": 1.0, **({"eval_loss": 0.5} if i % 10 == 0 else {})} for i in range(1, 101)]
     card = render(dataclasses.replace(record, rounds=many))
-    assert [int(row[0]) for row in table_after(card, "### Over rounds")[1:]] == list(range(10, 101, 10))
+    assert [int(row[0]) for row in table_after(card, "### Results by round")[1:]] == list(range(10, 101, 10))
 
 
-def test_numbers_that_are_not_finite_stay_out_of_the_header(record, tmp_path):
+def test_header_omits_numbers_that_are_not_finite(record, tmp_path):
     results = {"round": 3, "best_by": None, "metrics": {"eval_loss": "nan", "eval_accuracy": 0.5}}
     diverged = dataclasses.replace(record, results=results)
     diverged.save(tmp_path / "run.json")
@@ -251,7 +251,7 @@ def test_numbers_that_are_not_finite_stay_out_of_the_header(record, tmp_path):
     assert ["Evaluation loss", "nan"] in table_after(card.text, "## Results")
 
 
-def test_a_saved_record_renders_to_the_same_card(record, tmp_path):
+def test_saved_record_renders_to_the_same_card(record, tmp_path):
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == render(record)
 
@@ -259,7 +259,7 @@ def test_a_saved_record_renders_to_the_same_card(record, tmp_path):
 # other runs
 
 
-def test_results_over_clients_are_the_logged_ones(tmp_path):
+def test_results_over_clients_are_the_logged_results(tmp_path):
     run = trained(
         tmp_path,
         eval_dataset=FederatedDataset.from_column(rows(), "who"),
@@ -267,7 +267,7 @@ def test_results_over_clients_are_the_logged_ones(tmp_path):
     )
     card = render_model_card(run)
     logged = {key: value for entry in run.state.log_history for key, value in entry.items()}
-    table = table_after(card.text, "### Over clients")
+    table = table_after(card.text, "### Results by client")
     assert table[0] == ["Metric", "Mean", "Worst", "Best", "Spread"]
     by_metric = {row[0]: row[1:] for row in table[1:]}
     assert by_metric["Accuracy"] == [
@@ -279,19 +279,19 @@ def test_results_over_clients_are_the_logged_ones(tmp_path):
         assert f"{metrics['eval_accuracy']:.4f}" in card.text
 
 
-def test_above_twenty_clients_no_client_is_named(tmp_path):
-    whose = rows(24).remove_columns("who").add_column("who", [f"name-{i}" for i in range(21)] + ["name-0"] * 3)
+def test_card_names_no_client_above_twenty_clients(tmp_path):
+    named_rows = rows(24).remove_columns("who").add_column("who", [f"name-{i}" for i in range(21)] + ["name-0"] * 3)
     run = trained(
         tmp_path,
-        eval_dataset=FederatedDataset.from_column(whose, "who"),
+        eval_dataset=FederatedDataset.from_column(named_rows, "who"),
         federation=FederatedConfig(num_rounds=1, evaluate_clients=True),
     )
     card = str(render_model_card(run))
-    assert "### Over clients" in card
+    assert "### Results by client" in card
     assert "name-" not in card
 
 
-def test_clients_results_are_of_the_weights_that_were_saved(tmp_path):
+def test_results_over_clients_belong_to_the_saved_weights(tmp_path):
     calls = itertools.count()
     run = trained(
         tmp_path,
@@ -305,19 +305,19 @@ def test_clients_results_are_of_the_weights_that_were_saved(tmp_path):
     assert run.state.best_global_step == 1
     logged = next(e for e in run.state.log_history if "federated/eval_loss_mean" in e)
     card = render_model_card(run).text
-    row = next(row for row in table_after(card, "### Over clients") if row[0] == "Evaluation loss")
+    row = next(row for row in table_after(card, "### Results by client") if row[0] == "Evaluation loss")
     assert row[1] == f"{logged['federated/eval_loss_mean']:.4f}"
-    assert "| Client |" not in card  # the clients' own metrics are those of the last round
+    assert "| Client |" not in card  # the clients' metrics belong to the last round, not to the best round
     run.evaluate()
     assert "| Client |" in render_model_card(run).text
 
 
-def test_failures_are_not_counted_from_a_log_with_gaps(tmp_path):
-    silent = trained(tmp_path, federation=FederatedConfig(num_rounds=2), logging_strategy="no")
-    assert "Failed or rejected updates" not in str(render_model_card(silent))
+def test_card_omits_failures_if_rounds_were_not_logged(tmp_path):
+    unlogged = trained(tmp_path, federation=FederatedConfig(num_rounds=2), logging_strategy="no")
+    assert "Failed or rejected updates" not in str(render_model_card(unlogged))
 
 
-def test_an_adapter_is_a_peft_model_of_its_base(tmp_path):
+def test_card_of_an_adapter_names_peft_and_the_base_model(tmp_path):
     base = tiny_model()
     base.config.name_or_path = "owner/tiny-bert"
     model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
@@ -331,15 +331,15 @@ def test_an_adapter_is_a_peft_model_of_its_base(tmp_path):
     assert 'BertForSequenceClassification.from_pretrained("owner/tiny-bert")' in card.text
 
 
-def test_steps_between_training_and_aggregate_are_named(tmp_path):
+def test_card_names_postprocessors(tmp_path):
     run = trained(
         tmp_path, federation=FederatedConfig(num_rounds=1), options={"postprocessors": [ClipUpdate(max_norm=2.0)]}
     )
     table = dict(table_after(str(render_model_card(run)), "## Federation")[1:])
-    assert table["Steps between training and aggregate"] == "`ClipUpdate(max_norm=2.0)`"
+    assert table["Postprocessing of updates"] == "`ClipUpdate(max_norm=2.0)`"
 
 
-def test_a_card_written_while_a_round_is_saved_has_the_users_arguments(tmp_path):
+def test_card_written_during_training_has_the_users_arguments(tmp_path):
     class WriteCard(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
             run["trainer"].create_model_card()
@@ -366,24 +366,24 @@ def test_a_card_written_while_a_round_is_saved_has_the_users_arguments(tmp_path)
     assert table["`max_grad_norm`"] == "1.0"
 
 
-def test_the_best_round_is_reported_when_its_weights_are_loaded(tmp_path):
+def test_card_reports_the_best_round_if_its_weights_are_loaded(tmp_path):
     run = trained(
         tmp_path,
         federation=FederatedConfig(num_rounds=3),
         save_strategy="epoch",
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        learning_rate=1.0,  # so large that the rounds differ
+        learning_rate=1.0,  # large enough for different results in each round
     )
     best = run.state.best_global_step
     logged = next(e for e in run.state.log_history if e["step"] == best and "eval_loss" in e)
     card = render_model_card(run)
     found = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert found["loss"] == logged["eval_loss"]
-    assert f"The global model of round {best}, the best by `eval_loss`" in card.text
+    assert f"the global model after round {best}. This round has the best `eval_loss`" in card.text
 
 
-def test_a_trainer_that_has_not_run_claims_nothing(tmp_path):
+def test_card_of_an_untrained_trainer_has_no_results(tmp_path):
     untrained = FederatedTrainer(
         model=tiny_model(),
         args=TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True),
@@ -392,5 +392,5 @@ def test_a_trainer_that_has_not_run_claims_nothing(tmp_path):
     )
     card = render_model_card(untrained)
     assert card.data.eval_results is None
-    assert "## Results" not in card.text and "### Over rounds" not in card.text
-    assert dict(table_after(card.text, "## Federation")[1:])["Rounds run"] == "0 of 2"
+    assert "## Results" not in card.text and "### Results by round" not in card.text
+    assert dict(table_after(card.text, "## Federation")[1:])["Completed rounds"] == "0 of 2"

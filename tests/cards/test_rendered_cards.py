@@ -1,4 +1,4 @@
-"""The cards in `model_cards/` are what the renderer makes of the records beside them."""
+"""The cards in `model_cards/` equal the rendered records in the same folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hf_federated.cards import render_saved
 
 
 FOLDER = Path(__file__).parents[2] / "model_cards"
-AUDITED = ".audit.json"
-RECORDS = sorted(path for path in FOLDER.glob("*.json") if not path.name.endswith(AUDITED))
+AUDIT_SUFFIX = ".audit.json"
+RECORDS = sorted(path for path in FOLDER.glob("*.json") if not path.name.endswith(AUDIT_SUFFIX))
 
 
 def rendered(path):
-    audit = path.with_suffix(AUDITED)
+    audit = path.with_suffix(AUDIT_SUFFIX)
     return render_saved(path, audit if audit.exists() else None)
 
 

@@ -227,7 +227,7 @@ def test_the_card_says_how_many_rows_clients_train_on(tmp_path):
     trainer, _ = trained(tmp_path, num_rounds=1, balance="min", max_rows_per_round=1250)
     card = render(RunRecord.from_trainer(trainer))
     assert re.search(
-        r"Rows of a client in a round \| at most 1,250, at most those of the smallest client sampled", card
+        r"Examples per client and round \| at most 1,250, at most the number of the smallest sampled client", card
     )
 
 

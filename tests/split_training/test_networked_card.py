@@ -51,43 +51,49 @@ def test_a_networked_client_writes_the_card_of_its_part(split, tmp_path):
     trainer.create_model_card(license="mit")
     card = ModelCard.load(tmp_path / "client 1" / "README.md")
     text, table = card.text, cells(card.text)
-    for false in ("all parties in one process", "were not.", "are joined: it is", "from_pretrained", "whole model of"):
+    for false in (
+        "all parties in one process",
+        "were not encrypted.",
+        "The parts are joined",
+        "from_pretrained",
+        "whole model",
+    ):
         assert false not in text
-    assert "one client's part alone: each of 2 clients kept" in text and "hf-federated split-merge" in text
+    assert "the part of one client only. Each of 2 clients kept" in text and "hf-federated split-merge" in text
     assert card.data.library_name == "hf_federated" and card.data.eval_results[0].metric_type == "loss"
-    assert (table["Clients"], table["Rows"]) == ("2", "4") and "Rows of a client" not in table
-    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes that this client sent"]
+    assert (table["Clients"], table["Examples"]) == ("2", "4") and "Examples per client" not in table
+    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes sent by this client"]
     number = sum(own.numel() for own in trainer.model.parameters() if own.requires_grad)
-    assert f"the {number:,} values that it trains" in text
-    assert "They travel through the server in envelopes: encrypted" in text
+    assert f"the {number:,} trained values" in text
+    assert "sent through the server in envelopes. An envelope is encrypted" in text
     assert "envelopes for other clients, which it cannot read" in table["The server"]
     assert "trained parameters" not in table["The server"]
     hands_over = split.strategy == "serial" and split.average_every is None
     assert ("The next client" in table) == hands_over != ("The first client" in table)
-    assert "end" in table["Clients' parts"] or "saved is their mean" in table["Clients' parts"]
-    assert "| Body | the server | 1 to 2 | not known here | not known here |" in text
-    assert "not sealed on top of" in table["Encryption"]
+    assert "end" in table["Parts of the clients"] or "saved part is the mean" in table["Parts of the clients"]
+    assert "| Body | the server | 1 to 2 | not known to this client | not known to this client |" in text
+    assert "none in addition to" in table["Encryption"]
 
 
 def test_the_card_names_every_field_of_what_is_said_of_the_run(tmp_path):
     run = trained(tmp_path, SplitConfig(), (2, 2))
-    left = render_split(SplitRecord.from_trainer(run.trainers["client 0"])).split("## What left the clients")[1]
+    left = render_split(SplitRecord.from_trainer(run.trainers["client 0"])).split("## Exchanged information")[1]
     words = {
         "client_id": "with its name",
         "digest": "a digest of the settings",
-        "num_steps": "how many optimizer steps its rows make",
-        "checkpoints": "of which steps it has checkpoints",
+        "num_steps": "its number of optimizer steps per epoch",
+        "checkpoints": "the steps of its checkpoints",
         "introduction": "public keys for other clients",
         "introductions": "their public keys",
-        "steps_of": "their optimizer steps in an epoch",
-        "resume_step": "of which steps it has checkpoints",
-        "step": "at a step",
-        "num_batches": "how many batches",
-        "num_rows": "and rows it takes",
+        "steps_of": "their numbers of optimizer steps per epoch",
+        "resume_step": "the steps of its checkpoints",
+        "step": "In each step",
+        "num_batches": "its number of batches",
+        "num_rows": "its number of batches and examples",
         "squared_norm": "the squared norm of its gradients",
-        "norm": "the norm of the gradients of all who share a step",
-        "recipient": "from whom to whom",
-        "sender": "from whom to whom",
+        "norm": "the gradient norm over all participants of a step",
+        "recipient": "sees the sender, the receiver",
+        "sender": "sees the sender",
         "sealed": "in envelopes",
     }
     kinds = [*CONTROLS.values(), Joined, Begun, Stepped, Sent, Fetched]
@@ -98,14 +104,14 @@ def test_the_card_names_every_field_of_what_is_said_of_the_run(tmp_path):
 def test_a_client_alone_sends_parameters_nowhere(tmp_path):
     run = trained(tmp_path, SplitConfig(strategy="client_batch"), (4,))
     text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
-    assert "There was no other client: parameters went nowhere." in text and "envelopes for" not in text
+    assert "There was no other client. No parameters were sent." in text and "envelopes for" not in text
 
 
 def test_sealed_messages_hide_nothing_from_the_server(tmp_path):
     run = trained(tmp_path, SplitConfig(encryption=True), (2, 2), links=sealed)
     text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
     assert cells(text)["Encryption"] == "AES-256-GCM between this client and the server"
-    assert "nothing from the server." in text and "envelopes and handshakes, what sealing adds" in text
+    assert "nothing from the server." in text and "envelopes and handshakes, the overhead of encryption" in text
 
 
 def test_a_run_that_ended_early_is_not_said_to_be_averaged(tmp_path):
@@ -120,13 +126,13 @@ def test_a_run_that_ended_early_is_not_said_to_be_averaged(tmp_path):
     trainer.training_step = stop
     run.train()
     table = cells(render_split(SplitRecord.from_trainer(trainer)))
-    assert table["Clients' parts"].endswith("saved is this client's own")
+    assert table["Parts of the clients"].endswith("the saved part is this client's own")
 
 
 def test_a_networked_client_that_has_not_trained_claims_nothing(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(), LORA)
     record = SplitRecord.from_trainer(run.trainers["client 0"])
     text = render_split(record)
-    assert "No hidden states: no step was trained." in text and "The server |" not in text
+    assert "No hidden states were exchanged, because no training step was run." in text and "The server |" not in text
     record.save(tmp_path / "record.json")
     assert render_saved(tmp_path / "record.json") == text

@@ -1,0 +1,110 @@
+"""Text about the exchange between clients and server: parameters, predictions, counts, and what they can reveal."""
+
+from __future__ import annotations
+
+from .run_record import RunRecord
+from .tables import format_bytes, plural, table
+
+
+# Statistics that every update contains in addition to the parameters. See `hf_federated.messages.ClientUpdate`.
+UPDATE_FIELDS = (
+    "its number of examples, the number of tokens, steps and floating point operations of its training, its mean loss,"
+    " its last gradient norm and its learning rate"
+)
+
+
+def exchange_text(record: RunRecord) -> str:
+    """
+    Return the section "Exchanged information".
+
+    Args:
+        record ([`RunRecord`]):
+            The run.
+    """
+    exchanged = record.exchanged
+    if record.public_data is not None:
+        return _prediction_exchange(record)
+    kind = {
+        "adapter": "the adapter's parameters",
+        "trainable": "the trainable parameters",
+        "all": "all parameters and buffers",
+    }[exchanged["kind"]]
+    sizes = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
+    parameters = f"{kind}: {sizes} in {', '.join(exchanged['dtypes'])}."
+    exchange = f"received and sent back {parameters}"
+    if exchanged.get("sends_back"):
+        exchange = f"received {parameters} It sent back {exchanged['sends_back']}."
+    return (
+        f"In each round, a sampled client {exchange} With each update it also sent"
+        f" {UPDATE_FIELDS}{_class_counts(record)}{_evaluations(record)}. The byte counts above include the tensors"
+        " that the algorithm sends in addition to the parameters. No message has a field for dataset examples."
+        " Parameters can still reveal information about the examples that they were trained"
+        f" on.{_pseudo_samples(record)}"
+    )
+
+
+def _class_counts(record: RunRecord) -> str:
+    return ", its number of examples of each label" if record.exchanged.get("class_counts") else ""
+
+
+def _evaluations(record: RunRecord) -> str:
+    return ", and the metrics of its local evaluation" if record.federation["evaluate_clients"] else ""
+
+
+def _pseudo_samples(record: RunRecord) -> str:
+    """Return the results of the audit of the pseudo-samples that the server generated from the clients' models."""
+    if not record.pseudo_samples:
+        return ""
+    rows = [
+        [client_id, *(overlap[name] for name in ("own", "others", "start", "moved"))]
+        for client_id, overlap in record.pseudo_samples.items()
+    ]
+    columns = ["Client", "Own pseudo-samples", "Other clients' pseudo-samples", "Initial tokens", "Changed tokens"]
+    above_chance = [
+        client_id
+        for client_id, overlap in record.pseudo_samples.items()
+        if overlap["own"] > max(overlap["others"], overlap["start"])
+    ]
+    num_above = f"{len(above_chance) or 'none'} of {plural(len(record.pseudo_samples), 'client')}"
+    return (
+        "\n\nThe server generated pseudo-samples with the gradients of the clients' models. The audit reads each"
+        " position of a pseudo-sample as the token with the nearest word embedding. The table shows the share of these"
+        " tokens that occur in the client's examples, for the client's own pseudo-samples, for the other clients'"
+        " pseudo-samples and for the tokens from which the client's own pseudo-samples were initialized. The last"
+        " two of these shares are the chance level. If the share of the own pseudo-samples is higher than both, the"
+        f" pseudo-samples reveal information about the client's text. It is higher than both for {num_above}. The last"
+        " column shows the share of tokens that differ from the initial tokens.\n\n"
+        + table(columns, rows, numeric=True)
+    )
+
+
+def _prediction_exchange(record: RunRecord) -> str:
+    """Return the section for runs in which the clients send predictions."""
+    exchanged, federation = record.exchanged, record.federation
+    assert record.public_data is not None
+    examples = plural(record.public_data.num_rows or 0, "public example")
+    num_values = plural(exchanged["num_values"], "value")
+    parameters = "The parameters of the clients' models stayed with the clients."
+    if exchanged["parameters_returned"]:
+        parameters = f"It also sent the parameters that it had trained, {num_values}."
+    elif exchanged["parameters_sent"]:
+        parameters += f" The clients received the parameters of the server's model, {num_values}."
+    if exchanged.get("beside"):
+        parameters += f" In addition, it sent {exchanged['beside']}."
+    num_passes = exchanged.get("public_passes", 1)
+    passes = f", in each of {num_passes} passes over these examples" if num_passes > 1 else ""
+    external = ""
+    if exchanged.get("told_outside"):
+        external = (
+            " A function that the user provided computed the weights of the clients. This function may call an"
+            f" external service. It was given {exchanged['told_outside']}."
+        )
+    return (
+        f"In each round, a sampled client sent the predictions of its model on {examples}, which the server and all"
+        f" clients have{passes}. {parameters} With each update it also sent {UPDATE_FIELDS}{_class_counts(record)},"
+        f" and the training statistics that the method requires{_evaluations(record)}.{external}"
+        f" In {plural(federation['num_rounds_run'], 'round')}, all clients together sent"
+        f" {format_bytes(exchanged['bytes_up'])} and received {format_bytes(exchanged['bytes_down'])}. No message has"
+        " a field for dataset examples. Predictions can still reveal information about the examples that a"
+        " model was trained on."
+    )

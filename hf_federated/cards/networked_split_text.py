@@ -1,0 +1,189 @@
+"""Text of split model cards that a networked client writes about its own part.
+
+The texts describe the fields of the messages in `hf_federated.split.messages` and
+`hf_federated.split_training.control`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .sections import model_origin
+from .split_text import SplitCardText, batch_messages, received_by_server, trained_values
+from .tables import format_bytes, format_count, plural, table
+
+
+MERGE_COMMAND = "hf-federated split-merge path/to/this/repository path/to/the/servers/part --output-dir whole"
+
+
+class NetworkedSplitText(SplitCardText):
+    """Texts for one client of a networked run: its own part, examples and bytes, and the parameters it sent."""
+
+    party = "this client"
+    log_sources = (
+        "this client's head and tail at that time with the server's blocks",
+        "this client's steps since the previous log",
+    )
+
+    @property
+    def summary(self) -> str:
+        split = self.record.split
+        num_clients = split["num_clients"]
+        clients = "Each client" if num_clients is None else f"Each of {plural(num_clients, 'client')}"
+        whole = "adapter" if self.record.model.adapter else "model"
+        return (
+            f"{model_origin(self.record.model)}, trained with split learning over a network (`hf_federated`, strategy"
+            f" `{split['strategy']}`, {plural(split['num_steps_run'], 'optimizer step')}). It contains the part of one"
+            f" client only. {clients} kept the first and last blocks, its text and its labels, and a server, reached"
+            " over a link, held the blocks in between. The process of this client had"
+            f" {format_count(self.record.model.num_parameters)} parameters and no parameters of the server."
+            f" `hf-federated split-merge` joins the trained part with the server's part to an ordinary {whole}."
+        )
+
+    @property
+    def template_fields(self) -> dict[str, str]:
+        usage = (
+            "The part of a single client cannot be loaded on its own. Merge it with the server's part first:"
+            f"\n\n```bash\n{MERGE_COMMAND}\n```"
+        )
+        heading = (
+            "The training examples are those of this client. The training data of the other clients is not known to"
+            " this client."
+        )
+        return {"usage": usage, "data_heading": heading}
+
+    def results_heading(self, step: int, best_by: str | None) -> str:
+        return f"Results of this client's head and tail with the server's blocks, after optimizer step {step}."
+
+    @property
+    def combination(self) -> str | None:
+        split, network = self.record.split, self._network
+        if not split["num_steps_run"] or split["num_clients"] in (None, 1):
+            return None
+        every = split["average_every"]
+        own_part = "the run ended before its last step; the saved part is this client's own"
+        if every is not None:
+            average = f"averaged every {plural(every, 'optimizer step')}"
+            if not network["is_finished"]:
+                return f"{average}, until {own_part}"
+            return f"{average}, and at the end; the saved part is the mean"
+        if split["strategy"] == "serial":
+            transfer = "passed on to the next client"
+            if not network["is_finished"]:
+                return f"{transfer}, until {own_part}"
+            return f"{transfer}, and at the end to all clients; the saved part is that of the last client"
+        if not network["is_finished"]:
+            return f"never averaged, because {own_part}"
+        return "not averaged during training; the saved part is the mean of all clients"
+
+    @property
+    def encryption(self) -> str | None:
+        descriptions = {True: "AES-256-GCM between this client and the server", None: None}
+        unencrypted = "none in addition to the encryption of the transport, if any"
+        return descriptions.get(self._network.get("is_sealed"), unencrypted)
+
+    @property
+    def num_late(self) -> int | None:
+        return self._network["num_late"] or None if self._network else None
+
+    @property
+    def messages(self) -> str:
+        exchanged, network = self.record.exchanged, self._network
+        if not self.record.split["num_steps_run"]:
+            return "No hidden states were exchanged, because no training step was run."
+        overhead = "headers and envelopes"
+        if network["is_sealed"]:
+            overhead = "headers, envelopes and handshakes, the overhead of encryption"
+        paragraphs = [
+            batch_messages(self.record),
+            "To coordinate the run, this client sent the server, with its name: a digest of the settings that must be"
+            " identical for all parties, its number of optimizer steps per epoch, the steps of its checkpoints and its"
+            " public keys for other clients. In each step, it sent its number of batches and examples and the squared"
+            " norm of its gradients. At the end, it sent a message that it was done. This client received the names of"
+            " all clients, their numbers of optimizer steps per epoch and their public keys, and the gradient norm"
+            " over all participants of a step.",
+            self._parameter_transfer,
+            f"In total, this client sent {format_bytes(exchanged['bytes_up'])} and received"
+            f" {format_bytes(exchanged['bytes_down'])}, including all {overhead}, and the evaluation and generation"
+            " before this card was written. These numbers do not include the overhead of the transport and the"
+            " messages that open a connection. To connect, a `GrpcLink` sends the identity of the client, and compares"
+            " the config and digests of the checkpoint, cut, adapter and settings.",
+            "No message has a field for text, token ids, labels or a loss. Messages with other fields are rejected.",
+        ]
+        return "\n\n".join(paragraphs)
+
+    @property
+    def receivers(self) -> str:
+        split = self.record.split
+        if not split["num_steps_run"]:
+            return ""
+        server: list[str] = [*received_by_server(self.record), "the squared norm of this client's gradients"]
+        client = [
+            "for its own examples: hidden states after the server's blocks, and gradients with respect to the hidden"
+            " states that it sent",
+            "the gradient norm over all participants of a step",
+        ]
+        rows: list[tuple[str, list[str]]] = [("The server", server), ("This client", client)]
+        if self._has_peers:
+            server.append("envelopes for other clients, which it cannot read")
+            client.append("names, public keys and numbers of optimizer steps per epoch of all clients")
+            parameters = "trained parameters of the head and tail, and the number of examples they were trained on,"
+            if self.hands_over:
+                rows.append(("The next client", [f"{parameters} from the previous client"]))
+                rows.append(("All clients", [f"{parameters} from the last client at the end of the run"]))
+            else:
+                rows.append(("The first client", [f"{parameters} from every client when it averages"]))
+                rows.append(("All clients", ["the mean of these parameters"]))
+        cells = [[party, ", ".join(received)] for party, received in rows]
+        if self._has_peers and self.record.exchanged["embedding_trained"]:
+            cells[2][1] += (
+                ". The parameters include the embedding. The change of its rows can reveal which tokens a text has"
+            )
+        network = self._network
+        encryption = ""
+        if network["is_sealed"]:
+            encryption = (
+                " Messages between this client and the server were encrypted. Encryption hides their content from"
+                " third parties in transit, but hides nothing from the server."
+            )
+        return (
+            table(["Party", "Received"], cells) + "\n\nThe parties of this run exchanged no information except these"
+            " messages. This card was written by one client. It describes what this client sent and to whom, not how"
+            f" other parties used it.{encryption}"
+        )
+
+    @property
+    def _network(self) -> dict[str, Any]:
+        return self.record.network or {}
+
+    @property
+    def _has_peers(self) -> bool:
+        num_clients = self.record.split["num_clients"]
+        return num_clients is not None and num_clients > 1
+
+    @property
+    def _parameter_transfer(self) -> str:
+        """Describe the parameters that clients send to other clients through the server."""
+        if not self._has_peers:
+            return "There was no other client. No parameters were sent."
+        split, values = self.record.split, trained_values(self.record)
+        metadata = "with its name, the optimizer step and the number of examples it had trained on"
+        if self.hands_over:
+            transfer = (
+                f"At the end of its turn, a client sends {values} to the next client, {metadata}. At the end of the"
+                " run, the last client sends them to all other clients."
+            )
+        else:
+            every = split["average_every"]
+            times = "At" if every is None else f"Every {plural(every, 'optimizer step')} and at"
+            transfer = (
+                f"{times} the end of the run, each client sends {values} to the first client, {metadata}, and receives"
+                " the mean."
+            )
+        return (
+            f"{transfer} The parameters are sent through the server in envelopes. An envelope is encrypted with"
+            " AES-256-GCM under a key that is wrapped with RSA for the receiving client, and it is signed by the"
+            " sending client. The server sees the sender, the receiver, the step and the number of bytes. It cannot"
+            " read the parameters if each client was given the correct fingerprints of the other clients and no client"
+            " colludes with the server."
+        )

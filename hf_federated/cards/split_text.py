@@ -1,0 +1,155 @@
+"""Text of split model cards that does not depend on whether the parties are simulated or networked.
+
+The texts describe the fields of the messages in `hf_federated.split.messages`. [`SplitCardText`] is the interface for
+the texts that depend on where the parties ran.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from .split_record import SplitRecord
+from .tables import format_count
+
+
+NOT_MEASURED = "No measurement is available for this model. Run `hf-federated audit` to measure the leakage."
+
+
+class SplitCardText(ABC):
+    """
+    Texts that depend on whether all parties ran in one process or the card is written by one networked client.
+
+    Args:
+        record ([`SplitRecord`]):
+            The run.
+
+    Attributes:
+        party (`str`): The party whose bytes are counted.
+        log_sources (`tuple[str, str]`): The evaluated model, and the steps over which logged losses are averaged.
+    """
+
+    party: ClassVar[str]
+    log_sources: ClassVar[tuple[str, str]]
+
+    def __init__(self, record: SplitRecord) -> None:
+        self.record = record
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether each client passes its parts on to the next client, and parts are never averaged."""
+        return self.record.split["strategy"] == "serial" and self.record.split["average_every"] is None
+
+    @property
+    def template_fields(self) -> dict[str, str]:
+        """Additional fields of the template."""
+        return {}
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """The saved model and how it was trained."""
+
+    @abstractmethod
+    def results_heading(self, step: int, best_by: str | None) -> str:
+        """
+        Return the sentence that introduces the results.
+
+        Args:
+            step (`int`):
+                The optimizer step after which the model was evaluated.
+            best_by (`str`, *optional*):
+                The metric that selected the model.
+        """
+
+    @property
+    @abstractmethod
+    def combination(self) -> str | None:
+        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
+
+    @property
+    @abstractmethod
+    def encryption(self) -> str | None:
+        """How messages were encrypted."""
+
+    @property
+    def num_late(self) -> int | None:
+        """Number of steps that continued without the client that writes the card."""
+        return None
+
+    @property
+    @abstractmethod
+    def messages(self) -> str:
+        """Description of the messages between clients and server, including each field."""
+
+    @property
+    @abstractmethod
+    def receivers(self) -> str:
+        """Table of the information that each party received, followed by notes."""
+
+
+def batch_messages(record: SplitRecord) -> str:
+    """Describe each field of the messages that are exchanged for a batch."""
+    split, exchanged = record.split, record.exchanged
+    context = (
+        " the context length of each example (which this model requires)," if exchanged["context_lengths"] else ""
+    )
+    num_targets = ""
+    if split["strategy"] == "client_batch":
+        num_targets = " Together with the gradient, it sent the number of target tokens."
+    return (
+        "For each of its batches, a client sent hidden states and received the hidden states after the server's"
+        " blocks. The client then sent the gradient of its loss with respect to the received hidden states, and"
+        " received the gradient with respect to the sent hidden states. All of these tensors were sent as"
+        f" {split['wire_dtype']}. Together with the hidden states, the client sent the number of examples, the"
+        " attention mask as bits (if an example was padded), the position ids (if they do not follow from the"
+        f" mask),{context} and whether dropout, gradients and autocast were enabled.{num_targets} Each message"
+        " contains the name of the client, the optimizer step and the index of the batch within the step. During"
+        " generation, messages also contain the number of a key/value cache and the number of positions in the cache."
+    )
+
+
+def trained_values(record: SplitRecord) -> str:
+    """Describe the number of values that a client trains."""
+    num_trained = record.parts["head"]["num_trained"] + record.parts["tail"]["num_trained"]
+    return f"the {format_count(num_trained)} trained values of its head and tail"
+
+
+def received_by_server(record: SplitRecord) -> list[str]:
+    """List the information that the server receives from a client."""
+    split = record.split
+    received = [
+        "hidden states after the client's first blocks" if split["head_blocks"] else "token embeddings",
+        "gradients with respect to the hidden states that it returned",
+        "the length of each example",
+    ]
+    if record.exchanged["context_lengths"]:
+        received.append("the context length of each example")
+    if split["strategy"] == "client_batch":
+        received.append("target token counts")
+    received.append("which client participated in each step and with how many examples")
+    return received
+
+
+def leakage_claim(record: SplitRecord) -> str:
+    """
+    Describe what the server can read from the exchanged tensors. [`add_leakage`] replaces this text with measurements.
+
+    Args:
+        record ([`SplitRecord`]):
+            The run.
+    """
+    claim = (
+        "Raw text and labels stay with the client. However, the hidden states and gradients that the server receives"
+        " can still reveal text to an honest-but-curious server that knows the pretrained weights, and the gradients"
+        " can reveal labels. From the gradients, the server can read which positions have a target. With the weights"
+        " of the client's last blocks, it can also read which token each target is. Adding noise to the sent tensors"
+        " guarantees nothing without a stated differential privacy bound. A server that deviates from the protocol was"
+        " not considered."
+    )
+    if not record.split["head_blocks"]:
+        claim += (
+            " In this run, the client kept no block before the cut. The server received the token embeddings, and any"
+            " party with the embedding matrix can read the text from them."
+        )
+    return f"{claim}\n\n{NOT_MEASURED}"
