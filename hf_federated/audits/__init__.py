@@ -1,12 +1,12 @@
-"""What could be told of clients' rows from what left them, measured where the rows are at hand: in a simulation."""
+"""Measure the information about clients' examples in the exchanged tensors, in simulations that have the examples."""
 
 from .attackers import LearnedDecoder, NearestState, PrefixSearch
 from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding, embedding_gradient, recover_tokens
+from .examples import TokenizedExamples, encode_examples, remove_shared_texts
 from .inversion import Inversion, build_head, invert, score, sent_states, strongest
 from .leakage import LeakageAudit, audit_leakage, plot_leakage
 from .pseudo_samples import PseudoSampleAudit, SampleOverlap, nearest_tokens, plot_pseudo_samples
-from .rows import TokenRows, drop_shared, encode_rows
 from .targets import TargetRecovery, attack_targets, recover_targets
 
 
@@ -21,20 +21,20 @@ __all__ = [
     "SampleOverlap",
     "TargetRecovery",
     "TokenRecovery",
-    "TokenRows",
+    "TokenizedExamples",
     "attack_embedding",
     "attack_targets",
     "audit_leakage",
     "build_head",
-    "drop_shared",
     "embedding_gradient",
-    "encode_rows",
+    "encode_examples",
     "invert",
     "nearest_tokens",
     "plot_leakage",
     "plot_pseudo_samples",
     "recover_targets",
     "recover_tokens",
+    "remove_shared_texts",
     "score",
     "sent_states",
     "strongest",

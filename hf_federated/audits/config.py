@@ -1,4 +1,4 @@
-"""How an audit of a split model is made: cuts, attackers, rows and training of the attackers."""
+"""Settings of the audit of a split model: cuts, attackers, examples, and training of the attackers."""
 
 from __future__ import annotations
 
@@ -13,38 +13,47 @@ ATTACKERS = ("nearest", "decoder", "transformer", "search")
 @dataclass(frozen=True)
 class AuditConfig:
     """
-    What is attacked, by whom, and with how many rows.
+    Settings of a leakage audit.
 
     Args:
         head_blocks (`list[int]`, *optional*, defaults to `[0, 1, 2, 4]`):
-            Cuts to measure: blocks that the client keeps behind the embedding.
+            Cuts to measure, as numbers of blocks that the client keeps after the embedding.
         attackers (`list[str]`, *optional*, defaults to `["nearest", "decoder", "search"]`):
-            Any of `"nearest"`, `"decoder"`, `"transformer"` and `"search"`. What they do stands in
-            `hf_federated.audits.attackers`. `"search"` checks what the others propose.
+            Attackers to run: any of `"nearest"`, `"decoder"`, `"transformer"` and `"search"`. The module
+            `hf_federated.audits.attackers` describes them. `"search"` checks the proposals of the other attackers.
         wire_dtypes (`list[str]`, *optional*, defaults to `["float32"]`):
-            Dtypes in which hidden states travel: `"float32"`, `"float16"`, `"bfloat16"`, `"int8"`.
-        num_attacker_rows (`int`, *optional*, defaults to `300`): Rows of the colluding client.
-        num_victim_rows (`int`, *optional*, defaults to `50`): Rows of the victims, none of them the attacker's.
-        max_length (`int`, *optional*, defaults to `48`): Tokens of a row; the others are cut off.
-        num_steps (`int`, *optional*, defaults to `300`): Optimizer steps of a learned attacker.
-        batch_size (`int`, *optional*, defaults to `16`): Rows of a step of a learned attacker.
-        learning_rate (`float`, *optional*, defaults to `0.001`): Of a learned attacker's AdamW.
-            It falls to 0 linearly.
-        num_negatives (`int`, *optional*, defaults to `2048`): Random tokens that a learned attacker must tell from the
-            true ones in a step. A vocabulary no larger is taken whole.
-        num_candidates (`int`, *optional*, defaults to `32`): Tokens that the search tries at a position, of each of
-            those that propose.
-        gradient_rows (`int`, *optional*, defaults to `4`): Rows of the victims in a gradient of the embedding. 0
-            leaves that attack out.
-        tail_blocks (`int`, *optional*, defaults to `1`): Blocks of the client behind the cut at which it sends
-            gradients, from which its targets are read.
-        target_rows (`int`, *optional*, defaults to `8`): Rows of the victims whose targets are sought. 0 leaves that
-            attack out.
-        seed (`int`, *optional*, defaults to `0`): Of the rows drawn and of the attackers.
-        device (`str`, *optional*, defaults to `"cpu"`): Where it is computed, such as `"cuda"`.
+            Dtypes of the sent hidden states: any of `"float32"`, `"float16"`, `"bfloat16"` and `"int8"`.
+        num_attacker_rows (`int`, *optional*, defaults to `300`):
+            Number of examples of the colluding client.
+        num_victim_rows (`int`, *optional*, defaults to `50`):
+            Number of examples of the victims, without examples of the attacker.
+        max_length (`int`, *optional*, defaults to `48`):
+            Maximum number of tokens of an example. Longer examples are truncated.
+        num_steps (`int`, *optional*, defaults to `300`):
+            Number of optimizer steps of a learned attacker.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Number of examples in an optimizer step of a learned attacker.
+        learning_rate (`float`, *optional*, defaults to `0.001`):
+            AdamW learning rate of a learned attacker. It decays linearly to 0.
+        num_negatives (`int`, *optional*, defaults to `2048`):
+            Number of random tokens from which a learned attacker distinguishes the true tokens in a step. If the
+            vocabulary is not larger than this number, all its tokens are used.
+        num_candidates (`int`, *optional*, defaults to `32`):
+            Number of tokens that each proposing attacker gives to the search at a position.
+        gradient_rows (`int`, *optional*, defaults to `4`):
+            Number of the victims' examples in each batch of the attack on embedding gradients. 0 disables this attack.
+        tail_blocks (`int`, *optional*, defaults to `1`):
+            Number of blocks that the client keeps after the second cut. The attack on targets reads the gradients that
+            the client sends at this cut.
+        target_rows (`int`, *optional*, defaults to `8`):
+            Number of the victims' examples in the attack on targets. 0 disables this attack.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed for drawing examples and for the attackers.
+        device (`str`, *optional*, defaults to `"cpu"`):
+            Device of the computations, such as `"cuda"`.
 
     Raises:
-        ValueError: If a number is out of range or a name is not known.
+        ValueError: If a number is out of range or a name is unknown.
 
     Example:
 
@@ -77,15 +86,19 @@ class AuditConfig:
         for name in ("head_blocks", "attackers", "wire_dtypes"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must name at least one, and each once; got {values}.")
+                raise ValueError(f"{name}={values} is not allowed. Set it to a non-empty list without duplicates.")
         for name, allowed in (("attackers", ATTACKERS), ("wire_dtypes", tuple(TRAVEL_DTYPES))):
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown:
-                raise ValueError(f"{name} may be {', '.join(allowed)}; got {', '.join(unknown)}.")
+                raise ValueError(
+                    f"{name} contains unknown values: {', '.join(unknown)}. Choose from {', '.join(allowed)}."
+                )
         if self.attackers == ["search"]:
-            raise ValueError('"search" checks what others propose: name "nearest" or "decoder" beside it.')
+            raise ValueError(
+                'attackers=["search"] has no proposals to check. Add "nearest", "decoder" or "transformer".'
+            )
         if min(self.head_blocks) < 0:
-            raise ValueError(f"head_blocks must not be negative, got {min(self.head_blocks)}.")
+            raise ValueError(f"head_blocks contains {min(self.head_blocks)}. Set all its values to at least 0.")
         for name in (
             "num_attacker_rows",
             "num_victim_rows",
@@ -96,11 +109,11 @@ class AuditConfig:
             "tail_blocks",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(f"{name}={getattr(self, name)} is too small. Set it to at least 1.")
         if self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, got {self.max_length}.")
+            raise ValueError(f"max_length={self.max_length} is too small. Set it to at least 2.")
         for name in ("gradient_rows", "target_rows"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+                raise ValueError(f"{name}={getattr(self, name)} is negative. Set it to at least 0.")
         if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}.")
+            raise ValueError(f"learning_rate={self.learning_rate} is not positive. Set it to a number greater than 0.")

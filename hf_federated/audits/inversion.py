@@ -1,11 +1,11 @@
-"""Inversion of a split model's hidden states: how much of a client's text can be read from what it sends?
+"""Inversion of the hidden states of a split model: measure how much of a client's text can be recovered from them.
 
-FL-GLM (Zheng et al. 2024), section 4.3.3: a server and a colluding client train an attacker on that client's hidden
-states and text, and try it on other clients' hidden states. Here each token is sought at the position of its hidden
-state, and no row of a victim is the attacker's.
+FL-GLM (Zheng et al. 2024), section 4.3.3: a server and a colluding client train an attacker on the hidden states and
+the text of this client, and apply it to the hidden states of other clients. Here, the attacker recovers each token at
+the position of its hidden state, and no example of a victim is also an example of the attacker.
 
-What is measured is what these attackers find, with the weights that both clients have: a stronger one may find more. A
-victim that trained its first blocks since they were last shared is measured by `victim_model`.
+The results are the findings of these attackers with the weights that both clients have. A stronger attacker may find
+more. Pass `victim_model` to measure victims that have trained their first blocks since the blocks were last shared.
 """
 
 from __future__ import annotations
@@ -21,27 +21,35 @@ from ..split import Cut, Part, Wire, layout_of
 from ..tasks.metrics import Bleu, Rouge
 from .attackers import Attacker, LearnedDecoder, NearestState, PrefixSearch, word_embeddings
 from .config import AuditConfig
-from .rows import TokenRows
+from .examples import TokenizedExamples
 
 
-# Rows that are run through a head at a time.
+# Number of examples that are run through a head at a time.
 _BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
 class Inversion:
     """
-    What one attacker recovered at one cut. All scores are shares of 1.
+    Results of one attacker at one cut. All scores are fractions of 1.
 
     Args:
-        head_blocks (`int`): Blocks of the client behind the embedding.
-        wire_dtype (`str`): How hidden states travelled.
-        attacker (`str`): Its name in [`AuditConfig`].
-        token_recall (`float`): Tokens of the victims that were found at their position.
-        rouge1 (`float`): Shared words, as in [`~hf_federated.tasks.metrics.Rouge`].
-        rouge2 (`float`): Shared pairs of words.
-        rougeL (`float`): Longest common subsequence.
-        bleu4 (`float`): As in [`~hf_federated.tasks.metrics.Bleu`].
+        head_blocks (`int`):
+            Number of blocks that the client keeps after the embedding.
+        wire_dtype (`str`):
+            Dtype of the sent hidden states.
+        attacker (`str`):
+            Name of the attacker in [`AuditConfig`].
+        token_recall (`float`):
+            Fraction of the victims' tokens that were recovered at their position.
+        rouge1 (`float`):
+            Overlap of words, as in [`~hf_federated.tasks.metrics.Rouge`].
+        rouge2 (`float`):
+            Overlap of word pairs.
+        rougeL (`float`):
+            Longest common subsequence.
+        bleu4 (`float`):
+            BLEU-4, as in [`~hf_federated.tasks.metrics.Bleu`].
 
     Example:
 
@@ -65,20 +73,22 @@ class Inversion:
 
 def build_head(model: PreTrainedModel, head_blocks: int) -> Part:
     """
-    The part of a model that a client keeps before the cut. It shares the model's parameters.
+    Build the part of a model that a client keeps before the cut. The part shares the parameters of the model.
 
     Args:
-        model (`PreTrainedModel`): The whole model.
-        head_blocks (`int`): Blocks behind the embedding.
+        model (`PreTrainedModel`):
+            The whole model.
+        head_blocks (`int`):
+            Number of blocks after the embedding.
 
     Raises:
-        ValueError: If the cut does not fit the model, or its blocks run without a cache.
+        ValueError: If the cut does not fit the model, or if the blocks of the model do not support a cache.
     """
     layout = layout_of(model.config)
     if layout.runner is not None:
         raise ValueError(
-            f"{type(model).__name__} brings its own classes, whose blocks run without a cache and are not audited: "
-            "audit the same weights as GlmForCausalLM."
+            f"The blocks of {type(model).__name__} do not support a cache, which the audit requires. Load the same"
+            " weights as GlmForCausalLM."
         )
     cut = Cut(int(getattr(model.config, layout.num_blocks)), head_blocks)
     head = Part(model.config, cut, "head", layout, type(model))
@@ -87,21 +97,26 @@ def build_head(model: PreTrainedModel, head_blocks: int) -> Part:
 
 
 @torch.no_grad()
-def sent_states(head: Part, rows: TokenRows, wire: Wire) -> torch.Tensor:
+def sent_states(head: Part, examples: TokenizedExamples, wire: Wire) -> torch.Tensor:
     """
-    The hidden states that a server receives of rows.
+    Compute the hidden states that a server receives for examples.
 
     Args:
-        head ([`Part`]): The client's first part.
-        rows ([`TokenRows`]): The client's rows.
-        wire ([`Wire`]): How states travel.
+        head ([`Part`]):
+            The first part of the client.
+        examples ([`TokenizedExamples`]):
+            The client's examples.
+        wire ([`Wire`]):
+            The encoding of hidden states in messages.
 
     Returns:
-        `torch.Tensor`: Shape `(rows, length, hidden)`, `float32`, on the head's device; zeros where there is no token.
+        `torch.Tensor`: Hidden states of shape `(num_examples, length, hidden)`, `float32`, on the device of the head.
+        They are zero for padding.
     """
     device = word_embeddings(head).device
     received = []
-    for ids, mask in zip(rows.input_ids.split(_BATCH_SIZE), rows.attention_mask.split(_BATCH_SIZE), strict=True):
+    batches = zip(examples.input_ids.split(_BATCH_SIZE), examples.attention_mask.split(_BATCH_SIZE), strict=True)
+    for ids, mask in batches:
         states = head(ids.to(device), mask.to(device), use_cache=False).logits
         received.append(wire.decode(wire.encode(states), len(states), torch.float32) * mask[:, :, None])
     return torch.cat(received).to(device)
@@ -110,8 +125,8 @@ def sent_states(head: Part, rows: TokenRows, wire: Wire) -> torch.Tensor:
 def invert(
     model: PreTrainedModel,
     tokenizer: Any,
-    attacker_rows: TokenRows,
-    victim_rows: TokenRows,
+    attacker_examples: TokenizedExamples,
+    victim_examples: TokenizedExamples,
     config: AuditConfig,
     victim_model: PreTrainedModel | None = None,
     on_result: Callable[[Inversion], None] | None = None,
@@ -120,115 +135,132 @@ def invert(
     Attack every cut with every attacker.
 
     Args:
-        model (`PreTrainedModel`): The whole model, on the device of the configuration; the attacker knows its head.
-        tokenizer (`PreTrainedTokenizerBase`): The model's.
-        attacker_rows ([`TokenRows`]): Of the colluding client.
-        victim_rows ([`TokenRows`]): Of the victims: other rows than the attacker's.
-        config ([`AuditConfig`]): Cuts, dtypes and attackers.
-        victim_model (`PreTrainedModel`, *optional*): Whose head the victims have, where it is another.
-        on_result (`Callable[[Inversion], None]`, *optional*): Called with each result as it is found.
+        model (`PreTrainedModel`):
+            The whole model, on the device of the configuration. The attacker knows its head.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer of the model.
+        attacker_examples ([`TokenizedExamples`]):
+            Examples of the colluding client.
+        victim_examples ([`TokenizedExamples`]):
+            Examples of the victims, without examples of the attacker.
+        config ([`AuditConfig`]):
+            Cuts, dtypes and attackers.
+        victim_model (`PreTrainedModel`, *optional*):
+            The model whose head the victims have. Defaults to `model`.
+        on_result (`Callable[[Inversion], None]`, *optional*):
+            Called with each result as soon as it is available.
 
     Returns:
-        `list[Inversion]`: Cut by cut, dtype by dtype, attacker by attacker.
+        `list[Inversion]`: The results, ordered by cut, dtype and attacker.
 
     Raises:
-        ValueError: If a row is both the attacker's and a victim's, a cut does not fit the model, or the victims' model
-            is of another kind.
+        ValueError: If an example belongs to both the attacker and a victim, if a cut does not fit the model, or if the
+            victims' model has another architecture.
     """
-    _check_disjoint(attacker_rows, victim_rows)
+    _check_disjoint(attacker_examples, victim_examples)
     heads = [build_head(model, depth) for depth in config.head_blocks]
     sources = heads if victim_model is None else [build_head(victim_model, depth) for depth in config.head_blocks]
     for head, source in zip(heads, sources, strict=True):
-        _check_alike(head, source)
-    found = []
+        _check_same_shapes(head, source)
+    results = []
     for depth, head, source in zip(config.head_blocks, heads, sources, strict=True):
         nearest = None
         if "nearest" in config.attackers:
-            length = max(attacker_rows.input_ids.shape[1], victim_rows.input_ids.shape[1])
+            length = max(attacker_examples.input_ids.shape[1], victim_examples.input_ids.shape[1])
             nearest = NearestState(head, length)
         for dtype in config.wire_dtypes:
-            states = sent_states(source, victim_rows, Wire(dtype))
-            attackers = _attackers(head, nearest, attacker_rows, Wire(dtype), config)
+            states = sent_states(source, victim_examples, Wire(dtype))
+            attackers = _attackers(head, nearest, attacker_examples, Wire(dtype), config)
             for name, attacker in attackers.items():
-                guessed = attacker.propose(states, victim_rows.attention_mask.to(states.device), 1)[:, :, 0].cpu()
-                found.append(Inversion(depth, dtype, name, **score(tokenizer, guessed, victim_rows)))
+                guessed = attacker.propose(states, victim_examples.attention_mask.to(states.device), 1)[:, :, 0].cpu()
+                results.append(Inversion(depth, dtype, name, **score(tokenizer, guessed, victim_examples)))
                 if on_result is not None:
-                    on_result(found[-1])
-    return found
+                    on_result(results[-1])
+    return results
 
 
 def _attackers(
-    head: Part, nearest: NearestState | None, rows: TokenRows, wire: Wire, config: AuditConfig
+    head: Part, nearest: NearestState | None, examples: TokenizedExamples, wire: Wire, config: AuditConfig
 ) -> dict[str, Attacker]:
-    """The attackers of the configuration, ready, by name; the search last."""
+    """Return the trained attackers of the configuration by name. The search is the last one."""
     attackers: dict[str, Attacker] = {} if nearest is None else {"nearest": nearest}
     learned = [name for name in ("decoder", "transformer") if name in config.attackers]
     if learned:
-        states, embedding = sent_states(head, rows, wire), word_embeddings(head)
+        states, embedding = sent_states(head, examples, wire), word_embeddings(head)
         for name in learned:
-            attackers[name] = LearnedDecoder(embedding, states, rows, config, contextual=name == "transformer")
+            attackers[name] = LearnedDecoder(embedding, states, examples, config, contextual=name == "transformer")
     if "search" in config.attackers:
         attackers["search"] = PrefixSearch(head, list(attackers.values()), config.num_candidates)
     return attackers
 
 
-def score(tokenizer: Any, guessed: torch.Tensor, rows: TokenRows) -> dict[str, float]:
+def score(tokenizer: Any, guessed: torch.Tensor, examples: TokenizedExamples) -> dict[str, float]:
     """
-    Guessed tokens beside the true ones.
+    Compare guessed tokens with the true tokens.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Makes texts of tokens, for ROUGE and BLEU.
-        guessed (`torch.Tensor`): Token ids, of shape `(rows, length)`.
-        rows ([`TokenRows`]): The victims' rows.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer that decodes tokens to text, for ROUGE and BLEU.
+        guessed (`torch.Tensor`):
+            Token ids of shape `(num_examples, length)`.
+        examples ([`TokenizedExamples`]):
+            The victims' examples.
 
     Returns:
-        `dict[str, float]`: `token_recall`, `rouge1`, `rouge2`, `rougeL` and `bleu4`, shares of 1.
+        `dict[str, float]`: `token_recall`, `rouge1`, `rouge2`, `rougeL` and `bleu4`, as fractions of 1.
     """
-    hits = (guessed == rows.input_ids)[rows.scored]
+    hits = (guessed == examples.input_ids)[examples.scored]
     texts: list[list[str]] = [
         [
-            tokenizer.decode(row[on], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for row, on in zip(ids, rows.scored, strict=True)
+            tokenizer.decode(example_ids[scored], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for example_ids, scored in zip(ids, examples.scored, strict=True)
         ]
-        for ids in (guessed, rows.input_ids)
+        for ids in (guessed, examples.input_ids)
     ]
     rouge = Rouge().compute(predictions=texts[0], references=texts[1])
     bleu = Bleu().compute(predictions=texts[0], references=texts[1])
     return {"token_recall": float(hits.float().mean()), **rouge, **bleu}
 
 
-def chance_recall(attacker_rows: TokenRows, victim_rows: TokenRows) -> float:
-    """The token recall of who always names the token that is most frequent in the attacker's rows."""
-    most_frequent = attacker_rows.input_ids[attacker_rows.scored].mode().values
-    return float((victim_rows.input_ids[victim_rows.scored] == most_frequent).float().mean())
+def chance_recall(attacker_examples: TokenizedExamples, victim_examples: TokenizedExamples) -> float:
+    """Return the token recall of always naming the most frequent token in the attacker's examples."""
+    most_frequent = attacker_examples.input_ids[attacker_examples.scored].mode().values
+    return float((victim_examples.input_ids[victim_examples.scored] == most_frequent).float().mean())
 
 
-def known_tokens(attacker_rows: TokenRows, victim_rows: TokenRows) -> float:
-    """The share of the victims' tokens that occur anywhere in the attacker's rows."""
-    theirs = attacker_rows.input_ids[attacker_rows.scored].unique()
-    return float(torch.isin(victim_rows.input_ids[victim_rows.scored], theirs).float().mean())
+def known_tokens(attacker_examples: TokenizedExamples, victim_examples: TokenizedExamples) -> float:
+    """Return the fraction of the victims' tokens that occur anywhere in the attacker's examples."""
+    known = attacker_examples.input_ids[attacker_examples.scored].unique()
+    return float(torch.isin(victim_examples.input_ids[victim_examples.scored], known).float().mean())
 
 
-def _check_disjoint(attacker_rows: TokenRows, victim_rows: TokenRows) -> None:
-    own, theirs = (
-        {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rows.input_ids, rows.attention_mask, strict=True)}
-        for rows in (attacker_rows, victim_rows)
+def _check_disjoint(attacker_examples: TokenizedExamples, victim_examples: TokenizedExamples) -> None:
+    attacker_ids, victim_ids = (
+        {
+            tuple(ids[mask.bool()].tolist())
+            for ids, mask in zip(examples.input_ids, examples.attention_mask, strict=True)
+        }
+        for examples in (attacker_examples, victim_examples)
     )
-    shared = len(own & theirs)
-    if shared:
+    num_shared = len(attacker_ids & victim_ids)
+    if num_shared:
         raise ValueError(
-            f"{shared} of the victims' rows are the attacker's too, which then need not be recovered: leave them out "
-            "with drop_shared."
+            f"{num_shared} of the victims' examples are also examples of the attacker, so the attacker need not"
+            " recover them. Remove them with remove_shared_texts."
         )
 
 
-def _check_alike(head: Part, source: Part) -> None:
-    own, theirs = ({name: value.shape for name, value in part.originals()} for part in (head, source))
-    if own != theirs:
-        name = next(name for name in sorted(own | theirs) if own.get(name) != theirs.get(name))
+def _check_same_shapes(head: Part, source: Part) -> None:
+    attacker_shapes, victim_shapes = (
+        {name: value.shape for name, value in part.originals()} for part in (head, source)
+    )
+    if attacker_shapes != victim_shapes:
+        names = sorted(attacker_shapes | victim_shapes)
+        name = next(name for name in names if attacker_shapes.get(name) != victim_shapes.get(name))
         raise ValueError(
-            f"The victims' model has {name} of shape {_shape(theirs.get(name))}, the attacker's"
-            f" {_shape(own.get(name))}: give one of the same configuration, such as the model after training."
+            f"The parameter {name} has shape {_shape(victim_shapes.get(name))} in the victims' model, but"
+            f" {_shape(attacker_shapes.get(name))} in the attacker's model. Pass a victims' model with the same"
+            " configuration, such as the model after training."
         )
 
 
@@ -238,17 +270,23 @@ def _shape(shape: torch.Size | None) -> str:
 
 def strongest(inversions: Sequence[Inversion], head_blocks: int, wire_dtype: str) -> Inversion:
     """
-    The attacker that recovered most tokens at a cut: the leak to report.
+    Return the result of the attacker with the highest token recall at a cut. This is the leak to report.
 
     Args:
-        inversions (`Sequence[Inversion]`): Of all cuts.
-        head_blocks (`int`): The cut.
-        wire_dtype (`str`): How hidden states travelled.
+        inversions (`Sequence[Inversion]`):
+            Results for all cuts.
+        head_blocks (`int`):
+            The cut.
+        wire_dtype (`str`):
+            Dtype of the sent hidden states.
 
     Raises:
-        ValueError: If it was not measured.
+        ValueError: If this cut and dtype were not measured.
     """
-    there = [one for one in inversions if (one.head_blocks, one.wire_dtype) == (head_blocks, wire_dtype)]
-    if not there:
-        raise ValueError(f"The cut after {head_blocks} blocks with {wire_dtype} on the wire was not measured.")
-    return max(there, key=lambda one: one.token_recall)
+    at_cut = [result for result in inversions if (result.head_blocks, result.wire_dtype) == (head_blocks, wire_dtype)]
+    if not at_cut:
+        raise ValueError(
+            f"The audit did not measure the cut after {head_blocks} blocks with wire dtype {wire_dtype}. Run the audit"
+            " with this cut and dtype."
+        )
+    return max(at_cut, key=lambda result: result.token_recall)

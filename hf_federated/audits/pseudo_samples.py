@@ -1,8 +1,9 @@
-"""Do FedDRS's pseudo-samples come near the words that clients trained on?
+"""Measure whether the pseudo-samples of FedDRS are close to the words that clients trained on.
 
-Its paper leaves the question open: "sampling from the model still raises privacy concerns" (section 6). A sample that
-was moved by the gradients of a client's model is read here as the words whose embeddings lie nearest to it. If these
-were the client's words more often than chance has it, the samples would tell something of its text.
+The FedDRS paper leaves this question open: "sampling from the model still raises privacy concerns" (section 6). The
+audit reads each position of a pseudo-sample as the word with the nearest embedding, for pseudo-samples that were moved
+by the gradients of a client's model. If these words occur in the client's examples more often than expected by chance,
+the pseudo-samples reveal information about the client's text.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ from ..server.callbacks import FederatedCallback, ServerState
 @dataclass(frozen=True)
 class SampleOverlap:
     """
-    What the moved pseudo-samples of a client come near, in shares of their positions.
+    Overlap of a client's moved pseudo-samples with words, as fractions of their positions.
 
     Args:
-        own (`float`): Whose nearest word the client's rows contain.
-        others (`float`): The same of the other clients' samples: chance, and what is frequent everywhere.
-        start (`float`): The same of the words at which the samples began, before any client's model moved them.
-        moved (`float`): Whose nearest word is another one than that at which they began.
+        own (`float`):
+            Fraction of positions whose nearest word occurs in the client's examples.
+        others (`float`):
+            The same fraction for the other clients' pseudo-samples. It measures chance and words that are frequent in
+            all texts.
+        start (`float`):
+            The same fraction for the initial words of the pseudo-samples, before a client's model moved them.
+        moved (`float`):
+            Fraction of positions whose nearest word differs from the initial word.
 
     Example:
 
@@ -51,15 +57,18 @@ class SampleOverlap:
 
 def nearest_tokens(embeddings: torch.Tensor, weight: torch.Tensor, batch_size: int = 1024) -> torch.Tensor:
     """
-    The tokens whose word embeddings are nearest, by Euclidean distance.
+    Return the tokens whose word embeddings are nearest in Euclidean distance.
 
     Args:
-        embeddings (`torch.Tensor`): Of shape `(..., hidden)`.
-        weight (`torch.Tensor`): Word embeddings, of shape `(vocabulary, hidden)`.
-        batch_size (`int`, *optional*, defaults to `1024`): Positions compared at a time.
+        embeddings (`torch.Tensor`):
+            Embeddings of shape `(..., hidden)`.
+        weight (`torch.Tensor`):
+            Word embeddings of shape `(vocabulary, hidden)`.
+        batch_size (`int`, *optional*, defaults to `1024`):
+            Number of positions that are compared at a time.
 
     Returns:
-        `torch.Tensor`: Token ids, of shape `(...)`.
+        `torch.Tensor`: Token ids of shape `(...)`.
     """
     flat, table = embeddings.flatten(0, -2).float(), weight.detach().float().to(embeddings.device)
     squares = table.square().sum(1)
@@ -70,13 +79,18 @@ def nearest_tokens(embeddings: torch.Tensor, weight: torch.Tensor, batch_size: i
 
 class PseudoSampleAudit(FederatedCallback):
     """
-    Measures, after the last round of [`FedDRS`], whether pseudo-samples come near their client's words. The card then
-    says so. It needs the clients' rows, which a server has only in a simulation.
+    Callback that measures after the last round of [`FedDRS`] whether pseudo-samples are close to the client's words.
+
+    The model card then contains the results. The audit needs the clients' examples, which a server has only in a
+    simulation.
 
     Args:
-        algorithm ([`FedDRS`]): That of the configuration. Its last samples stay in memory.
-        clients (`Mapping[str, Dataset]`): The clients' encoded rows.
-        column (`str`, *optional*, defaults to `"input_ids"`): Of the tokens.
+        algorithm ([`FedDRS`]):
+            The algorithm of the configuration. Its last pseudo-samples stay in memory.
+        clients (`Mapping[str, Dataset]`):
+            The clients' tokenized examples.
+        column (`str`, *optional*, defaults to `"input_ids"`):
+            Column of the token ids.
 
     Example:
 
@@ -94,7 +108,7 @@ class PseudoSampleAudit(FederatedCallback):
         self.algorithm = algorithm
         self._clients = clients
         self._column = column
-        # Of each client.
+        # The results of each client.
         self.results: dict[str, SampleOverlap] = {}
         algorithm.keeps_samples = True
 
@@ -112,48 +126,51 @@ class PseudoSampleAudit(FederatedCallback):
 
     def measure(self, samples: Mapping[str, Any], weight: torch.Tensor) -> dict[str, SampleOverlap]:
         """
-        Compare samples with rows.
+        Compare pseudo-samples with the clients' examples.
 
         Args:
-            samples (`Mapping[str, dict[str, torch.Tensor]]`): By client, with `embeddings` as they ended and `starts`
-                as they began, of shape `(samples, positions, hidden)`.
-            weight (`torch.Tensor`): What the model takes for each token, of shape `(vocabulary, hidden)`.
+            samples (`Mapping[str, dict[str, torch.Tensor]]`):
+                The final `embeddings` and the initial `starts` of each client's pseudo-samples, of shape
+                `(num_samples, positions, hidden)`.
+            weight (`torch.Tensor`):
+                The input embeddings that the model uses for tokens, of shape `(vocabulary, hidden)`.
 
         Returns:
-            `dict[str, SampleOverlap]`: By client.
+            `dict[str, SampleOverlap]`: The overlap of each client.
         """
         words: dict[str, torch.Tensor] = {}
-        begun: dict[str, torch.Tensor] = {}
-        for client_id, theirs in samples.items():
-            moved = (theirs["embeddings"] != theirs["starts"]).flatten(1).any(1)
-            words[client_id] = nearest_tokens(theirs["embeddings"][moved], weight.cpu()).flatten()
-            begun[client_id] = nearest_tokens(theirs["starts"][moved], weight.cpu()).flatten()
-        found = {}
+        initial_words: dict[str, torch.Tensor] = {}
+        for client_id, tensors in samples.items():
+            moved = (tensors["embeddings"] != tensors["starts"]).flatten(1).any(1)
+            words[client_id] = nearest_tokens(tensors["embeddings"][moved], weight.cpu()).flatten()
+            initial_words[client_id] = nearest_tokens(tensors["starts"][moved], weight.cpu()).flatten()
+        overlaps = {}
         for client_id in samples:
             known = self._vocabulary(client_id, weight.shape[0])
-            others = [theirs for other, theirs in words.items() if other != client_id]
-            found[client_id] = SampleOverlap(
-                own=_share(known[words[client_id]]),
-                others=_share(torch.cat([known[theirs] for theirs in others])) if others else float("nan"),
-                start=_share(known[begun[client_id]]),
-                moved=_share(words[client_id] != begun[client_id]),
+            other_words = [tokens for other_id, tokens in words.items() if other_id != client_id]
+            others = _fraction(torch.cat([known[tokens] for tokens in other_words])) if other_words else float("nan")
+            overlaps[client_id] = SampleOverlap(
+                own=_fraction(known[words[client_id]]),
+                others=others,
+                start=_fraction(known[initial_words[client_id]]),
+                moved=_fraction(words[client_id] != initial_words[client_id]),
             )
-        return found
+        return overlaps
 
     def _vocabulary(self, client_id: str, size: int) -> torch.Tensor:
-        """Which tokens a client's rows contain, of shape `(vocabulary,)`."""
+        """Return a mask of the tokens in a client's examples, of shape `(vocabulary,)`."""
         known = torch.zeros(size, dtype=torch.bool)
-        for row in self._clients[client_id][self._column]:
-            known[torch.as_tensor(row, dtype=torch.long)] = True
+        for ids in self._clients[client_id][self._column]:
+            known[torch.as_tensor(ids, dtype=torch.long)] = True
         return known
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """The results as plain values."""
+        """Return the results as plain values."""
         return {client_id: asdict(overlap) for client_id, overlap in self.results.items()}
 
 
-def _share(holds: torch.Tensor) -> float:
-    return float(holds.float().mean()) if len(holds) else float("nan")
+def _fraction(mask: torch.Tensor) -> float:
+    return float(mask.float().mean()) if len(mask) else float("nan")
 
 
 def plot_pseudo_samples(
@@ -164,15 +181,19 @@ def plot_pseudo_samples(
     max_points: int = 2000,
 ) -> None:
     """
-    Draws word embeddings and pseudo-samples, position by position, in the plane of the first two principal components
-    of both together.
+    Plot word embeddings and the positions of pseudo-samples on their first two joint principal components.
 
     Args:
-        real (`torch.Tensor`): Embeddings of words that occur, of shape `(words, hidden)`.
-        samples (`Mapping[str, torch.Tensor]`): Name to embeddings of shape `(..., hidden)`.
-        path (`str`): The PNG file to write.
-        title (`str`, *optional*): Of the plot.
-        max_points (`int`, *optional*, defaults to `2000`): Points of each kind that are drawn, evenly spaced.
+        real (`torch.Tensor`):
+            Embeddings of words that occur in the data, of shape `(num_words, hidden)`.
+        samples (`Mapping[str, torch.Tensor]`):
+            Embeddings of shape `(..., hidden)` for each name in the legend.
+        path (`str`):
+            The PNG file to write.
+        title (`str`, *optional*):
+            Title of the plot.
+        max_points (`int`, *optional*, defaults to `2000`):
+            Maximum number of points of each group. The plotted points are evenly spaced.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -191,27 +212,29 @@ def plot_pseudo_samples(
     ```
     """
     groups = {"words": real, **samples}
-    points = {name: _thinned(values.detach().float().flatten(0, -2), max_points) for name, values in groups.items()}
-    everything = torch.cat(list(points.values()))
-    center = everything.mean(0)
-    # Exact, and unlike `torch.pca_lowrank` without draws from the global generator.
-    _, spread, directions = torch.linalg.svd(everything - center, full_matrices=False)
-    explained = (spread.square() / spread.square().sum()).tolist()
+    points = {name: _subsample(values.detach().float().flatten(0, -2), max_points) for name, values in groups.items()}
+    all_points = torch.cat(list(points.values()))
+    center = all_points.mean(0)
+    # Unlike `torch.pca_lowrank`, the SVD is exact and does not draw from the global random generator.
+    _, singular_values, directions = torch.linalg.svd(all_points - center, full_matrices=False)
+    explained = (singular_values.square() / singular_values.square().sum()).tolist()
     figure, axes = new_figure(6.5, 5.2, squeeze=False)
     axis = axes[0, 0]
     for (name, values), color, marker in zip(points.items(), _colors(len(points)), "o^sDvP", strict=False):
-        placed = ((values - center) @ directions[:2].T).numpy()
-        axis.scatter(placed[:, 0], placed[:, 1], s=9, alpha=0.45, color=color, marker=marker, label=name, linewidths=0)
-    axis.set_xlabel(f"first component ({100 * explained[0]:.0f} % of the variance)")
-    axis.set_ylabel(f"second ({100 * explained[1]:.0f} %)")
+        projected = ((values - center) @ directions[:2].T).numpy()
+        axis.scatter(
+            projected[:, 0], projected[:, 1], s=9, alpha=0.45, color=color, marker=marker, label=name, linewidths=0
+        )
+    axis.set_xlabel(f"first component ({100 * explained[0]:.0f}% of the variance)")
+    axis.set_ylabel(f"second component ({100 * explained[1]:.0f}% of the variance)")
     axis.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(points), frameon=False, fontsize=9, markerscale=2)
     figure.savefig(path, dpi=130)
 
 
-def _thinned(values: torch.Tensor, most: int) -> torch.Tensor:
-    return values[np.linspace(0, len(values) - 1, min(most, len(values))).astype(int)]
+def _subsample(values: torch.Tensor, max_points: int) -> torch.Tensor:
+    return values[np.linspace(0, len(values) - 1, min(max_points, len(values))).astype(int)]
 
 
-def _colors(number: int) -> Iterable[str]:
-    return ("#999999", *COLORS[: number - 1])
+def _colors(num_groups: int) -> Iterable[str]:
+    return ("#999999", *COLORS[: num_groups - 1])

@@ -1,14 +1,16 @@
-"""Which tokens a client is to predict, its labels, read from the gradient by which it answers the server.
+"""Recover the target tokens of a client, its labels, from the gradients that the client sends to the server.
 
-At the second cut the server knows the hidden states h that it sent, and receives g = ∂L/∂h. With the pretrained
-weights of the client's tail it can compute what g would be for any targets. A loss of cross entropies is a sum,
-g_t = Σ_{s ≥ t} w · (∂z_s/∂h_t)ᵀ (softmax(z_s) − 1[y_s]), of the targets y_s at positions s with logits z_s and a
-weight w, where blocks look back alone. So the last position's gradient is of its own target; with this one known its
-share is subtracted from the positions before it, and so on. A position without a gradient of its own has no target.
+At the second cut, the server knows the hidden states h that it sent, and receives the gradient g = ∂L/∂h. With the
+pretrained weights of the client's tail, the server can compute the gradient for any targets. A loss of cross entropies
+is a sum over the targets y_s at positions s with logits z_s and a weight w:
+g_t = Σ_{s ≥ t} w · (∂z_s/∂h_t)ᵀ (softmax(z_s) − 1[y_s]), because blocks attend only to earlier positions. The gradient
+at the last position therefore depends only on the target of that position. When this target is known, its contribution
+is subtracted from the gradients of the earlier positions, and the attack continues with the previous position. A
+position without a remaining gradient has no target.
 
-The idea to fit labels to a gradient is that of Zhao et al. 2020, "iDLG: Improved Deep Leakage from Gradients"; here it
-is the gradient by hidden states, of a whole tail, position by position. A client that trained its tail since the
-server saw it is measured by `victim_model`.
+Matching labels to a gradient is the idea of Zhao et al. 2020, "iDLG: Improved Deep Leakage from Gradients". Here, the
+gradient is with respect to hidden states, passes through a whole tail and is attacked position by position. Pass
+`victim_model` to measure a client that has trained its tail since the server knew the weights.
 """
 
 from __future__ import annotations
@@ -21,32 +23,40 @@ from transformers import PreTrainedModel
 
 from ..split import LocalLink, Part, SplitModel, Wire
 from ..split.messages import Backward, Hidden
-from .rows import TokenRows
+from .examples import TokenizedExamples
 
 
-# Rows that are attacked at a time.
+# Number of examples that are attacked at a time.
 _BATCH_SIZE = 8
-# What is left of a position's gradient, beside the longest of its row, where there is no target. Lower, rounding of a
-# narrow wire is taken for targets; higher, those of which the model is sure are missed.
-_NO_TARGET = 0.002
-# How far a hidden state is moved to see which logits follow, as a share of its length.
-_MOVED = 1e-3
+# A position has a target if its remaining gradient is longer than this fraction of the longest gradient of the
+# example. With a lower value, rounding errors of a narrow wire dtype count as targets. With a higher value, the attack
+# misses targets that the model predicts with certainty.
+_TARGET_THRESHOLD = 0.002
+# Length of the step along the gradient, as a fraction of the length of the hidden state.
+_STEP_SIZE = 1e-3
 
 
 @dataclass(frozen=True)
 class TargetRecovery:
     """
-    How well targets were read. Shares of 1.
+    Quality of the recovered targets. Scores are fractions of 1.
 
     Args:
-        tail_blocks (`int`): Blocks of the client behind the second cut.
-        wire_dtype (`str`): How states and gradients travelled.
-        targets (`str`): `"all"`: every token is predicted, as in language modelling. `"last"`: the last of each row
-            alone, as where a label is a word behind its text.
-        token_recall (`float`): Of the targets, those that were named at their position.
-        position_precision (`float`): Of the positions at which a target was named, those that have one.
-        position_recall (`float`): Of the positions that have a target, those at which one was named.
-        num_targets (`int`): Targets that there were.
+        tail_blocks (`int`):
+            Number of blocks that the client keeps after the second cut.
+        wire_dtype (`str`):
+            Dtype of the sent hidden states and gradients.
+        targets (`str`):
+            `"all"` if every token is a target, as in language modeling. `"last"` if only the last token of each
+            example is a target, as for a label word after a text.
+        token_recall (`float`):
+            Fraction of the targets that were named at their position.
+        position_precision (`float`):
+            Fraction of the positions with a named target that have a target.
+        position_recall (`float`):
+            Fraction of the positions with a target at which a target was named.
+        num_targets (`int`):
+            Number of targets.
 
     Example:
 
@@ -71,74 +81,87 @@ def recover_targets(
     tail: Part, states: torch.Tensor, gradient: torch.Tensor, attention_mask: torch.Tensor, num_candidates: int = 8
 ) -> torch.Tensor:
     """
-    The targets that a gradient gives away.
+    Recover targets from a gradient.
 
     Args:
-        tail ([`~split.Part`]): The client's last part, as the attacker knows it.
-        states (`torch.Tensor`): That the server sent, of shape `(rows, length, hidden)`.
-        gradient (`torch.Tensor`): That came back, of the same shape.
-        attention_mask (`torch.Tensor`): Shape `(rows, length)`, 1 for tokens, padded on the right.
-        num_candidates (`int`, *optional*, defaults to `8`): Tokens whose gradients are compared at a position.
+        tail ([`~split.Part`]):
+            The last part of the client, with the weights that the attacker knows.
+        states (`torch.Tensor`):
+            Hidden states that the server sent, of shape `(num_examples, length, hidden)`.
+        gradient (`torch.Tensor`):
+            Gradient that the client sent back, of the same shape.
+        attention_mask (`torch.Tensor`):
+            Mask of shape `(num_examples, length)`, 1 for tokens, padded on the right.
+        num_candidates (`int`, *optional*, defaults to `8`):
+            Number of tokens whose gradients are compared at a position.
 
     Returns:
-        `torch.Tensor`: Shape `(rows, length)`: the token that each position predicts, −1 where it predicts none.
+        `torch.Tensor`: The target token of each position, of shape `(num_examples, length)`, and −1 for positions
+        without a target.
     """
-    left = gradient.clone()
+    remaining = gradient.clone()
     longest = gradient.norm(dim=2).amax(1)
     named = torch.full(attention_mask.shape, -1, device=states.device)
     for position in reversed(range(states.shape[1])):
-        has_target = (left[:, position].norm(dim=1) > _NO_TARGET * longest) & (attention_mask[:, position] > 0)
-        rows = has_target.nonzero()[:, 0]
-        if not len(rows):
+        is_long = remaining[:, position].norm(dim=1) > _TARGET_THRESHOLD * longest
+        indices = (is_long & (attention_mask[:, position] > 0)).nonzero()[:, 0]
+        if not len(indices):
             continue
-        before, own = states[rows, : position + 1], left[rows, position]
-        tokens, weights = _name(tail, before, own, num_candidates)
-        named[rows, position] = tokens
-        left[rows, : position + 1] -= weights[:, None, None] * _gradient_of(tail, before, tokens)
+        prefix, position_gradient = states[indices, : position + 1], remaining[indices, position]
+        tokens, weights = _match_token(tail, prefix, position_gradient, num_candidates)
+        named[indices, position] = tokens
+        remaining[indices, : position + 1] -= weights[:, None, None] * _target_gradient(tail, prefix, tokens)
     return named
 
 
 @torch.no_grad()
-def _name(
+def _match_token(
     tail: Part, states: torch.Tensor, gradient: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The tokens whose gradient at the last position points as one that came, and its length by theirs.
+    Find the tokens whose gradients at the last position are most similar to the received gradients.
 
-    The candidates are those whose logits fall most along the gradient: (∂z/∂h) g is most negative at the target, whose
-    logit alone the loss wants higher.
+    The candidates are the tokens whose logits decrease most along the gradient. (∂z/∂h) g is most negative at the
+    target, because the loss increases only the logit of the target.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The tokens and the weights by which their gradients are multiplied to fit
+        the received gradients, each of shape `(num_examples,)`.
     """
     direction = gradient / gradient.norm(dim=1, keepdim=True)
-    step = _MOVED * states[:, -1].norm(dim=1, keepdim=True) * direction
+    step = _STEP_SIZE * states[:, -1].norm(dim=1, keepdim=True) * direction
     moved = torch.cat([states, states])
     moved[:, -1] += torch.cat([step, -step])
     up, down = tail(moved, use_cache=False, logits_to_keep=1).logits[:, -1].chunk(2)
     candidates = (down - up).topk(min(num_candidates, up.shape[1]), dim=1).indices
-    found = _own_gradients(tail, states, candidates)
-    likeness = cosine_similarity(found, gradient[:, None], dim=2)
-    best = likeness.argmax(1, keepdim=True)
-    chosen = found.take_along_dim(best[:, :, None], 1)[:, 0]
+    gradients = _candidate_gradients(tail, states, candidates)
+    similarity = cosine_similarity(gradients, gradient[:, None], dim=2)
+    best = similarity.argmax(1, keepdim=True)
+    chosen = gradients.take_along_dim(best[:, :, None], 1)[:, 0]
     weights = (chosen * gradient).sum(1) / chosen.square().sum(1).clamp_min(torch.finfo(chosen.dtype).tiny)
     return candidates.take_along_dim(best, 1)[:, 0], weights
 
 
-def _own_gradients(tail: Part, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """What each candidate's cross entropy has as gradient by the last state, of shape `(rows, candidates, hidden)`."""
+def _candidate_gradients(tail: Part, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """
+    Compute the gradient of each candidate's cross entropy with respect to the last hidden state.
+
+    Returns:
+        `torch.Tensor`: Gradients of shape `(num_examples, num_candidates, hidden)`.
+    """
     cache = tail.new_cache()
     if states.shape[1] > 1:
         tail(states[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     with torch.enable_grad():
         last = states[:, -1:].clone().requires_grad_()
         logits = tail(last, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        losses = [
-            cross_entropy(logits, candidates[:, number], reduction="sum") for number in range(candidates.shape[1])
-        ]
+        losses = [cross_entropy(logits, candidates[:, index], reduction="sum") for index in range(candidates.shape[1])]
         gradients = [torch.autograd.grad(loss, last, retain_graph=True)[0][:, 0] for loss in losses]
     return torch.stack(gradients, 1)
 
 
-def _gradient_of(tail: Part, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The gradient by all states of the last position's cross entropy."""
+def _target_gradient(tail: Part, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Compute the gradient of the cross entropy at the last position with respect to all hidden states."""
     states = states.clone().requires_grad_()
     logits = tail(states, use_cache=False, logits_to_keep=1).logits[:, -1]
     return torch.autograd.grad(cross_entropy(logits, tokens, reduction="sum"), states)[0]
@@ -146,84 +169,95 @@ def _gradient_of(tail: Part, states: torch.Tensor, tokens: torch.Tensor) -> torc
 
 def attack_targets(
     model: PreTrainedModel,
-    rows: TokenRows,
+    examples: TokenizedExamples,
     tail_blocks: int,
     wire_dtype: str,
     targets: str,
     victim_model: PreTrainedModel | None = None,
 ) -> TargetRecovery:
     """
-    Read the targets of victims' rows from what crosses in a training step.
+    Recover the targets of victims' examples from the messages of a training step.
 
     Args:
-        model (`PreTrainedModel`): The whole model, of whose tail the attacker knows the weights. Without dropout.
-        rows ([`TokenRows`]): The victims' rows.
-        tail_blocks (`int`): Blocks of the client behind the second cut.
-        wire_dtype (`str`): How states and gradients travel.
-        targets (`str`): `"all"` or `"last"`, as of [`TargetRecovery`].
-        victim_model (`PreTrainedModel`, *optional*): Which the victims train, where it is another.
+        model (`PreTrainedModel`):
+            The whole model, without dropout. The attacker knows the weights of its tail.
+        examples ([`TokenizedExamples`]):
+            The victims' examples.
+        tail_blocks (`int`):
+            Number of blocks that the client keeps after the second cut.
+        wire_dtype (`str`):
+            Dtype of the sent hidden states and gradients.
+        targets (`str`):
+            `"all"` or `"last"`, as in [`TargetRecovery`].
+        victim_model (`PreTrainedModel`, *optional*):
+            The model that the victims train. Defaults to `model`.
 
     Raises:
-        ValueError: If the cut does not fit the model, or the model is not in float32.
+        ValueError: If `targets` is unknown, if the cut does not fit the model, or if the model is not in float32.
     """
     if targets not in ("all", "last"):
-        raise ValueError(f'targets is "all" or "last", got {targets!r}.')
-    trained = model if victim_model is None else victim_model
-    for own in (model, trained):
-        if own.dtype != torch.float32:
+        raise ValueError(f'targets={targets!r} is unknown. Set it to "all" or "last".')
+    trained_model = model if victim_model is None else victim_model
+    for checked_model in (model, trained_model):
+        if checked_model.dtype != torch.float32:
             raise ValueError(
-                f"The audit computes in float32, and a model in {own.dtype} was given: load it in float32."
+                f"The model is in {checked_model.dtype}, but the audit computes in float32. Load the model in float32."
             )
-    # How many blocks the head has is all one here.
+    # The number of blocks of the head does not matter for this attack.
     tail = SplitModel.from_model(model, 0, tail_blocks).client_tail.eval()
-    split = SplitModel.from_model(trained, 0, tail_blocks, wire_dtype=wire_dtype).eval()
+    split = SplitModel.from_model(trained_model, 0, tail_blocks, wire_dtype=wire_dtype).eval()
     device = split.client_tail.model.device
-    asks = [parameter for own in (model, trained) for parameter in own.parameters() if parameter.requires_grad]
-    for parameter in asks:
+    trainable = [
+        parameter
+        for each_model in (model, trained_model)
+        for parameter in each_model.parameters()
+        if parameter.requires_grad
+    ]
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         named, true = [], []
-        for start in range(0, len(rows), _BATCH_SIZE):
-            ids = rows.input_ids[start : start + _BATCH_SIZE].to(device)
-            mask = rows.attention_mask[start : start + _BATCH_SIZE].to(device)
+        for start in range(0, len(examples), _BATCH_SIZE):
+            ids = examples.input_ids[start : start + _BATCH_SIZE].to(device)
+            mask = examples.attention_mask[start : start + _BATCH_SIZE].to(device)
             labels = ids.masked_fill(mask == 0, -100)
             if targets == "last":
                 is_last = torch.arange(ids.shape[1], device=device) == mask.sum(1, keepdim=True) - 1
                 labels = labels.masked_fill(~is_last, -100)
-            states, gradient = _crossed(split, ids, mask, labels)
+            states, gradient = _exchanged_tensors(split, ids, mask, labels)
             named.append(recover_targets(tail, states, gradient, mask))
             true.append(torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], dim=1))
     finally:
-        for parameter in asks:
+        for parameter in trainable:
             parameter.requires_grad_(True)
-    found, wanted = torch.cat(named), torch.cat(true)
-    is_named, is_target = found >= 0, wanted != -100
-    both, number = int((is_named & is_target).sum()), int(is_target.sum())
+    named_tokens, true_tokens = torch.cat(named), torch.cat(true)
+    is_named, is_target = named_tokens >= 0, true_tokens != -100
+    num_both, num_targets = int((is_named & is_target).sum()), int(is_target.sum())
     return TargetRecovery(
         tail_blocks,
         wire_dtype,
         targets,
-        token_recall=int((found == wanted).sum()) / max(number, 1),
-        position_precision=both / max(int(is_named.sum()), 1),
-        position_recall=both / max(number, 1),
-        num_targets=number,
+        token_recall=int((named_tokens == true_tokens).sum()) / max(num_targets, 1),
+        position_precision=num_both / max(int(is_named.sum()), 1),
+        position_recall=num_both / max(num_targets, 1),
+        num_targets=num_targets,
     )
 
 
-def _crossed(
+def _exchanged_tensors(
     split: SplitModel, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the server sends and what comes back in a step, as they travel."""
-    blobs: list[bytes] = []
+    """Return the hidden states that the server sends in a step and the received gradient, after the wire encoding."""
+    messages: list[bytes] = []
 
-    def watch(question: bytes, answer: bytes) -> None:
-        blobs.extend((question, answer))
+    def watch(request: bytes, reply: bytes) -> None:
+        messages.extend((request, reply))
 
     assert isinstance(split.boundary.link, LocalLink)
     split.boundary.link.watch = watch
     split(ids, attention_mask=mask, labels=labels).loss.backward()
-    _, sent, came, _ = blobs
+    _, sent, received, _ = messages
     wire: Wire = split.boundary.wire
-    both = (Hidden.from_bytes(sent).hidden, Backward.from_bytes(came).gradient)
-    states, gradient = (wire.decode(own, len(ids), torch.float32).to(ids.device) for own in both)
+    encoded = (Hidden.from_bytes(sent).hidden, Backward.from_bytes(received).gradient)
+    states, gradient = (wire.decode(tensor, len(ids), torch.float32).to(ids.device) for tensor in encoded)
     return states, gradient

@@ -226,8 +226,7 @@ def targets_text(audit: LeakageAudit) -> str:
         " sends back, it reads which positions have a target and which token each target is. If every token of a text"
         " is a target, the attacker reads the text, regardless of what the first cut hides. Position precision is the"
         " share of the named positions that have a target. Position recall is the share of the positions with a target"
-        " that were named. Scores are percentages:\n\n"
-        + table(header, rows, numeric=True)
+        " that were named. Scores are percentages:\n\n" + table(header, rows, numeric=True)
     )
 
 

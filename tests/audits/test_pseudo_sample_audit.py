@@ -1,4 +1,4 @@
-"""What pseudo-samples come near is measured, and the card says it."""
+"""Audits of pseudo-samples, and their results in the model card."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hf_federated.cards import RunRecord, render
 from hf_federated.distillation.pseudo_samples import word_embeddings
 
 
-def test_the_nearest_token_of_an_embedding_is_its_own():
+def test_nearest_token_of_a_word_embedding_is_its_token():
     weight = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(40, (3, 5), generator=torch.Generator().manual_seed(1))
     assert torch.equal(nearest_tokens(weight[tokens] + 1e-3, weight, batch_size=4), tokens)
 
 
-def test_nearest_means_euclidean_distance():
+def test_nearest_token_uses_euclidean_distance():
     weight = torch.tensor([[1.0, 0.0], [10.0, 0.0], [0.0, 1.0]])
-    # The second has the largest inner product with it, and lies farthest.
+    # The second embedding has the largest inner product with the query, and the largest distance.
     assert nearest_tokens(torch.tensor([[1.2, 0.1]]), weight).tolist() == [0]
 
 
@@ -30,23 +30,23 @@ def samples(starts, ends, weight):
     return {"starts": weight[torch.tensor(starts)], "embeddings": weight[torch.tensor(ends)] + 1e-4}
 
 
-def test_overlaps_are_shares_of_positions_of_samples_that_moved():
+def test_overlaps_are_fractions_of_the_positions_of_moved_samples():
     weight = torch.eye(8)
     clients = {"a": {"input_ids": [[1, 2], [3]]}, "b": {"input_ids": [[4, 5]]}}
-    made = {
+    pseudo_samples = {
         "a": samples([[0, 0, 1, 7]], [[1, 2, 3, 7]], weight),
         "b": samples([[4, 0, 0, 0]], [[4, 1, 6, 6]], weight),
     }
-    # A random sample is not moved, and does not count.
+    # A random sample is not moved and is not counted.
     for name in ("starts", "embeddings"):
-        made["b"][name] = torch.cat([made["b"][name], weight[torch.tensor([[1, 1, 1, 1]])]])
-    found = PseudoSampleAudit(FedDRS(), clients).measure(made, weight)
-    assert (found["a"].own, found["a"].others, found["a"].start) == (3 / 4, 1 / 4, 1 / 4)
-    assert (found["b"].own, found["b"].others, found["b"].start) == (1 / 4, 0.0, 1 / 4)
-    assert (found["a"].moved, found["b"].moved) == (3 / 4, 3 / 4)
+        pseudo_samples["b"][name] = torch.cat([pseudo_samples["b"][name], weight[torch.tensor([[1, 1, 1, 1]])]])
+    overlaps = PseudoSampleAudit(FedDRS(), clients).measure(pseudo_samples, weight)
+    assert (overlaps["a"].own, overlaps["a"].others, overlaps["a"].start) == (3 / 4, 1 / 4, 1 / 4)
+    assert (overlaps["b"].own, overlaps["b"].others, overlaps["b"].start) == (1 / 4, 0.0, 1 / 4)
+    assert (overlaps["a"].moved, overlaps["b"].moved) == (3 / 4, 3 / 4)
 
 
-def test_one_client_has_no_others():
+def test_overlap_with_other_clients_is_nan_for_a_single_client():
     weight = torch.eye(4)
     audit = PseudoSampleAudit(FedDRS(), {"a": {"input_ids": [[1]]}})
     assert math.isnan(audit.measure({"a": samples([[0]], [[1]], weight)}, weight)["a"].others)
@@ -68,7 +68,7 @@ def audited(tmp_path):
     return trainer, audit
 
 
-def test_a_run_is_measured_after_its_last_round_and_the_card_tells(audited, tmp_path):
+def test_audit_after_the_last_round_and_its_results_in_the_card(audited, tmp_path):
     trainer, audit = audited
     assert set(audit.results) == {"a", "b"}
     assert all(0 <= overlap.own <= 1 and overlap.moved > 0 for overlap in audit.results.values())
@@ -77,16 +77,19 @@ def test_a_run_is_measured_after_its_last_round_and_the_card_tells(audited, tmp_
     assert torch.equal(word_embeddings(trainer.model)[tokens], starts)
     record = RunRecord.from_trainer(trainer)
     text = render(record)
-    assert "trained federatedly with `hf_federated` (FedDRS)" in text
-    assert "how many rows of each label it has" in text and "sent back the trainable parameters" in text
-    assert "more than both would tell of the client's text" in text and f"{audit.results['a'].own:.4g}"[:5] in text
-    above = sum(found.own > max(found.others, found.start) for found in audit.results.values())
-    assert f"It is more for {above or 'none'} of 2 clients." in text
+    assert "trained with federated learning (`hf_federated`, FedDRS)" in text
+    assert "its number of examples of each label" in text and "sent back the trainable parameters" in text
+    assert (
+        "higher than both, the pseudo-samples reveal information about the client's text" in text
+        and f"{audit.results['a'].own:.4g}"[:5] in text
+    )
+    above = sum(overlap.own > max(overlap.others, overlap.start) for overlap in audit.results.values())
+    assert f"It is higher than both for {above or 'none'} of 2 clients." in text
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == text
 
 
-def test_without_an_audit_the_card_is_silent_and_no_samples_are_kept(tmp_path):
+def test_run_without_audit_keeps_no_samples_and_has_no_section(tmp_path):
     algorithm = FedDRS(num_samples=2, sample_length=3, num_steps=1)
     trainer = FederatedTrainer(
         model=tiny_model(),
@@ -99,7 +102,7 @@ def test_without_an_audit_the_card_is_silent_and_no_samples_are_kept(tmp_path):
     assert "gradients of the clients' models" not in render(RunRecord.from_trainer(trainer))
 
 
-def test_the_picture_has_words_and_samples(tmp_path):
+def test_plot_is_written_without_random_draws(tmp_path):
     pytest.importorskip("matplotlib")
     generator = torch.Generator().manual_seed(0)
     groups = {name: torch.randn(6, 5, 4, generator=generator) for name in ("start", "target", "adversarial")}

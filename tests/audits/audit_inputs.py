@@ -1,4 +1,4 @@
-"""Tiny decoder models with a tokenizer of words, and texts of a colluding client and of victims."""
+"""Tiny decoder models, a word tokenizer, and random texts of a colluding client and of victims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_federated.audits import TokenRows, encode_rows
+from hf_federated.audits import TokenizedExamples, encode_examples
 
 
 SPECIAL = ["<end>", "<start>", "<unk>"]
@@ -57,14 +57,14 @@ MODELS: dict[str, Any] = {
 
 
 def tiny(name: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """A model of one of `MODELS`, in evaluation mode. The global generator is left as it was."""
+    """Create a model of one of `MODELS` in evaluation mode, without changing the global random generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(MODELS[name]()).eval()
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """One word, one token; a start token before each text."""
+    """Create a tokenizer with one token per word and a start token before each text."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -73,12 +73,12 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def texts(num_rows: int, seed: int) -> list[str]:
-    """Random words, four to eleven a row."""
+def texts(num_texts: int, seed: int) -> list[str]:
+    """Draw texts of four to eleven random words."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randrange(4, LENGTH))) for _ in range(num_rows)]
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(4, LENGTH))) for _ in range(num_texts)]
 
 
-def rows(num_rows: int, seed: int) -> TokenRows:
-    """The same as tokens."""
-    return encode_rows(texts(num_rows, seed), word_tokenizer(), LENGTH)
+def examples(num_examples: int, seed: int) -> TokenizedExamples:
+    """Draw tokenized texts of four to eleven random words."""
+    return encode_examples(texts(num_examples, seed), word_tokenizer(), LENGTH)
