@@ -43,7 +43,7 @@ _RULES = {
     "size": "The rule `size` selects the largest rows and is given their number.",
 }
 _LIMITS = (
-    "These results are what the given attackers found and are not a bound: another attacker may find more. Adding"
+    "These results describe the given attackers only and are not a bound: another attacker may find more. Adding"
     " noise to the sent tensors would lower a measured leak, but guarantees nothing without a stated differential"
     " privacy bound. A server that deviates from the protocol was not considered."
 )
@@ -252,7 +252,7 @@ def embedding_text(audit: LeakageAudit) -> str:
         "If the embedding is trained and its change is sent, the change reveals tokens. The table shows the precision"
         f" and recall of the distinct tokens of a batch of {plural(audit.config.gradient_rows, 'example')}"
         f" ({audit.embedding[0].num_tokens:.0f} distinct tokens on average), in percent. A frozen embedding (LoRA,"
-        " prefixes) sends no such change. `adamw` is the change after the first AdamW step with a gradient."
+        " prefixes) sends no such change. `adamw` is the change that the first AdamW step makes of a gradient."
         f" {' '.join(_RULES[rule] for rule in rules)}\n\n" + table(header, rows, numeric=True)
     )
 

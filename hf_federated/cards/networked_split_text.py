@@ -17,7 +17,7 @@ MERGE_COMMAND = "hf-federated split-merge path/to/this/repository path/to/the/se
 
 
 class NetworkedSplitText(SplitCardText):
-    """Texts for one client of a networked run: its own part, examples and bytes, and the parameters it sent."""
+    """Texts for one client of a networked run: its own part, examples, bytes and sent parameters."""
 
     party = "this client"
     log_sources = (
@@ -37,7 +37,7 @@ class NetworkedSplitText(SplitCardText):
             f" client only. {clients} kept the first and last blocks, its text and its labels, and a server, reached"
             " over a link, held the blocks in between. The process of this client had"
             f" {format_count(self.record.model.num_parameters)} parameters and no parameters of the server."
-            f" `hf-federated split-merge` joins the trained part with the server's part to an ordinary {whole}."
+            f" `hf-federated split-merge` joins the trained part with the server's part into an ordinary {whole}."
         )
 
     @property
@@ -147,8 +147,8 @@ class NetworkedSplitText(SplitCardText):
                 " third parties in transit, but hides nothing from the server."
             )
         return (
-            table(["Party", "Received"], cells) + "\n\nThe parties of this run exchanged no information except these"
-            " messages. This card was written by one client. It describes what this client sent and to whom, not how"
+            table(["Party", "Received"], cells) + "\n\nThese messages were the only link between the parties of this"
+            " run. This card was written by one client. It describes what this client sent and to whom, not how"
             f" other parties used it.{encryption}"
         )
 

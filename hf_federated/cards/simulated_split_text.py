@@ -25,7 +25,7 @@ class SimulatedSplitText(SplitCardText):
             f"{model_origin(record.model)}, trained with split learning (`hf_federated`, strategy"
             f" `{split['strategy']}`, {steps}). The first and last blocks, the text and the labels stayed with"
             f" {clients}, and a server held the blocks in between. The model has"
-            f" {format_count(record.model.num_parameters)} parameters. The parts are joined to an ordinary"
+            f" {format_count(record.model.num_parameters)} parameters. The parts are joined into an ordinary"
             f" {'adapter' if record.model.adapter else 'model'}."
         )
 

@@ -84,7 +84,7 @@ def test_wrongly_named_positions_lower_precision_but_not_recall():
 
 
 def test_unknown_kind_of_targets_raises():
-    with pytest.raises(ValueError, match="targets='first' is unknown"):
+    with pytest.raises(ValueError, match='targets=\'first\' is unknown. Set it to "all" or "last"'):
         attack_targets(tiny(), BATCH, 1, "float32", "first")
 
 

@@ -23,7 +23,7 @@ def trained(folder, method, public=True, trainer_arguments=None, **kwargs):
     return trainer
 
 
-def test_card_names_method_public_data_and_bytes(tmp_path):
+def test_dsfl_card_names_public_data_and_bytes(tmp_path):
     trainer = trained(tmp_path, "dsfl", sharpening_temperature=0.5)
     record = RunRecord.from_trainer(trainer)
     text = render(record)
@@ -81,9 +81,7 @@ def render_after_reload(record, folder):
     ("method", "name", "trainer_arguments"),
     [("fedid", "FedID", {"server_dataset": rows(4, seed=4)}), ("adafd", "AdaFD", {})],
 )
-def test_card_of_labelled_server_data_and_adaptive_methods_names_method_public_data_and_bytes(
-    tmp_path, method, name, trainer_arguments
-):
+def test_fedid_and_adafd_cards_name_public_data_and_bytes(tmp_path, method, name, trainer_arguments):
     trainer = trained(tmp_path, method, trainer_arguments=trainer_arguments)
     text = render_after_reload(RunRecord.from_trainer(trainer), tmp_path)
     assert f"trained with federated learning (`hf_federated`, {name})" in text and f"{name}()" in text
