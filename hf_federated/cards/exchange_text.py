@@ -8,8 +8,11 @@ from .tables import format_bytes, plural, table
 
 # Statistics that every update contains in addition to the parameters. See `hf_federated.messages.ClientUpdate`.
 UPDATE_FIELDS = (
-    "its number of examples, the number of tokens, steps and floating point operations of its training, its mean loss,"
-    " its last gradient norm and its learning rate"
+    "its number of examples",
+    "the number of tokens, steps and floating point operations of its training",
+    "its mean loss",
+    "its last gradient norm",
+    "its learning rate",
 )
 
 
@@ -35,20 +38,22 @@ def exchange_text(record: RunRecord) -> str:
     if exchanged.get("sends_back"):
         exchange = f"received {parameters} It sent back {exchanged['sends_back']}."
     return (
-        f"In each round, a sampled client {exchange} With each update it also sent"
-        f" {UPDATE_FIELDS}{_class_counts(record)}{_evaluations(record)}. The byte counts above include the tensors"
-        " that the algorithm sends in addition to the parameters. No message has a field for dataset examples."
-        " Parameters can still reveal information about the examples that they were trained"
-        f" on.{_pseudo_samples(record)}"
+        f"In each round, a sampled client {exchange} With each update, the client also sent {_update_fields(record)}."
+        " The byte counts above include the tensors that the algorithm sends in addition to the parameters. No message"
+        " has a field for dataset examples. Parameters can still reveal information about the examples that they were"
+        f" trained on.{_pseudo_samples(record)}"
     )
 
 
-def _class_counts(record: RunRecord) -> str:
-    return ", its number of examples of each label" if record.exchanged.get("class_counts") else ""
-
-
-def _evaluations(record: RunRecord) -> str:
-    return ", and the metrics of its local evaluation" if record.federation["evaluate_clients"] else ""
+def _update_fields(record: RunRecord, *method_fields: str) -> str:
+    """List the fields that a client sends with an update in addition to parameters or predictions."""
+    fields = [*UPDATE_FIELDS]
+    if record.exchanged.get("class_counts"):
+        fields.append("its number of examples of each label")
+    fields += method_fields
+    if record.federation["evaluate_clients"]:
+        fields.append("the metrics of its local evaluation")
+    return f"{', '.join(fields[:-1])} and {fields[-1]}"
 
 
 def _pseudo_samples(record: RunRecord) -> str:
@@ -72,7 +77,7 @@ def _pseudo_samples(record: RunRecord) -> str:
         " tokens that occur in the client's examples, for the client's own pseudo-samples, for the other clients'"
         " pseudo-samples and for the tokens from which the client's own pseudo-samples were initialized. The last"
         " two of these shares are the chance level. If the share of the own pseudo-samples is higher than both, the"
-        f" pseudo-samples reveal information about the client's text. It is higher than both for {num_above}. The last"
+        f" pseudo-samples reveal information about the client's text. This is the case for {num_above}. The last"
         " column shows the share of tokens that differ from the initial tokens.\n\n"
         + table(columns, rows, numeric=True)
     )
@@ -101,8 +106,8 @@ def _prediction_exchange(record: RunRecord) -> str:
         )
     return (
         f"In each round, a sampled client sent the predictions of its model on {examples}, which the server and all"
-        f" clients have{passes}. {parameters} With each update it also sent {UPDATE_FIELDS}{_class_counts(record)},"
-        f" and the training statistics that the method requires{_evaluations(record)}.{external}"
+        f" clients have{passes}. {parameters} With each update, the client also sent"
+        f" {_update_fields(record, 'the training statistics that the method requires')}.{external}"
         f" In {plural(federation['num_rounds_run'], 'round')}, all clients together sent"
         f" {format_bytes(exchanged['bytes_up'])} and received {format_bytes(exchanged['bytes_down'])}. No message has"
         " a field for dataset examples. Predictions can still reveal information about the examples that a"

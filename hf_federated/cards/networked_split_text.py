@@ -21,7 +21,7 @@ class NetworkedSplitText(SplitCardText):
 
     party = "this client"
     log_sources = (
-        "this client's head and tail at that time with the server's blocks",
+        "this client's current head and tail with the server's blocks",
         "this client's steps since the previous log",
     )
 
@@ -134,7 +134,7 @@ class NetworkedSplitText(SplitCardText):
             else:
                 rows.append(("The first client", [f"{parameters} from every client when it averages"]))
                 rows.append(("All clients", ["the mean of these parameters"]))
-        cells = [[party, ", ".join(received)] for party, received in rows]
+        cells = [[party, "; ".join(received)] for party, received in rows]
         if self._has_peers and self.record.exchanged["embedding_trained"]:
             cells[2][1] += (
                 ". The parameters include the embedding. The change of its rows can reveal which tokens a text has"

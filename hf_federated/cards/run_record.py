@@ -1,6 +1,6 @@
 """`RunRecord`: the contents of the card of a federated run, as plain JSON values.
 
-The record contains no client ids if the run has more than [`MAX_CLIENT_ROWS`] clients.
+The record contains no client ids if the run has more than [`MAX_LISTED_CLIENTS`] clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .facts import DataFacts
 from .log_history import final_weight_logs, is_metric, logs_by_step, to_json_value, training_seconds
 
 
-MAX_CLIENT_ROWS = 20
+MAX_LISTED_CLIENTS = 20
 
 STATISTICS = ("mean", "worst", "best", "spread")
 
@@ -162,7 +162,7 @@ def _pseudo_samples(trainer: FederatedRun) -> dict[str, dict[str, Any]]:
     callbacks = trainer.callback_handler.callbacks
     audit = next((callback for callback in callbacks if isinstance(callback, PseudoSampleAudit)), None)
     overlaps = {} if audit is None else audit.to_dict()
-    if len(overlaps) > MAX_CLIENT_ROWS:
+    if len(overlaps) > MAX_LISTED_CLIENTS:
         return {"all clients": to_json_value(_mean_over_clients(overlaps))}
     return to_json_value(overlaps)
 
@@ -187,7 +187,7 @@ def _client_metrics(
 ) -> dict[str, dict[str, Any]]:
     """Return each client's metrics; nothing for many clients, or if the metrics are not of the final weights."""
     evaluations = [entry for entry in log_history if _client_results([entry])]
-    if len(client_metrics) > MAX_CLIENT_ROWS or not evaluations or evaluations[-1] not in entries:
+    if len(client_metrics) > MAX_LISTED_CLIENTS or not evaluations or evaluations[-1] not in entries:
         return {}
     return {
         client_id: {key: to_json_value(value) for key, value in metrics.items() if is_metric(key)}

@@ -59,7 +59,7 @@ class SimulatedSplitText(SplitCardText):
         if not split["encryption"]:
             return "none: messages were not encrypted"
         rotation = plural(split["rotate_keys_every"], "optimizer step")
-        return f"AES-256-GCM between each client and the server; a key is used for {rotation} of its client"
+        return f"AES-256-GCM between each client and the server; each key is used for {rotation} of the client"
 
     @property
     def messages(self) -> str:
@@ -85,7 +85,7 @@ class SimulatedSplitText(SplitCardText):
             "for its own examples: hidden states after the server's blocks, and gradients with respect to the hidden"
             " states that it sent"
         )
-        rows = [["The server", ", ".join(received_by_server(self.record))], ["A client", client]]
+        rows = [["The server", "; ".join(received_by_server(self.record))], ["A client", client]]
         parameters = "trained parameters of the head and tail, and the number of examples they were trained on,"
         if self._is_handed_over:
             rows.append(["The next client", f"{parameters} from the previous client"])

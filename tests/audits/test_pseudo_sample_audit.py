@@ -84,7 +84,7 @@ def test_audit_after_the_last_round_and_its_results_in_the_card(audited, tmp_pat
         and f"{audit.results['a'].own:.4g}"[:5] in text
     )
     above = sum(overlap.own > max(overlap.others, overlap.start) for overlap in audit.results.values())
-    assert f"It is higher than both for {above or 'none'} of 2 clients." in text
+    assert f"This is the case for {above or 'none'} of 2 clients." in text
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == text
 
