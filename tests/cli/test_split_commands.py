@@ -115,7 +115,7 @@ def test_a_recipe_is_trained_over_a_network_and_merged(split_recipe, certificate
     # The final average is everybody's.
     assert results[0]["accuracy"] == results[1]["accuracy"]
     cards = [(run / client_id / "README.md").read_text() for client_id in CLIENTS]
-    assert all("one client's part alone: each of 2 clients" in card and str(tmp_path) not in card for card in cards)
+    assert all("part of one client only. Each of 2 clients" in card and str(tmp_path) not in card for card in cards)
     # The recipe asks for it, and the card says what the link was.
     assert all("AES-256-GCM between this client and the server" in card for card in cards)
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
