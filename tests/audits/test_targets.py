@@ -64,8 +64,8 @@ def test_positions_without_a_target_are_recognized():
     logits = tail(states).logits.flatten(0, 1)
     loss = cross_entropy(logits, targets.flatten().masked_fill(targets.flatten() < 0, -100))
     (gradient,) = torch.autograd.grad(loss, states)
-    recovery = recover_targets(tail, states.detach(), gradient, torch.ones(2, 6, dtype=torch.long))
-    assert torch.equal(recovery, targets)
+    recovered = recover_targets(tail, states.detach(), gradient, torch.ones(2, 6, dtype=torch.long))
+    assert torch.equal(recovered, targets)
     # A zero gradient reveals no targets.
     from_zeros = recover_targets(tail, states.detach(), torch.zeros_like(gradient), torch.ones(2, 6, dtype=torch.long))
     assert (from_zeros == -1).all()
