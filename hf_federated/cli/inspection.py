@@ -16,9 +16,9 @@ from hf_federated.data import (
     plot_sizes,
     plot_text_map,
 )
-from hf_federated.data.hub import fetch_rows, read_hub_partition
+from hf_federated.data.hub import fetch_split, read_hub_partition
 from hf_federated.data.labels import read_labels
-from hf_federated.data.storage.folder import open_folder, read_rows
+from hf_federated.data.storage.folder import open_folder, open_split
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.files import is_absent
 
@@ -87,12 +87,12 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     if Path(data).is_dir():
         stored = open_folder(data)
         split = split or first_split(stored)
-        return FederatedDataset.from_stored(stored, split, read_rows(stored, Path(data), split))
+        return FederatedDataset.from_stored(stored, split, open_split(stored, Path(data), split))
     if data.count("/") != 1 or is_absent(data):
         raise CommandError(f"there is no folder {data}.")
     stored, snapshot = read_hub_partition(data, revision)
     split = split or first_split(stored)
-    return FederatedDataset.from_stored(stored, split, fetch_rows(data, stored, snapshot, split))
+    return FederatedDataset.from_stored(stored, split, fetch_split(data, stored, snapshot, split))
 
 
 def first_split(stored: PartitionFile) -> str:

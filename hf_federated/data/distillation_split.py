@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from datasets import Dataset
 
-from .client_rows import PartitionedRows
-from .columns import check_columns, owners_by_value
+from .client_datasets import PartitionedDataset
+from .column_values import check_columns, group_by_value
 from .federated_dataset import FederatedDataset
 from .partitioners.base import Partition
 
@@ -98,7 +98,7 @@ def split_for_distillation(
     if stratify_by_column is None:
         strata = np.zeros(len(data), dtype=np.int64)
     else:
-        _, strata = owners_by_value(data, stratify_by_column)
+        _, strata = group_by_value(data, stratify_by_column)
     private, public, server = _parts(strata, public_share, server_share, seed)
     _check_parts(len(private), len(public), len(server), server_share)
     return DistillationSplit(
@@ -117,7 +117,7 @@ def _split_clients(
     left = np.bincount(strata[private], minlength=len(sizes))
     partition = Partition(clients.client_ids, private, np.concatenate([[0], np.cumsum(left)]))
     _check_parts(len(private), len(public), len(server), server_share)
-    rows = FederatedDataset(PartitionedRows(pooled, partition), clients.partitioning)
+    rows = FederatedDataset(PartitionedDataset(pooled, partition), clients.partitioning)
     return DistillationSplit(rows, *_public_and_server(pooled, public, server, server_share, label_column))
 
 

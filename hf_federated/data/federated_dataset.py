@@ -17,15 +17,22 @@ import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset
 from huggingface_hub import CommitInfo
 
-from .client_rows import ClientData, ClientRows, PartitionedRows, SeparateRows, check_not_empty, check_same_schema
-from .columns import check_columns
+from .client_datasets import (
+    ClientData,
+    ClientDatasets,
+    PartitionedDataset,
+    SeparateDatasets,
+    check_not_empty,
+    check_same_schema,
+)
+from .column_values import check_columns
 from .fednlp import read_fednlp
-from .hub import fetch_rows, read_hub_partition
+from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partition, Partitioner, check_client_ids
 from .partitioners.flower import adopt
 from .partitioners.natural import NaturalPartitioner
 from .source import DatasetSource
-from .storage.folder import SplitToStore, open_folder, read_rows
+from .storage.folder import SplitToStore, open_folder, open_split
 from .storage.partition_file import PartitionFile
 from .storage.publishing import push_splits, save_splits
 
@@ -40,7 +47,7 @@ class FederatedDataset(Mapping[str, ClientData]):
     are equal only if they are the same object: comparing rows would open every client.
 
     Args:
-        rows ([`ClientRows`]):
+        rows ([`ClientDatasets`]):
             Where the rows lie; the three methods above make it.
         partitioning (`dict[str, Any]`, *optional*):
             How the rows were given away, for cards: `"partitioner"` and its settings.
@@ -73,7 +80,7 @@ class FederatedDataset(Mapping[str, ClientData]):
 
     def __init__(
         self,
-        rows: ClientRows,
+        rows: ClientDatasets,
         partitioning: dict[str, Any] | None = None,
         origin: DatasetSource | None = None,
     ) -> None:
@@ -121,7 +128,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             raise TypeError(f"{type(partitioner).__name__}.partition() must return a Partition, got {partition!r}.")
         partition.check_rows(len(dataset))
         partitioning = {"partitioner": type(partitioner).__name__, **partitioner.settings()}
-        return cls(PartitionedRows(dataset, partition), partitioning, origin)
+        return cls(PartitionedDataset(dataset, partition), partitioning, origin)
 
     @classmethod
     def from_column(
@@ -154,7 +161,7 @@ class FederatedDataset(Mapping[str, ClientData]):
         dataset, origin = load_source(dataset, "from_column", token)
         partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
         partitioning = {"partitioner": "from_column", "column": column, "min_rows": min_rows}
-        return cls(PartitionedRows(dataset, partition), partitioning, origin)
+        return cls(PartitionedDataset(dataset, partition), partitioning, origin)
 
     @classmethod
     def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:
@@ -186,7 +193,7 @@ class FederatedDataset(Mapping[str, ClientData]):
                 )
         check_not_empty(clients)
         check_same_schema(clients)
-        return cls(SeparateRows(clients))
+        return cls(SeparateDatasets(clients))
 
     @classmethod
     def load_from_disk(
@@ -217,7 +224,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `KeyError`: If a client does not exist.
         """
         partition_file = open_folder(path)
-        return cls.from_stored(partition_file, split, read_rows(partition_file, Path(path), split, clients, source))
+        return cls.from_stored(partition_file, split, open_split(partition_file, Path(path), split, clients, source))
 
     @classmethod
     def from_hub(
@@ -257,7 +264,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             `KeyError`: If a client does not exist.
         """
         partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
-        rows = fetch_rows(repo_id, partition_file, snapshot, split, clients, token, cache_dir, source)
+        rows = fetch_split(repo_id, partition_file, snapshot, split, clients, token, cache_dir, source)
         return cls.from_stored(partition_file, split, rows)
 
     @classmethod
@@ -294,7 +301,7 @@ class FederatedDataset(Mapping[str, ClientData]):
         return cls(splits[split], {"partitioner": "fednlp", "method": method})
 
     @classmethod
-    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientRows) -> FederatedDataset:
+    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> FederatedDataset:
         """A split that was stored, with what `partition.json` says of where it comes from."""
         return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
 
@@ -389,7 +396,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             max_shard_size,
         )
 
-    def to_store(self) -> SplitToStore:
+    def split_to_store(self) -> SplitToStore:
         """What `storage.py` writes of this data set."""
         return SplitToStore(self._rows, self.partitioning, self.origin)
 
@@ -432,22 +439,22 @@ class FederatedDataset(Mapping[str, ClientData]):
     @property
     def column_names(self) -> list[str]:
         """The columns that all clients have (empty if only iterable clients that do not know theirs)."""
-        return list(self._rows.example.column_names or [])
+        return list(self._rows.schema_dataset.column_names or [])
 
     @property
     def features(self) -> Features | None:
         """The types of the columns, with the label names."""
-        return self._rows.example.features
+        return self._rows.schema_dataset.features
 
     @property
     def source(self) -> Dataset | None:
         """The data set that was cut; `None` if each client came with its own."""
-        return self._rows.source if isinstance(self._rows, PartitionedRows) else None
+        return self._rows.source if isinstance(self._rows, PartitionedDataset) else None
 
     @property
     def partition(self) -> Partition | None:
         """Which rows of [`~FederatedDataset.source`] each client has; `None` if each client came with its own."""
-        return self._rows.partition if isinstance(self._rows, PartitionedRows) else None
+        return self._rows.partition if isinstance(self._rows, PartitionedDataset) else None
 
     def select_clients(self, client_ids: Sequence[str]) -> FederatedDataset:
         """

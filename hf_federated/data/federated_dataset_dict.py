@@ -12,10 +12,10 @@ from huggingface_hub import CommitInfo
 
 from .federated_dataset import FederatedDataset, check_is_partitioner, load_source
 from .fednlp import read_fednlp, write_fednlp
-from .hub import fetch_rows, read_hub_partition
+from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partitioner
 from .partitioners.flower import adopt
-from .storage.folder import check_asked_for, open_folder, read_rows
+from .storage.folder import check_requested_clients, open_folder, open_split
 from .storage.partition_file import PartitionFile, check_split_name
 from .storage.publishing import push_splits, save_splits
 
@@ -127,7 +127,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         partition_file = open_folder(path)
 
         def read(split: str, chosen: Sequence[str] | None) -> Any:
-            return read_rows(partition_file, Path(path), split, chosen, (sources or {}).get(split))
+            return open_split(partition_file, Path(path), split, chosen, (sources or {}).get(split))
 
         return cls._from_stored(partition_file, clients, read)
 
@@ -151,7 +151,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
 
         def fetch(split: str, chosen: Sequence[str] | None) -> Any:
             source = (sources or {}).get(split)
-            return fetch_rows(repo_id, partition_file, snapshot, split, chosen, token, cache_dir, source)
+            return fetch_split(repo_id, partition_file, snapshot, split, chosen, token, cache_dir, source)
 
         return cls._from_stored(partition_file, clients, fetch)
 
@@ -186,7 +186,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             `ValueError`: If the task is not known, a column is missing, or there are other splits.
             `ImportError`: If h5py is not installed.
         """
-        rows = {split: clients.to_store().rows for split, clients in self.items()}
+        rows = {split: clients.split_to_store().rows for split, clients in self.items()}
         write_fednlp(rows, data_file, partition_file, method, task_type)
 
     @classmethod
@@ -194,7 +194,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         cls, partition_file: PartitionFile, clients: Sequence[str] | None, read: Callable[..., Any]
     ) -> FederatedDatasetDict:
         if clients is not None:
-            check_asked_for(clients)
+            check_requested_clients(clients)
         known = {client.client_id for client in partition_file.clients}
         unknown = [client_id for client_id in clients or () if client_id not in known]
         if unknown:

@@ -28,8 +28,8 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers.utils import logging
 
-from .client_rows import ClientRows, PartitionedRows
-from .columns import check_columns
+from .client_datasets import ClientDatasets, PartitionedDataset
+from .column_values import check_columns
 from .partitioners.base import Partition
 
 
@@ -49,7 +49,7 @@ COLUMNS = {
 
 def read_fednlp(
     data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
-) -> dict[str, PartitionedRows]:
+) -> dict[str, PartitionedDataset]:
     """
     Reads the rows that a partition gives to clients.
 
@@ -59,7 +59,7 @@ def read_fednlp(
         method (`str`): The partition to read, for example `"niid_label_clients=100_alpha=1.0"`.
 
     Returns:
-        `dict[str, PartitionedRows]`: The rows of each split.
+        `dict[str, PartitionedDataset]`: The rows of each split.
 
     Raises:
         `ImportError`: If h5py is not installed.
@@ -85,7 +85,7 @@ def read_fednlp(
         }
     with h5py.File(data_file, "r") as data:
         attributes = json.loads(_text(data["attributes"][()]))
-        rows: dict[str, PartitionedRows] = {}
+        rows: dict[str, PartitionedDataset] = {}
         taken = np.empty(0, dtype=np.int64)
         for split, by_client in numbers.items():
             given = {name: own for name, own in by_client.items() if len(own)}
@@ -103,7 +103,7 @@ def read_fednlp(
             if len(both):
                 raise ValueError(f"{partition_file}: {method!r} gives row {both[0]} to training and to testing.")
             taken = np.concatenate([taken, everything])
-            rows[split] = PartitionedRows(dataset, Partition(list(given), np.arange(len(everything)), offsets))
+            rows[split] = PartitionedDataset(dataset, Partition(list(given), np.arange(len(everything)), offsets))
     if not rows:
         raise ValueError(f"{partition_file}: {method!r} gives no row to any client.")
     return rows
@@ -194,7 +194,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def write_fednlp(
-    splits: Mapping[str, ClientRows],
+    splits: Mapping[str, ClientDatasets],
     data_file: str | os.PathLike[str],
     partition_file: str | os.PathLike[str],
     method: str,
@@ -204,7 +204,7 @@ def write_fednlp(
     Writes splits as FedNLP reads them. Rows are numbered in the order of splits and clients.
 
     Args:
-        splits (`Mapping[str, ClientRows]`): `"train"` and, if there is one, `"test"`.
+        splits (`Mapping[str, ClientDatasets]`): `"train"` and, if there is one, `"test"`.
         data_file (`str`): The data file to write.
         partition_file (`str`): The partition file to write.
         method (`str`): Name of the partition in it.

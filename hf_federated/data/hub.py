@@ -25,9 +25,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 from tqdm.contrib.concurrent import thread_map
 
-from .client_rows import ClientRows
+from .client_datasets import ClientDatasets
 from .storage.card import config_names
-from .storage.folder import PICTURES, README, choose_clients, read_rows
+from .storage.folder import PICTURES, README, choose_clients, open_split
 from .storage.partition_file import PARTITION_FILE, PartitionFile, PartitionFileError, StoredFile
 
 
@@ -229,7 +229,7 @@ def read_hub_partition(
     return PartitionFile.read(snapshot), snapshot
 
 
-def fetch_rows(
+def fetch_split(
     repo_id: str,
     partition_file: PartitionFile,
     snapshot: Path,
@@ -238,11 +238,11 @@ def fetch_rows(
     token: bool | str | None = None,
     cache_dir: str | Path | None = None,
     source: Dataset | None = None,
-) -> ClientRows:
+) -> ClientDatasets:
     """
     Downloads the files of the clients asked for, at the commit of `partition.json`, and nothing else.
 
-    Arguments as in [`read_rows`] and [`read_hub_partition`], which returns the snapshot.
+    Arguments as in [`open_split`] and [`read_hub_partition`], which returns the snapshot.
 
     Raises:
         `PartitionFileError`: If a file at that commit is not the one that `partition.json` lists.
@@ -263,4 +263,4 @@ def fetch_rows(
             ) from error
 
     thread_map(fetch, files, desc=f"Fetching {len(chosen)} clients", max_workers=8, tqdm_class=tqdm, disable=None)
-    return read_rows(partition_file, snapshot, split, clients, source, token)
+    return open_split(partition_file, snapshot, split, clients, source, token)

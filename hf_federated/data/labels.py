@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, LargeList, List, Value
 
-from .columns import check_columns, names_things, rank_values, read_column
+from .column_values import check_columns, is_categorical, rank_values, read_column
 
 
 OUTSIDE = "O"
@@ -181,7 +181,7 @@ def _check_known(codes: np.ndarray, num_names: int, column: str) -> None:
 
 
 def _check_type(arrow_type: pa.DataType, column: str, prefix: str = "") -> None:
-    if not names_things(arrow_type):
+    if not is_categorical(arrow_type):
         raise TypeError(
             f"The column {column!r} has the type {prefix}{arrow_type}, whose values are no class labels. Use a column"
             " of ClassLabel, strings, whole numbers, truth values, dates, or sequences of tags; turn amounts into"

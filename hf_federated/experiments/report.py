@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_federated.data.tables import markdown_table
+from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.grid import BenchmarkSection
 from hf_federated.reporting.learning_curves import CurvePanel
@@ -244,7 +244,7 @@ def _results_table(
         )
     steps = " or ".join(f"{name}s" for name in step_names(records))
     header = ["run", metric.replace("|", r"\|"), "paper", "passes over a row", "MB up", steps, "seconds"]
-    return markdown_table(header, rows, of_words={0})
+    return markdown_table(header, rows, text_columns={0})
 
 
 def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:
@@ -296,7 +296,7 @@ def _columns_table(found: _Found, columns: Sequence[str]) -> str:
         values = [[value for own in made if (value := own.get(name)) is not None] for name in columns]
         if any(values):
             rows.append([run, *(_mean_and_spread(own) if own else "-" for own in values)])
-    return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, of_words={0})
+    return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, text_columns={0})
 
 
 def _claims_table(
@@ -321,7 +321,7 @@ def _claims_table(
             ]
         )
     header = ["claim", "paper's difference", "our difference", "seeds that agree", "verdict"]
-    return markdown_table(header, rows, of_words={0, 3, 4})
+    return markdown_table(header, rows, text_columns={0, 3, 4})
 
 
 def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[int, float | None]]) -> list[str]:

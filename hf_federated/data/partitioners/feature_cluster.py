@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from datasets import Dataset
 
-from ..columns import check_columns
+from ..column_values import check_columns
 from .base import (
     Partition,
     Partitioner,

@@ -17,7 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable, concat_tables
 
-from ..columns import read_column
+from ..column_values import read_column
 from .base import Partition, Partitioner, row_number_dtype
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from ..columns import owners_by_value
+from ..column_values import group_by_value
 from .base import Partition, Partitioner, check_column_name, check_splits, check_whole_number
 
 
@@ -78,7 +78,7 @@ class NaturalPartitioner(Partitioner):
         client_of_value: dict[str, int] = {}
         partitions: dict[str, Partition] = {}
         for split, dataset in splits.items():
-            values, owners = owners_by_value(dataset, self.column)
+            values, owners = group_by_value(dataset, self.column)
             if not partitions:
                 client_ids, clients = self._choose(values, np.bincount(owners, minlength=len(values)))
                 client_of_value = dict(zip(values, clients.tolist(), strict=True))

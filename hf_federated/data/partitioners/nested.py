@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from ..rows import select_rows
+from ..row_selection import select_rows
 from .base import Partition, Partitioner, check_splits
 
 

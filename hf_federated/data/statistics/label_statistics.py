@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, DatasetInfo, Features
 
-from ..columns import check_columns, read_column
+from ..column_values import check_columns, read_column
 from ..labels import read_labels
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..federated_dataset import FederatedDataset
-from ..tables import markdown_table
+from ..markdown_table import markdown_table
 from .label_statistics import (
     LabelCounts,
     check_has_columns,
@@ -145,9 +145,9 @@ class PartitionStatistics:
         at 24 characters.
         """
         header, rows = self._client_rows()
-        of_words = {0} if self._label_columns() else {0, 3}
-        summary = markdown_table(["partition", "value"], self._summary(), of_words={0})
-        return f"{summary}\n\n{markdown_table(header, rows, of_words)}"
+        text_columns = {0} if self._label_columns() else {0, 3}
+        summary = markdown_table(["partition", "value"], self._summary(), text_columns={0})
+        return f"{summary}\n\n{markdown_table(header, rows, text_columns)}"
 
     def _summary(self) -> list[list[str]]:
         sizes = self.sizes

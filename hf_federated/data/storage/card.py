@@ -34,7 +34,7 @@ def render_dataset_card(
     repo_id: str | None = None,
     pictures: Sequence[tuple[str, str]] = (),
     existing: str | None = None,
-    earlier_names: Collection[str] = (),
+    previous_config_names: Collection[str] = (),
 ) -> str:
     """
     The text of the card.
@@ -49,7 +49,7 @@ def render_dataset_card(
         existing (`str`, *optional*):
             The card that is there. Its metadata stays but for the configurations, and so does its text outside our
             marks.
-        earlier_names (`Collection[str]`, *optional*):
+        previous_config_names (`Collection[str]`, *optional*):
             Configurations of clients that an earlier push wrote; others of the existing card stay.
 
     Raises:
@@ -73,7 +73,7 @@ def render_dataset_card(
     kept = [
         config
         for config in metadata.pop("configs", None) or []
-        if config.get("config_name") not in {"default", *earlier_names}
+        if config.get("config_name") not in {"default", *previous_config_names}
     ]
     configs = _configs(partition_file, kept)
     header = DatasetCardData(**metadata).to_yaml() if metadata else ""

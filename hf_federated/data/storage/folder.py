@@ -27,9 +27,10 @@ from datasets.utils.py_utils import convert_file_size_to_int
 from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
-from ..client_rows import ClientRows, PartitionedRows
+from ..client_datasets import ClientDatasets, PartitionedDataset
 from ..partitioners.base import Partition, check_client_ids, row_number_dtype
 from ..source import DatasetSource, content_hash
+from .parquet_datasets import ParquetDatasets
 from .partition_file import (
     PARTITION_FILE,
     PartitionFile,
@@ -40,7 +41,6 @@ from .partition_file import (
     StoredRows,
     check_split_name,
 )
-from .stored_rows import ParquetRows
 
 
 # What is written beside the data files and `partition.json`.
@@ -55,12 +55,12 @@ class SplitToStore:
     One split of what is to be stored.
 
     Args:
-        rows ([`ClientRows`]): The rows of its clients.
+        rows ([`ClientDatasets`]): The rows of its clients.
         partitioning (`dict[str, Any]`, *optional*): How they were given away.
         source ([`DatasetSource`], *optional*): The data set on the Hub that was cut, if it is known.
     """
 
-    rows: ClientRows
+    rows: ClientDatasets
     partitioning: dict[str, Any] | None
     source: DatasetSource | None
 
@@ -124,7 +124,7 @@ def write_files(
             stored[client_id][split] = StoredRows(num_rows, files, counts)
     partition_file = PartitionFile(
         splits=list(splits),
-        features=next(iter(splits.values())).rows.example.features,
+        features=next(iter(splits.values())).rows.schema_dataset.features,
         clients=[StoredClient(client_id, names[client_id], stored[client_id]) for client_id in ids],
         partitioning={split: to_store.partitioning for split, to_store in splits.items()},
         sources={split: to_store.source for split, to_store in splits.items() if to_store.source is not None},
@@ -234,14 +234,14 @@ def open_folder(path: str | os.PathLike[str]) -> PartitionFile:
         ) from error
 
 
-def read_rows(
+def open_split(
     partition_file: PartitionFile,
     root: Path,
     split: str,
     clients: Sequence[str] | None = None,
     source: Dataset | None = None,
     token: bool | str | None = None,
-) -> ClientRows:
+) -> ClientDatasets:
     """
     The rows of a split, from files that lie in a folder.
 
@@ -265,19 +265,19 @@ def read_rows(
     if source is not None:
         raise ValueError(f"The split {split!r} is stored with its rows, so it takes no source=.")
     stored = {client.client_id: client.splits[split] for client in chosen}
-    rows = ParquetRows(root, partition_file.features, stored)
+    rows = ParquetDatasets(root, partition_file.features, stored)
     rows.check()
     return rows
 
 
 def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[str] | None) -> list[StoredClient]:
-    """The clients asked for that a split has, in the order asked for. Errors as in [`read_rows`]."""
+    """The clients asked for that a split has, in the order asked for. Errors as in [`open_split`]."""
     if split not in partition_file.splits:
         raise ValueError(f"There is no split {split!r}. The splits are: {', '.join(partition_file.splits)}.")
     there = {client.client_id: client for client in partition_file.clients_of(split)}
     if clients is None:
         return list(there.values())
-    check_asked_for(clients)
+    check_requested_clients(clients)
     for client_id in clients:
         if client_id not in there:
             raise KeyError(
@@ -287,7 +287,7 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
     return [there[client_id] for client_id in clients]
 
 
-def check_asked_for(clients: Sequence[str]) -> None:
+def check_requested_clients(clients: Sequence[str]) -> None:
     """Raises `TypeError` for a single string, and `ValueError` for no client or one that is asked for twice."""
     if isinstance(clients, str):
         raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
@@ -303,10 +303,10 @@ def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
     check_split_name(first_name)
     for name, split in others:
         check_split_name(name)
-        if split.rows.example.features != first.rows.example.features:
+        if split.rows.schema_dataset.features != first.rows.schema_dataset.features:
             raise ValueError(
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
-                f" {first.rows.example.features} and {split.rows.example.features}. Cast them to the same."
+                f" {first.rows.schema_dataset.features} and {split.rows.schema_dataset.features}. Cast them to the same."
             )
     for split in splits.values():
         _check_settings(split.partitioning or {})
@@ -336,7 +336,7 @@ def _bytes(max_shard_size: int | str) -> int:
 
 
 def _write_clients(
-    folder: Path, split: str, rows: ClientRows, names: Mapping[str, str], max_shard_bytes: int
+    folder: Path, split: str, rows: ClientDatasets, names: Mapping[str, str], max_shard_bytes: int
 ) -> dict[str, tuple[int, list[StoredFile]]]:
     written: dict[str, tuple[int, list[StoredFile]]] = {}
     # `disable=None` shows no bar where nobody looks at one
@@ -369,7 +369,7 @@ def _write_index(
     folder: Path, split: str, to_store: SplitToStore, token: bool | str | None
 ) -> tuple[StoredIndex, dict[str, tuple[int, list[StoredFile]]]]:
     rows = to_store.rows
-    if not isinstance(rows, PartitionedRows):
+    if not isinstance(rows, PartitionedDataset):
         raise ValueError(
             "Row numbers can be stored only of one data set that was cut (from_dataset, from_column); here each client"
             " has its own. Store the rows: index_only=False."
@@ -394,7 +394,7 @@ def _rows_by_number(
     chosen: Sequence[StoredClient],
     source: Dataset | None,
     token: bool | str | None,
-) -> PartitionedRows:
+) -> PartitionedDataset:
     index = partition_file.index[split]
     table = pq.read_table(pa.BufferReader(index.file.read(root)))
     if table.column_names != ["row"] or not pa.types.is_integer(table.schema.field("row").type):
@@ -419,7 +419,7 @@ def _rows_by_number(
     _check_content(source, name, index.content)
     partition.check_rows(len(source))
     positions = {client.client_id: position for position, client in enumerate(everyone)}
-    return PartitionedRows(source, partition.select([positions[client.client_id] for client in chosen]))
+    return PartitionedDataset(source, partition.select([positions[client.client_id] for client in chosen]))
 
 
 def _check_content(source: Dataset, name: str, content: str) -> None:

@@ -73,7 +73,7 @@ def _write(
     token: bool | str | None = None,
 ) -> PartitionFile:
     counts = None if label_column is None else count_splits(splits, label_column)
-    stored = {split: clients.to_store() for split, clients in splits.items()}
+    stored = {split: clients.split_to_store() for split, clients in splits.items()}
     partition_file = write_files(folder, stored, counts, max_shard_size, index_only, token)
     split, clients = next(iter(splits.items()))
     of_split = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])

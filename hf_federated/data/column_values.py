@@ -7,7 +7,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 
-def owners_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray]:
+def group_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray]:
     """
     Takes the values of a column as the names of clients.
 
@@ -27,7 +27,7 @@ def owners_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarra
     """
     check_columns(dataset.column_names, [column])
     values, rows = read_column(dataset, column)
-    if not names_things(values.type):
+    if not is_categorical(values.type):
         raise TypeError(
             f"The column {column!r} has the type {values.type}, whose values do not name clients. Use a column of"
             " strings, whole numbers, truth values or dates, or cast it:"
@@ -92,7 +92,7 @@ def rank_values(values: pa.ChunkedArray, rows: np.ndarray | None = None) -> tupl
     return rank_of_code[codes], [distinct[code] for code in ranked]
 
 
-def names_things(arrow_type: pa.DataType) -> bool:
+def is_categorical(arrow_type: pa.DataType) -> bool:
     """Whether values of this type can name a client or a class: equal values are equal, and there are few of them."""
     return bool(
         pa.types.is_string(arrow_type)

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 
-from ..client_rows import ClientRows, PartitionedRows
+from ..client_datasets import ClientDatasets, PartitionedDataset
 from ..partitioners.base import Partition, check_client_ids
 from .partition_file import PARTITION_FILE, PartitionFileError, StoredRows
 
 
-class ParquetRows(ClientRows):
+class ParquetDatasets(ClientDatasets):
     """
     The files of each client. Rows are read when a client is opened, and not kept.
 
@@ -40,7 +40,7 @@ class ParquetRows(ClientRows):
         self._right: set[tuple[bytes | None, tuple[str, ...]]] = set()
 
     @property
-    def example(self) -> Dataset:
+    def schema_dataset(self) -> Dataset:
         return Dataset(self.features.arrow_schema.empty_table(), fingerprint="empty")
 
     def num_rows(self) -> list[int | None]:
@@ -60,12 +60,14 @@ class ParquetRows(ClientRows):
         fingerprint = Hasher.hash([file.sha256 for file in client.files])
         return Dataset(table, fingerprint=fingerprint)
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedRows:
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedDataset:
         return self._cached().transform(function, reads_rows)
 
-    def select(self, client_ids: Sequence[str]) -> ParquetRows:
+    def select(self, client_ids: Sequence[str]) -> ParquetDatasets:
         check_client_ids(client_ids)
-        return ParquetRows(self.root, self.features, {client_id: self.clients[client_id] for client_id in client_ids})
+        return ParquetDatasets(
+            self.root, self.features, {client_id: self.clients[client_id] for client_id in client_ids}
+        )
 
     def pooled(self) -> Dataset:
         return self._cached().source
@@ -86,13 +88,13 @@ class ParquetRows(ClientRows):
                 num_rows += parquet.metadata.num_rows
             self._check_rows(client_id, num_rows)
 
-    def _cached(self) -> PartitionedRows:
+    def _cached(self) -> PartitionedDataset:
         """All rows in one memory-mapped file of the cache of `datasets`, and where each client's begin."""
         self.check()
         paths = [str(self.root / file.path) for client in self.clients.values() for file in client.files]
         source = Dataset.from_parquet(paths, features=self.features)
         offsets = np.cumsum([0, *(client.num_rows for client in self.clients.values())], dtype=np.int64)
-        return PartitionedRows(source, Partition(self.client_ids, np.arange(len(source)), offsets))
+        return PartitionedDataset(source, Partition(self.client_ids, np.arange(len(source)), offsets))
 
     def _check_features(self, client_id: str, parquet: pq.ParquetFile) -> None:
         schema = parquet.schema_arrow

@@ -14,13 +14,13 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets
 
 from .partitioners.base import Partition, check_client_ids, raise_if_empty
-from .rows import select_rows
+from .row_selection import select_rows
 
 
 ClientData: TypeAlias = Dataset | IterableDataset
 
 
-class ClientRows(ABC):
+class ClientDatasets(ABC):
     """The rows of all clients, and how to reach those of one."""
 
     client_ids: list[str]
@@ -31,7 +31,7 @@ class ClientRows(ABC):
 
     @property
     @abstractmethod
-    def example(self) -> ClientData:
+    def schema_dataset(self) -> ClientData:
         """A data set with the columns and features that all clients have."""
 
     @abstractmethod
@@ -43,11 +43,11 @@ class ClientRows(ABC):
         """The rows of one client."""
 
     @abstractmethod
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> ClientRows:
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> ClientDatasets:
         """Applies a function that keeps the number and the order of rows."""
 
     @abstractmethod
-    def select(self, client_ids: Sequence[str]) -> ClientRows:
+    def select(self, client_ids: Sequence[str]) -> ClientDatasets:
         """The rows of a few clients, in the order given."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class ClientRows(ABC):
         """The rows of all clients in one data set, in the order of clients."""
 
 
-class PartitionedRows(ClientRows):
+class PartitionedDataset(ClientDatasets):
     """One source and a partition of its row numbers."""
 
     def __init__(self, source: Dataset, partition: Partition) -> None:
@@ -64,7 +64,7 @@ class PartitionedRows(ClientRows):
         self.partition = partition
 
     @property
-    def example(self) -> Dataset:
+    def schema_dataset(self) -> Dataset:
         return self.source
 
     def num_rows(self) -> list[int | None]:
@@ -73,7 +73,7 @@ class PartitionedRows(ClientRows):
     def open(self, client_id: str) -> Dataset:
         return select_rows(self.source, self.partition.rows(self.positions[client_id]))
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedRows:
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedDataset:
         source, partition = self.source, self.partition
         if reads_rows and len(partition.indices) < len(source):
             # rows that no client has (left out by min_rows or select_clients) must not be worked on
@@ -82,17 +82,17 @@ class PartitionedRows(ClientRows):
             partition = Partition(partition.client_ids, everyone, partition.offsets)
         transformed = function(source)
         _check_same_rows(len(source), len(transformed), where="")
-        return PartitionedRows(transformed, partition)
+        return PartitionedDataset(transformed, partition)
 
-    def select(self, client_ids: Sequence[str]) -> PartitionedRows:
+    def select(self, client_ids: Sequence[str]) -> PartitionedDataset:
         check_client_ids(client_ids)
-        return PartitionedRows(self.source, self.partition.select([self.positions[i] for i in client_ids]))
+        return PartitionedDataset(self.source, self.partition.select([self.positions[i] for i in client_ids]))
 
     def pooled(self) -> Dataset:
         return select_rows(self.source, self.partition.indices)
 
 
-class SeparateRows(ClientRows):
+class SeparateDatasets(ClientDatasets):
     """A data set for each client, with the same columns, types and label names."""
 
     def __init__(self, datasets: Mapping[str, ClientData]) -> None:
@@ -100,7 +100,7 @@ class SeparateRows(ClientRows):
         self.datasets = dict(datasets)
 
     @property
-    def example(self) -> ClientData:
+    def schema_dataset(self) -> ClientData:
         return self.datasets[self.client_ids[0]]
 
     def num_rows(self) -> list[int | None]:
@@ -109,18 +109,18 @@ class SeparateRows(ClientRows):
     def open(self, client_id: str) -> ClientData:
         return self.datasets[client_id]
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> SeparateRows:
+    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> SeparateDatasets:
         transformed: dict[str, ClientData] = {}
         for client_id, dataset in self.datasets.items():
             transformed[client_id] = function(dataset)
             if isinstance(dataset, Dataset):
                 _check_same_rows(len(dataset), len(transformed[client_id]), where=f" of client {client_id!r}")
         check_same_schema(transformed)
-        return SeparateRows(transformed)
+        return SeparateDatasets(transformed)
 
-    def select(self, client_ids: Sequence[str]) -> SeparateRows:
+    def select(self, client_ids: Sequence[str]) -> SeparateDatasets:
         check_client_ids(client_ids)
-        return SeparateRows({client_id: self.datasets[client_id] for client_id in client_ids})
+        return SeparateDatasets({client_id: self.datasets[client_id] for client_id in client_ids})
 
     def pooled(self) -> Dataset:
         for client_id, dataset in self.datasets.items():

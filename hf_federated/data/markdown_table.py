@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], of_words: Collection[int]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Collection[int]) -> str:
     """
     A Markdown table that is aligned for a terminal too.
 
     Args:
         header (`Sequence[str]`): The names of the columns.
         rows (`Sequence[Sequence[str]]`): The cells of each row. A `|` in them has to be escaped.
-        of_words (`Collection[int]`): Columns of words, which stand to the left; numbers stand to the right.
+        text_columns (`Collection[int]`): Columns of words, which stand to the left; numbers stand to the right.
 
     Example:
 
     ```python
-    >>> from hf_federated.data.tables import markdown_table
+    >>> from hf_federated.data.markdown_table import markdown_table
 
-    >>> print(markdown_table(["client", "rows"], [["a", "12"], ["b", "7"]], of_words={0}))
+    >>> print(markdown_table(["client", "rows"], [["a", "12"], ["b", "7"]], text_columns={0}))
     | client | rows |
     | ------ | ---: |
     | a      |   12 |
@@ -30,10 +30,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], of_word
     widths = [max(3, *(len(text) for text in column)) for column in zip(header, *rows, strict=True)]
     lines = [
         [
-            text.ljust(widths[column]) if column in of_words else text.rjust(widths[column])
+            text.ljust(widths[column]) if column in text_columns else text.rjust(widths[column])
             for column, text in enumerate(row)
         ]
         for row in [header, *rows]
     ]
-    rule = ["-" * width if column in of_words else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    rule = ["-" * width if column in text_columns else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
