@@ -1,4 +1,4 @@
-"""A data set that belongs to many clients, ways to make one, and what it looks like."""
+"""Federated datasets, the partitioners that create them, and the statistics and plots that describe them."""
 
 from .distillation_split import DistillationSplit, split_for_distillation
 from .federated_dataset import FederatedDataset

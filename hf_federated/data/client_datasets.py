@@ -1,7 +1,7 @@
-"""Where the rows of a `FederatedDataset` lie: in one source that is cut, or in one data set for each client.
+"""The datasets of all clients: one source dataset that is partitioned, or one dataset for each client.
 
-Both kinds answer the same questions, so that `FederatedDataset` does not ask which one it has. Neither keeps what it
-opens.
+The classes share one interface, so `FederatedDataset` does not depend on how the rows are stored. No class keeps a
+reference to the client datasets that it opens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ClientData: TypeAlias = Dataset | IterableDataset
 
 
 class ClientDatasets(ABC):
-    """The rows of all clients, and how to reach those of one."""
+    """Interface to the datasets of all clients."""
 
     client_ids: list[str]
 
@@ -32,31 +32,40 @@ class ClientDatasets(ABC):
     @property
     @abstractmethod
     def schema_dataset(self) -> ClientData:
-        """A data set with the columns and features that all clients have."""
+        """A dataset with the columns and features that all clients have."""
 
     @abstractmethod
     def num_rows(self) -> list[int | None]:
-        """Rows of each client; `None` where nobody can tell before reading."""
+        """Number of rows of each client; `None` if the number is unknown before the rows are read."""
 
     @abstractmethod
     def open(self, client_id: str) -> ClientData:
-        """The rows of one client."""
+        """Return the dataset of one client."""
 
     @abstractmethod
     def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> ClientDatasets:
-        """Applies a function that keeps the number and the order of rows."""
+        """
+        Apply a function that keeps the number and the order of rows.
+
+        Args:
+            function (`Callable`):
+                Takes a dataset and returns the transformed dataset.
+            reads_rows (`bool`, *optional*, defaults to `False`):
+                Whether the function processes rows, as `map` does. A partitioned source is then first reduced to the
+                rows that belong to a client.
+        """
 
     @abstractmethod
     def select(self, client_ids: Sequence[str]) -> ClientDatasets:
-        """The rows of a few clients, in the order given."""
+        """Return the datasets of some clients, in the given order."""
 
     @abstractmethod
     def pooled(self) -> Dataset:
-        """The rows of all clients in one data set, in the order of clients."""
+        """Return the rows of all clients in one dataset, in the order of the clients."""
 
 
 class PartitionedDataset(ClientDatasets):
-    """One source and a partition of its row numbers."""
+    """One source dataset and a partition of its row numbers."""
 
     def __init__(self, source: Dataset, partition: Partition) -> None:
         super().__init__(partition.client_ids)
@@ -76,10 +85,10 @@ class PartitionedDataset(ClientDatasets):
     def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedDataset:
         source, partition = self.source, self.partition
         if reads_rows and len(partition.indices) < len(source):
-            # rows that no client has (left out by min_rows or select_clients) must not be worked on
+            # `min_rows` and `select_clients` leave rows without a client; the function does not process these rows
             source = self.pooled()
-            everyone = np.arange(len(source), dtype=partition.indices.dtype)
-            partition = Partition(partition.client_ids, everyone, partition.offsets)
+            indices = np.arange(len(source), dtype=partition.indices.dtype)
+            partition = Partition(partition.client_ids, indices, partition.offsets)
         transformed = function(source)
         _check_same_rows(len(source), len(transformed), where="")
         return PartitionedDataset(transformed, partition)
@@ -93,7 +102,7 @@ class PartitionedDataset(ClientDatasets):
 
 
 class SeparateDatasets(ClientDatasets):
-    """A data set for each client, with the same columns, types and label names."""
+    """One dataset for each client. All datasets have the same columns, types and label names."""
 
     def __init__(self, datasets: Mapping[str, ClientData]) -> None:
         super().__init__(list(datasets))
@@ -126,20 +135,21 @@ class SeparateDatasets(ClientDatasets):
         for client_id, dataset in self.datasets.items():
             if not isinstance(dataset, Dataset):
                 raise TypeError(
-                    f"Client {client_id!r} is an IterableDataset, whose rows cannot be pooled. Save it as a Dataset"
-                    " first, or leave it out with select_clients."
+                    f"Client {client_id!r} is an IterableDataset, whose rows cannot be pooled. Save its rows as a"
+                    " Dataset first, or leave out the client with select_clients."
                 )
         return concatenate_datasets(list(self.datasets.values()))
 
 
 def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
     """
-    Checks that all clients have the same columns, the same types and the same label names in the same order.
+    Check that all clients have the same columns, the same types and the same label names in the same order.
 
-    A `ClassLabel` whose names stand in another order would give wrong labels without any error.
+    Two `ClassLabel` features with the same names in a different order would produce wrong labels without an error.
 
     Raises:
-        `ValueError`: If two clients differ. It names both, the column, and what each of them has.
+        `ValueError`: If two clients differ. The message names both clients, the column, and the feature of each
+            client.
     """
     with_features = {i: dataset.features for i, dataset in datasets.items() if dataset.features is not None}
     if not with_features:
@@ -151,14 +161,14 @@ def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
         missing, extra = sorted(first.keys() - features.keys()), sorted(features.keys() - first.keys())
         if missing or extra:
             raise ValueError(
-                f"Clients differ in their columns: {client_id!r} lacks {missing} and has {extra} beyond those of"
-                f" {first_id!r}. Remove or add columns until all clients have the same."
+                f"Clients differ in their columns: compared with {first_id!r}, {client_id!r} lacks {missing} and adds"
+                f" {extra}. Remove or add columns until all clients have the same columns."
             )
         _raise_different_feature(first_id, first, client_id, features)
 
 
 def check_not_empty(datasets: Mapping[str, ClientData]) -> None:
-    """Raises `ValueError` with the names of the clients that have no rows, if there are any."""
+    """Raise `ValueError` with the names of the clients that have no rows, if any."""
     raise_if_empty([i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0])
 
 
@@ -167,14 +177,15 @@ def _raise_different_feature(first_id: str, first: Features, client_id: str, fea
         if feature != first[column]:
             raise ValueError(
                 f"Clients differ in the column {column!r}: {client_id!r} has {feature}, {first_id!r} has"
-                f" {first[column]}. Cast them to one type (and, for labels, to one order of names) with cast_column."
+                f" {first[column]}. Cast the column to one type (and labels to one order of names) with cast_column."
             )
 
 
 def _check_same_rows(before: int, after: int, where: str) -> None:
     if before != after:
         raise ValueError(
-            f"The function turned {before} rows{where} into {after}, so that nobody knows whose they are. Work on each"
-            " client on its own instead: FederatedDataset.from_dict({client_id: clients[client_id].map(...) for"
-            " client_id in clients}); or change the rows before they are partitioned."
+            f"The function changed the number of rows{where} from {before} to {after}, so rows can no longer be"
+            " assigned to clients. Map each client separately: FederatedDataset.from_dict({client_id:"
+            " clients[client_id].map(...) for client_id in clients}), or change the number of rows before"
+            " partitioning."
         )

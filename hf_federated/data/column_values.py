@@ -1,4 +1,4 @@
-"""Reading one column of a data set in Arrow, without copying rows: its values as numbers, and as names of clients."""
+"""Read one column of a dataset in Arrow, without copying rows."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ from datasets import Dataset
 
 def group_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray]:
     """
-    Takes the values of a column as the names of clients.
+    Group the rows of a dataset by the value of a column.
 
     Args:
         dataset (`datasets.Dataset`):
-            The rows. What `select`, `shuffle`, `filter` or `sort` did to them is honoured.
+            The rows. Earlier calls of `select`, `shuffle`, `filter` and `sort` are respected.
         column (`str`):
-            A column of strings, whole numbers, truth values or dates.
+            A column of strings, integers, booleans or dates.
 
     Returns:
-        `tuple[list[str], np.ndarray]`: `str(value)` of each value that occurs, sorted by value, and for each row the
-        position of its value in that list.
+        `tuple[list[str], np.ndarray]`: `str(value)` of each distinct value, sorted by value, and for each row the
+        position of its value in this list.
 
     Raises:
-        `ValueError`: If the column does not exist, or if a row has no value or the empty string.
-        `TypeError`: If the type of the column does not name things.
+        `ValueError`: If the column does not exist, or if the value of a row is missing or an empty string.
+        `TypeError`: If the column type cannot name clients.
     """
     check_columns(dataset.column_names, [column])
     values, rows = read_column(dataset, column)
     if not is_categorical(values.type):
         raise TypeError(
             f"The column {column!r} has the type {values.type}, whose values do not name clients. Use a column of"
-            " strings, whole numbers, truth values or dates, or cast it:"
+            " strings, integers, booleans or dates, or cast the column:"
             f' dataset.cast_column({column!r}, Value("string")).'
         )
     codes, names = rank_values(values, rows)
     if len(codes) and int(codes.min()) < 0:
         raise ValueError(
-            f"Row {int(codes.argmin())} has no value in the column {column!r}, so it belongs to no client. Drop such"
-            f" rows first: dataset.filter(lambda row: row[{column!r}] is not None)."
+            f"Row {int(codes.argmin())} has no value in the column {column!r}, so it belongs to no client. Drop rows"
+            f" without a value: dataset.filter(lambda row: row[{column!r}] is not None)."
         )
     if names and names[0] == "":
         raise ValueError(
-            f"Row {int((codes == 0).argmax())} has the empty string in the column {column!r}, which names no"
-            " client. Give it a name or drop it."
+            f"Row {int((codes == 0).argmax())} has an empty string in the column {column!r}, which cannot name a"
+            " client. Give the row a name, or drop the row."
         )
     return [str(name) for name in names], codes
 
 
 def read_column(dataset: Dataset, column: str) -> tuple[pa.ChunkedArray, np.ndarray | None]:
     """
-    The values of a column where they lie, and which of them are the rows of the data set.
+    Return the stored values of a column, and the position of each row in them.
 
     Returns:
-        `tuple[pa.ChunkedArray, np.ndarray | None]`: Values, and for each row of the data set its position among them;
-        `None` if the rows are the values as they stand.
+        `tuple[pa.ChunkedArray, np.ndarray | None]`: The values, and for each row of the dataset the position of its
+        value. The positions are `None` if row `i` has value `i`.
     """
     values: pa.ChunkedArray = dataset.data.column(column)
-    # The table holds the rows before any select, shuffle or filter. Datasets keeps those as a mapping that is private;
-    # its public reader gathers row by row, which takes seconds for a million rows.
+    # The table holds the rows before any `select`, `shuffle` or `filter`. `datasets` keeps the selection in a private
+    # attribute; its public API reads the selection row by row, which takes seconds for a million rows.
     if dataset._indices is None:
         return values, None
     rows = dataset._indices.column(0).to_numpy().astype(np.int64, copy=False)
-    if 4 * len(rows) < len(values):  # a few rows of many: the others need not be looked at
+    if 4 * len(rows) < len(values):  # a small selection: copying its values is cheaper than reading all values
         return values.take(pa.array(rows)), None
     return values, rows
 
 
 def rank_values(values: pa.ChunkedArray, rows: np.ndarray | None = None) -> tuple[np.ndarray, list]:
     """
-    Numbers values by their order.
+    Map each value to its rank among the distinct values.
 
     Args:
-        values (`pa.ChunkedArray`): Strings, whole numbers, truth values or dates.
-        rows (`np.ndarray`, *optional*): Positions of the values that count, as [`read_column`] returns them.
+        values (`pa.ChunkedArray`): Strings, integers, booleans or dates.
+        rows (`np.ndarray`, *optional*): Positions of the values to use, as returned by [`read_column`].
 
     Returns:
-        `tuple[np.ndarray, list]`: For each row the rank of its value (`int64`, `-1` for null), and the values that
-        occur, sorted.
+        `tuple[np.ndarray, list]`: For each row the rank of its value (`int64`, `-1` for null), and the distinct
+        values, sorted.
     """
     encoded = values.dictionary_encode().unify_dictionaries()
     if encoded.num_chunks == 0:
@@ -87,25 +87,25 @@ def rank_values(values: pa.ChunkedArray, rows: np.ndarray | None = None) -> tupl
         codes = codes[rows]
     occurring = np.flatnonzero(np.bincount(codes + 1, minlength=len(distinct) + 1)[1:])
     ranked = sorted(occurring.tolist(), key=lambda code: distinct[code])
-    rank_of_code = np.full(len(distinct) + 1, -1, dtype=np.int64)  # the last place is that of code -1, null
+    rank_of_code = np.full(len(distinct) + 1, -1, dtype=np.int64)  # the last element is for code -1, null
     rank_of_code[ranked] = np.arange(len(ranked))
     return rank_of_code[codes], [distinct[code] for code in ranked]
 
 
 def is_categorical(arrow_type: pa.DataType) -> bool:
-    """Whether values of this type can name a client or a class: equal values are equal, and there are few of them."""
+    """Return whether values of an Arrow type can name a client or a class: strings, integers, booleans and dates."""
     return bool(
         pa.types.is_string(arrow_type)
         or pa.types.is_large_string(arrow_type)
         or pa.types.is_integer(arrow_type)
         or pa.types.is_boolean(arrow_type)
         or pa.types.is_date(arrow_type)
-        or pa.types.is_null(arrow_type)  # a column of nothing but nulls: the error names the row
+        or pa.types.is_null(arrow_type)  # a column of nulls only: a later error names the row
     )
 
 
-def check_columns(column_names: list[str], wanted: list[str]) -> None:
-    """Raises `ValueError` with the columns there are, if one of those wanted does not exist."""
-    for column in wanted:
+def check_columns(column_names: list[str], required: list[str]) -> None:
+    """Raise `ValueError` with the existing columns if a required column does not exist."""
+    for column in required:
         if column not in column_names:
             raise ValueError(f"There is no column {column!r}. The columns are: {', '.join(column_names)}.")

@@ -1,4 +1,4 @@
-"""Private, public and server-labelled rows: the three parts that federated distillation trains on."""
+"""Split a dataset into the private, public and server parts that federated distillation uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .partitioners.base import Partition
 
 class DistillationSplit(NamedTuple):
     """
+    The three parts of a split for federated distillation.
+
     Args:
-        private (`datasets.Dataset` or [`FederatedDataset`]): What the clients train on, of the kind that was split.
-        public (`datasets.Dataset`): Without labels; clients and server see it.
-        server (`datasets.Dataset`, *optional*): With labels; the server's own. `None` if it has none.
+        private (`datasets.Dataset` or [`FederatedDataset`]): The examples that the clients train on. The type is the
+            type of the dataset that was split.
+        public (`datasets.Dataset`): The unlabeled examples that clients and server share.
+        server (`datasets.Dataset`, *optional*): The labeled examples of the server. `None` if the server has none.
     """
 
     private: Dataset | FederatedDataset
@@ -35,35 +38,35 @@ def split_for_distillation(
     seed: int = 0,
 ) -> DistillationSplit:
     """
-    Sets rows aside as public data and, if asked for, as labelled data of the server.
+    Split a dataset into private examples, public examples and, if requested, labeled examples for the server.
 
-    FedID: half of the training rows are public, and a tenth of those is labelled and the server's (50 % private, 45 %
-    public, 5 % server): `public_share=0.45, server_share=0.05`. AdaFD: a fifth of each domain is public:
-    `public_share=0.2, stratify_by_column="domain"`. What is private can be cut by any partitioner; a federated data
-    set gives the same share of each of its clients.
+    FedID makes half of the training examples public, and gives a tenth of the public half to the server with labels
+    (50 % private, 45 % public, 5 % server): `public_share=0.45, server_share=0.05`. AdaFD makes a fifth of each domain
+    public: `public_share=0.2, stratify_by_column="domain"`. Any partitioner can partition the private part. A
+    federated dataset contributes the same share of the examples of each client.
 
-    Numbers of rows are rounded in every stratum (a value of the column, or a client), halves up; rows are drawn
-    without replacement and stay in their order.
+    A stratum is one value of `stratify_by_column`, or one client. The number of examples is rounded in each stratum,
+    and halves are rounded up. Examples are drawn without replacement, and each part keeps the order of the dataset.
 
     Args:
         data (`datasets.Dataset` or [`FederatedDataset`]):
-            The rows. They are not copied.
+            The examples. They are not copied.
         public_share (`float`):
-            Share of rows that become public, between 0 and 1.
+            Share of the examples that become public, between 0 and 1.
         server_share (`float`, *optional*, defaults to `0.0`):
-            Share of rows that become the server's. 0 gives `None`.
+            Share of the examples that the server receives with labels. With 0, `server` is `None`.
         label_column (`str`, *optional*, defaults to `"label"`):
-            The column that the public rows lose.
+            The column that is removed from the public examples.
         stratify_by_column (`str`, *optional*):
-            Of each value of this column the same share is taken. Not for a `FederatedDataset`, whose strata are its
-            clients.
+            Take the same share of each value of this column. Not allowed for a `FederatedDataset`, whose strata are
+            its clients.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw.
+            Random seed of the draw.
 
     Raises:
-        `ValueError`: If a share is not between 0 and 1, nothing would be private or public, a client would have no
-            private rows, or a column does not exist.
-        `TypeError`: If clients are not `datasets.Dataset`s.
+        `ValueError`: If a share is not between 0 and 1, if the private or the public part would be empty, if a client
+            would have no private examples, or if a column does not exist.
+        `TypeError`: If the clients are not `datasets.Dataset`s.
 
     Example:
 
@@ -81,16 +84,17 @@ def split_for_distillation(
     """
     for name, share in (("public_share", public_share), ("server_share", server_share)):
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise ValueError(f"split_for_distillation: {name} must be a number from 0 to below 1, got {share!r}.")
+            raise ValueError(f"split_for_distillation: {name}={share!r}, but it must be at least 0 and below 1.")
     if not 0 < public_share + server_share < 1 or public_share == 0:
         raise ValueError(
-            "split_for_distillation: some rows must be public and some private, got"
-            f" public_share={public_share}, server_share={server_share}."
+            "split_for_distillation: the public and the private part must not be empty, got"
+            f" public_share={public_share} and server_share={server_share}. Set public_share above 0, and the sum of"
+            " both shares below 1."
         )
     if isinstance(data, FederatedDataset):
         if stratify_by_column is not None:
             raise ValueError(
-                "split_for_distillation: a FederatedDataset gives the same share of each client; leave out"
+                "split_for_distillation: a FederatedDataset is always stratified by client. Remove"
                 f" stratify_by_column={stratify_by_column!r}."
             )
         return _split_clients(data, public_share, server_share, label_column, seed)
@@ -124,8 +128,8 @@ def _split_clients(
 def _check_parts(num_private: int, num_public: int, num_server: int, server_share: float) -> None:
     if not num_private or not num_public or (server_share > 0 and not num_server):
         raise ValueError(
-            f"split_for_distillation: {num_private} rows would be private, {num_public} public and {num_server} the"
-            " server's, rounded in every stratum or client. Pass more rows, or larger shares."
+            f"split_for_distillation: the shares give {num_private} private, {num_public} public and {num_server}"
+            " server examples after rounding in each stratum. Pass more examples, or set larger shares."
         )
 
 
@@ -141,15 +145,15 @@ def _public_and_server(
 def _parts(
     strata: np.ndarray, public_share: float, server_share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row numbers of the private, public and server's part, each rising."""
-    # rows in random order within their stratum, the strata one after the other
+    """Return the sorted row numbers of the private, the public and the server part."""
+    # Rows sorted by stratum, in random order within each stratum.
     shuffled = np.random.default_rng(seed).permutation(len(strata))
     order = shuffled[np.argsort(strata[shuffled], kind="stable")]
     sizes = np.bincount(strata)
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     num_server = np.floor(server_share * sizes + 0.5).astype(np.int64)
-    num_given = num_server + np.floor(public_share * sizes + 0.5).astype(np.int64)
+    num_not_private = num_server + np.floor(public_share * sizes + 0.5).astype(np.int64)
     stratum = strata[order]
     is_server = rank < num_server[stratum]
-    is_public = ~is_server & (rank < num_given[stratum])
+    is_public = ~is_server & (rank < num_not_private[stratum])
     return np.sort(order[~is_server & ~is_public]), np.sort(order[is_public]), np.sort(order[is_server])

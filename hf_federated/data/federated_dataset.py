@@ -1,8 +1,8 @@
-"""`FederatedDataset`: one data set for each client, opened when it is asked for.
+"""`FederatedDataset`: one dataset for each client, opened on access.
 
-Rows are never copied to make one. A partition of a source is kept as row numbers; a client's view of them is built on
-access and not retained, so that a thousand clients cost no more memory than two. `storage.py` and `hub.py` know how
-they lie on disk and on the Hub; several splits at once are a `FederatedDatasetDict`.
+The rows of the source are not copied. A partition is kept as row numbers. The view of a client is built on access and
+not kept, so the memory does not grow with the number of clients. The modules in `storage` and `hub.py` define the
+format on disk and on the Hub. A `FederatedDatasetDict` holds several splits.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from .storage.publishing import push_splits, save_splits
 
 class FederatedDataset(Mapping[str, ClientData]):
     """
-    A lazy mapping from client id to that client's `datasets.Dataset`.
+    A lazy mapping from client id to the `datasets.Dataset` of this client.
 
-    Make one with [`~FederatedDataset.from_dataset`] (a partitioner cuts a data set), [`~FederatedDataset.from_column`]
-    (a column says whose a row is) or [`~FederatedDataset.from_dict`] (each client has a data set already). Iteration
-    is in the order of the clients. All clients have the same columns, types and label names. Two federated data sets
-    are equal only if they are the same object: comparing rows would open every client.
+    Create one with [`~FederatedDataset.from_dataset`] (a partitioner assigns the rows to clients),
+    [`~FederatedDataset.from_column`] (the value of a column names the client of a row) or
+    [`~FederatedDataset.from_dict`] (each client already has a dataset). Iteration follows the order of the clients.
+    All clients have the same columns, types and label names. Two federated datasets are equal only if they are the
+    same object, because a comparison of rows would open every client.
 
     Args:
         rows ([`ClientDatasets`]):
-            Where the rows lie; the three methods above make it.
+            The datasets of the clients, as the three methods above create them.
         partitioning (`dict[str, Any]`, *optional*):
-            How the rows were given away, for cards: `"partitioner"` and its settings.
+            The partitioning method for dataset cards: `"partitioner"` and its settings.
         origin ([`DatasetSource`], *optional*):
-            The data set on the Hub that was cut.
+            The dataset on the Hub that was partitioned.
 
     Example:
 
@@ -66,7 +67,7 @@ class FederatedDataset(Mapping[str, ClientData]):
     >>> clients
     FederatedDataset({
         num_clients: 2,
-        num_rows: 5 (2 to 3 a client, median 2.5),
+        num_rows: 5 (2 to 3 per client, median 2.5),
         columns: ['movie', 'text', 'label'],
         partitioning: {'partitioner': 'from_column', 'column': 'movie', 'min_rows': None}
     })
@@ -93,20 +94,21 @@ class FederatedDataset(Mapping[str, ClientData]):
         cls, dataset: Dataset | DatasetSource, partitioner: Partitioner, token: bool | str | None = None
     ) -> FederatedDataset:
         """
-        Cuts a data set into clients.
+        Partition a dataset into clients.
 
         Args:
             dataset (`datasets.Dataset` or [`DatasetSource`]):
-                The rows; they are not copied. A `DatasetSource` is loaded at the commit that its revision means now,
-                which is then written beside the partition.
+                The rows. They are not copied. A `DatasetSource` is loaded at the current commit of its revision, and
+                this commit is stored together with the partition.
             partitioner ([`Partitioner`] or `flwr_datasets.partitioner.Partitioner`):
-                Says which rows each client gets. One of Flower's is copied first, so that it can be used again.
+                Assigns the rows to clients. A partitioner of Flower is copied first, so it can be used again.
             token (`bool` or `str`, *optional*):
-                For a `DatasetSource`, as in `huggingface_hub`.
+                The token for a `DatasetSource`, as in `huggingface_hub`.
 
         Raises:
-            `TypeError`: If the data set has splits or cannot be indexed.
-            `ValueError`: If the partitioner cannot do it, or hands out rows that are not there, or a row twice.
+            `TypeError`: If `dataset` has several splits or cannot be indexed.
+            `ValueError`: If the partitioner cannot partition the dataset, or if it returns a row that does not exist
+                or returns a row twice.
         """
         rows, origin = load_source(dataset, "from_dataset", token)
         partitioner = adopt(partitioner)
@@ -118,11 +120,11 @@ class FederatedDataset(Mapping[str, ClientData]):
         cls, dataset: Dataset, partition: Partition, partitioner: Partitioner, origin: DatasetSource | None = None
     ) -> FederatedDataset:
         """
-        Takes the rows of a data set as a partitioner has given them away.
+        Create a federated dataset from the partition that a partitioner returned.
 
         Raises:
-            `TypeError`: If the partitioner returned no [`Partition`].
-            `ValueError`: If it hands out rows that are not there, or a row twice.
+            `TypeError`: If the partitioner did not return a [`Partition`].
+            `ValueError`: If the partition contains a row that does not exist, or contains a row twice.
         """
         if not isinstance(partition, Partition):
             raise TypeError(f"{type(partitioner).__name__}.partition() must return a Partition, got {partition!r}.")
@@ -139,24 +141,25 @@ class FederatedDataset(Mapping[str, ClientData]):
         token: bool | str | None = None,
     ) -> FederatedDataset:
         """
-        Makes a client of each value of a column: a speaker, a hospital, a movie.
+        Create one client for each value of a column, such as a speaker, a hospital or a movie.
 
-        Clients are named `str(value)` and sorted by value, whatever the order of rows; a client's rows stay in their
-        order.
+        The id of a client is `str(value)`. The clients are sorted by value, independently of the order of the rows.
+        The rows of a client keep their order.
 
         Args:
             dataset (`datasets.Dataset` or [`DatasetSource`]):
                 The rows, as in [`~FederatedDataset.from_dataset`].
             column (`str`):
-                The column that says whose a row is: strings, whole numbers, truth values or dates.
+                The column with the client of each row: strings, integers, booleans or dates.
             min_rows (`int`, *optional*):
-                Clients with fewer rows are left out, and their rows with them.
+                Clients with fewer rows are left out together with their rows.
             token (`bool` or `str`, *optional*):
-                For a `DatasetSource`, as in `huggingface_hub`.
+                The token for a `DatasetSource`, as in `huggingface_hub`.
 
         Raises:
-            `ValueError`: If there is no such column, a row has no value in it, or no client has `min_rows` rows.
-            `TypeError`: If the type of the column does not name things (floats, lists).
+            `ValueError`: If the column does not exist, if a row has no value in it, or if no client has `min_rows`
+                rows.
+            `TypeError`: If the column type cannot name clients (floats, lists).
         """
         dataset, origin = load_source(dataset, "from_column", token)
         partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
@@ -166,17 +169,18 @@ class FederatedDataset(Mapping[str, ClientData]):
     @classmethod
     def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:
         """
-        Takes one data set for each client as it is.
+        Create a federated dataset from one dataset for each client.
 
         Args:
             datasets (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`):
-                Client id to rows. Whole numbers as ids become strings. A `datasets.IterableDataset` is accepted as a
-                value: its number of rows is then `None`, and it cannot be pooled by [`~FederatedDataset.to_dataset`].
+                Client id to dataset. Integer ids are converted to strings. A value may be a
+                `datasets.IterableDataset`. Its number of rows is then `None`, and [`~FederatedDataset.to_dataset`]
+                cannot pool its rows.
 
         Raises:
-            `ValueError`: If there is no client, a client has no rows, two ids are the same, or clients differ in
-                columns, types or the order of label names.
-            `TypeError`: If an id is neither a string nor a whole number, or a value is not a data set.
+            `ValueError`: If the mapping is empty, if a client has no rows, if two ids are equal, or if clients differ
+                in columns, types or the order of label names.
+            `TypeError`: If an id is neither a string nor an integer, or if a value is not a dataset.
         """
         if not isinstance(datasets, Mapping):
             raise TypeError(f"from_dict: expected a mapping from client id to Dataset, got {type(datasets).__name__}.")
@@ -189,7 +193,7 @@ class FederatedDataset(Mapping[str, ClientData]):
             if not isinstance(dataset, (Dataset, IterableDataset)):
                 raise TypeError(
                     f"from_dict: client {client_id!r} is a {type(dataset).__name__}, expected a datasets.Dataset."
-                    " Lists of rows become one with Dataset.from_list(rows); of a DatasetDict, pass one split."
+                    " Convert a list of rows with Dataset.from_list(rows). Pass one split of a DatasetDict."
                 )
         check_not_empty(clients)
         check_same_schema(clients)
@@ -204,23 +208,25 @@ class FederatedDataset(Mapping[str, ClientData]):
         source: Dataset | None = None,
     ) -> FederatedDataset:
         """
-        Opens what [`~FederatedDataset.save_to_disk`] wrote.
+        Load a folder that was written by [`~FederatedDataset.save_to_disk`].
 
-        Rows are read when a client is opened. The files of the clients asked for are compared with their hashes.
+        The rows of a client are read when the client is opened. The files of the requested clients are verified
+        against their hashes.
 
         Args:
             path (`str`):
                 The folder.
             clients (`Sequence[str]`, *optional*):
-                Ids of the clients to open, in this order. All if left out.
+                Ids of the clients to load, in this order. Defaults to all clients.
             split (`str`, *optional*, defaults to `"train"`):
                 The split.
             source (`datasets.Dataset`, *optional*):
-                The rows that were cut, where only row numbers are stored and the rows are not on the Hub.
+                The rows that were partitioned. Required if the folder holds only row numbers and the rows are not on
+                the Hub.
 
         Raises:
-            `FileNotFoundError`: If the folder holds no federated data set.
-            `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
+            `FileNotFoundError`: If the folder does not contain a federated dataset.
+            `PartitionFileError`: If a file is missing or was changed, or if `source` has different rows.
             `KeyError`: If a client does not exist.
         """
         partition_file = open_folder(path)
@@ -238,15 +244,16 @@ class FederatedDataset(Mapping[str, ClientData]):
         source: Dataset | None = None,
     ) -> FederatedDataset:
         """
-        Downloads clients of a federated data set, and nothing of the others.
+        Download some or all clients of a federated dataset from the Hub.
 
-        Reads `partition.json`, then fetches the files of exactly these clients at the commit that it is of.
+        The method reads `partition.json` first. It then downloads only the files of the requested clients, at the
+        commit of `partition.json`.
 
         Args:
             repo_id (`str`):
                 The repository on the Hub.
             clients (`Sequence[str]`, *optional*):
-                Ids of the clients, in this order. All if left out.
+                Ids of the clients to download, in this order. Defaults to all clients.
             split (`str`, *optional*, defaults to `"train"`):
                 The split.
             revision (`str`, *optional*):
@@ -256,11 +263,12 @@ class FederatedDataset(Mapping[str, ClientData]):
             cache_dir (`str`, *optional*):
                 As in `huggingface_hub`.
             source (`datasets.Dataset`, *optional*):
-                The rows that were cut, where only row numbers are published and the rows are not on the Hub.
+                The rows that were partitioned. Required if the repository holds only row numbers and the rows are not
+                on the Hub.
 
         Raises:
-            `FileNotFoundError`: If the repository holds no federated data set.
-            `PartitionFileError`: If files are not those that were pushed, or `source` are other rows.
+            `FileNotFoundError`: If the repository does not contain a federated dataset.
+            `PartitionFileError`: If a file differs from the pushed file, or if `source` has different rows.
             `KeyError`: If a client does not exist.
         """
         partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
@@ -276,23 +284,23 @@ class FederatedDataset(Mapping[str, ClientData]):
         split: str = "train",
     ) -> FederatedDataset:
         """
-        Reads one split of a data set and a partition in the files of FedNLP. Needs `h5py` (extra `h5py`).
+        Read one split of a dataset and a partition from files in the format of FedNLP. Requires `h5py` (extra `h5py`).
 
-        The columns are those of [`hf_federated.data.fednlp`]; clients are in the order of their numbers.
+        The columns are described in [`hf_federated.data.fednlp`]. The clients are sorted by number.
 
         Args:
             data_file (`str`):
-                The data, `<name>_data.h5`.
+                The data file, `<name>_data.h5`.
             partition_file (`str`):
-                The partitions, `<name>_partition.h5`.
+                The partition file, `<name>_partition.h5`.
             method (`str`):
-                The partition, for example `"niid_label_clients=100_alpha=1.0"`.
+                Name of the partition, for example `"niid_label_clients=100_alpha=1.0"`.
             split (`str`, *optional*, defaults to `"train"`):
-                `"train"` or `"test"`; both at once with [`FederatedDatasetDict.from_fednlp_h5`].
+                `"train"` or `"test"`. [`FederatedDatasetDict.from_fednlp_h5`] reads both splits.
 
         Raises:
-            `ValueError`: If the partition or the split does not exist, names rows that are not there, or gives one
-                away twice.
+            `ValueError`: If the partition or the split does not exist, or if the partition contains a row that does
+                not exist or contains a row twice.
             `ImportError`: If h5py is not installed.
         """
         splits = read_fednlp(data_file, partition_file, method)
@@ -302,7 +310,7 @@ class FederatedDataset(Mapping[str, ClientData]):
 
     @classmethod
     def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> FederatedDataset:
-        """A split that was stored, with what `partition.json` says of where it comes from."""
+        """Create a federated dataset from one stored split and the metadata in `partition.json`."""
         return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
 
     def save_to_disk(
@@ -314,25 +322,26 @@ class FederatedDataset(Mapping[str, ClientData]):
         max_shard_size: int | str = "500MB",
     ) -> None:
         """
-        Writes a folder that `load_from_disk` opens, and `datasets.load_dataset` too.
+        Write the federated dataset to a folder that `load_from_disk` and `datasets.load_dataset` can read.
 
-        `data/<client>/<split>-*.parquet`, `partition.json` and a card. The folder is complete or absent: a federated
-        data set that is there already stays until the new one can take its place.
+        The folder contains `data/<client>/<split>-*.parquet`, `partition.json` and a dataset card. An existing
+        federated dataset in the folder is kept until the new dataset is complete, so the folder is never incomplete.
 
         Args:
             path (`str`):
-                The folder. Anything in it but a federated data set is an error.
+                The folder. It must be new, be empty or contain only a federated dataset.
             split (`str`, *optional*, defaults to `"train"`):
                 Name of the split.
             label_column (`str`, *optional*):
-                Writes each client's rows of each label, of this column, into `partition.json` and the card.
+                Write the number of rows of each client per label of this column into `partition.json` and the card.
             index_only (`bool`, *optional*, defaults to `False`):
-                Writes row numbers instead of rows, for data that may not be copied.
+                Write row numbers instead of rows, for data that must not be copied.
             max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-                A client's rows are spread over files of about this size in memory.
+                Approximate size in memory of the rows in one file. The rows of a larger client are written to several
+                files.
 
         Raises:
-            `FileExistsError`: If the folder holds something else.
+            `FileExistsError`: If the folder contains files that do not belong to a federated dataset.
             `TypeError`: If a client is an `IterableDataset`.
         """
         save_splits({split: self}, path, label_column, index_only, max_shard_size)
@@ -350,39 +359,40 @@ class FederatedDataset(Mapping[str, ClientData]):
         max_shard_size: int | str = "500MB",
     ) -> CommitInfo | None:
         """
-        Publishes the data set as one commit: what [`~FederatedDataset.save_to_disk`] writes.
+        Push the files that [`~FederatedDataset.save_to_disk`] writes to the Hub, in one commit.
 
-        A second push uploads only files that changed, and removes those of clients that are gone; other splits too,
-        so that several are pushed together, as a [`FederatedDatasetDict`].
+        A second push uploads only the changed files. It removes the files of clients and splits that are not part of
+        the new push. To publish several splits, push them together as a [`FederatedDatasetDict`].
 
         Args:
             repo_id (`str`):
-                The repository. It is made if there is none.
+                The repository. It is created if it does not exist.
             split (`str`, *optional*, defaults to `"train"`):
                 Name of the split.
             private (`bool`, *optional*):
-                Whether a repository that is made is private. Its owner's default if left out. `True` refuses a
-                repository that is there and public.
+                Whether a new repository is private. Defaults to the setting of its owner. With `True`, a push to an
+                existing public repository is an error.
             revision (`str`, *optional*):
-                A branch; it is made if there is none.
+                A branch. It is created if it does not exist.
             token (`bool` or `str`, *optional*):
                 As in `huggingface_hub`.
             commit_message (`str`, *optional*):
                 Message of the commit.
             label_column (`str`, *optional*):
-                Publishes each client's rows of each label. Think twice with private data: counts say something of
-                each client.
+                Publish the number of rows of each client per label of this column. Label counts reveal information
+                about each client, so check that private data permits this.
             index_only (`bool`, *optional*, defaults to `False`):
-                Publishes row numbers instead of rows.
+                Publish row numbers instead of rows.
             max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-                A client's rows are spread over files of about this size in memory.
+                Approximate size in memory of the rows in one file. The rows of a larger client are written to several
+                files.
 
         Returns:
-            `CommitInfo` or `None`: The commit; `None` if the repository had all of it.
+            `CommitInfo` or `None`: The commit, or `None` if the repository is already up to date.
 
         Raises:
-            `ValueError`: If the repository holds other data, or is public against `private=True`.
-            `ConcurrentPushError`: If somebody else committed meanwhile; nothing was published.
+            `ValueError`: If the repository contains other data, or is public although `private=True`.
+            `ConcurrentPushError`: If the repository received another commit during the push. Nothing is published.
         """
         return push_splits(
             {split: self},
@@ -397,7 +407,7 @@ class FederatedDataset(Mapping[str, ClientData]):
         )
 
     def split_to_store(self) -> SplitToStore:
-        """What `storage.py` writes of this data set."""
+        """Return the content that `storage` writes for this federated dataset."""
         return SplitToStore(self._rows, self.partitioning, self.origin)
 
     def __getitem__(self, client_id: str) -> Any:
@@ -428,41 +438,42 @@ class FederatedDataset(Mapping[str, ClientData]):
 
     @property
     def client_ids(self) -> list[str]:
-        """The clients' names, in their order."""
+        """The ids of the clients, in order."""
         return list(self._rows.client_ids)
 
     @property
     def num_rows(self) -> dict[str, Any]:
-        """`dict[str, int]`: rows of each client, without opening one; `None` for an `IterableDataset`."""
+        """`dict[str, int]`: Number of rows of each client. No client is opened. `None` for an `IterableDataset`."""
         return dict(zip(self._rows.client_ids, self._rows.num_rows(), strict=True))
 
     @property
     def column_names(self) -> list[str]:
-        """The columns that all clients have (empty if only iterable clients that do not know theirs)."""
+        """The columns that all clients have. Empty if no client knows its columns before its rows are read."""
         return list(self._rows.schema_dataset.column_names or [])
 
     @property
     def features(self) -> Features | None:
-        """The types of the columns, with the label names."""
+        """The types of the columns, including label names."""
         return self._rows.schema_dataset.features
 
     @property
     def source(self) -> Dataset | None:
-        """The data set that was cut; `None` if each client came with its own."""
+        """The dataset that was partitioned; `None` if each client has a separate dataset."""
         return self._rows.source if isinstance(self._rows, PartitionedDataset) else None
 
     @property
     def partition(self) -> Partition | None:
-        """Which rows of [`~FederatedDataset.source`] each client has; `None` if each client came with its own."""
+        """The rows of `source` that each client has; `None` if each client has a separate dataset."""
         return self._rows.partition if isinstance(self._rows, PartitionedDataset) else None
 
     def select_clients(self, client_ids: Sequence[str]) -> FederatedDataset:
         """
-        A federated data set of a few of the clients, in the order given.
+        Return a federated dataset with some of the clients, in the given order.
 
         Raises:
-            `KeyError`: If a client does not exist; the message lists names that look alike.
-            `ValueError`: If none is given, or one twice.
+            `KeyError`: If a client does not exist. The message lists similar ids.
+            `ValueError`: If `client_ids` is empty or contains an id twice.
+            `TypeError`: If `client_ids` is a string.
         """
         if isinstance(client_ids, str):
             raise TypeError(f"select_clients: expected a list of ids, got the string {client_ids!r}.")
@@ -475,48 +486,53 @@ class FederatedDataset(Mapping[str, ClientData]):
         return FederatedDataset(self._rows.select(client_ids), self.partitioning, self.origin)
 
     def to_dataset(self) -> Dataset:
-        """The rows of all clients in one `datasets.Dataset`, in the order of clients. Says no more whose they are."""
+        """
+        Return the rows of all clients in one `datasets.Dataset`, in the order of the clients.
+
+        The client ids are lost, unless they are in a column.
+        """
         return self._rows.pooled()
 
     def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDataset:
         """
-        [`datasets.Dataset.map`] over all rows, keeping whose they are.
+        Apply [`datasets.Dataset.map`] to all rows and keep the assignment of rows to clients.
 
-        A data set that was cut is mapped once, not client by client, and only the rows that a client has; a batched
-        function then sees rows of several clients at a time. Clients of `from_dict` are mapped one after the other.
+        A partitioned dataset is mapped in one call instead of client by client, and only the rows that belong to a
+        client are mapped. A batch can therefore contain rows of several clients. Clients of `from_dict` are mapped one
+        after the other.
 
         Args:
             function (`Callable`, *optional*):
-                As in `datasets.Dataset.map`. It has to return one row for each row.
+                As in `datasets.Dataset.map`. It must return one row for each row.
             kwargs (*optional*):
-                Passed on to `datasets.Dataset.map`.
+                Passed to `datasets.Dataset.map`.
 
         Raises:
-            `ValueError`: If the number of rows changes, or clients that are mapped one after the other would share a
-                cache.
+            `ValueError`: If the number of rows changes, or if separate client datasets would share a cache file or
+                fingerprint.
         """
         for name in ("cache_file_name", "new_fingerprint"):
             if self.source is None and len(self) > 1 and kwargs.get(name) is not None:
-                raise ValueError(f"map: each client is mapped on its own, and {name} would give all the first's rows.")
+                raise ValueError(f"map: {name} would give all clients the rows of the first client. Remove {name}.")
         return self._transform(lambda dataset: dataset.map(function, **kwargs), reads_rows=True)
 
     def remove_columns(self, column_names: str | list[str]) -> FederatedDataset:
-        """Without these columns. Raises `ValueError` with the columns there are, if one does not exist."""
+        """Remove columns. Raises `ValueError` with the existing columns if a column does not exist."""
         self._check_columns(column_names)
         return self._transform(lambda dataset: dataset.remove_columns(column_names))
 
     def select_columns(self, column_names: str | list[str]) -> FederatedDataset:
-        """With these columns only. Raises `ValueError` with the columns there are, if one does not exist."""
+        """Keep only these columns. Raises `ValueError` with the existing columns if a column does not exist."""
         self._check_columns(column_names)
         return self._transform(lambda dataset: dataset.select_columns(column_names))
 
     def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDataset:
-        """With one column under another name. Raises `ValueError` if it does not exist, or the new name does."""
+        """Rename a column. Raises `ValueError` if the column does not exist, or if the new name already exists."""
         self._check_columns(original_column_name)
         return self._transform(lambda dataset: dataset.rename_column(original_column_name, new_column_name))
 
     def cast_column(self, column: str, feature: Any) -> FederatedDataset:
-        """With one column as another feature, for example `ClassLabel(names=["bad", "good"])`."""
+        """Cast a column to another feature, for example `ClassLabel(names=["bad", "good"])`."""
         self._check_columns(column)
         return self._transform(lambda dataset: dataset.cast_column(column, feature))
 
@@ -524,35 +540,36 @@ class FederatedDataset(Mapping[str, ClientData]):
         return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning, self.origin)
 
     def _check_columns(self, columns: str | list[str]) -> None:
-        if self.column_names:  # an IterableDataset may not know its columns before it is read
+        if self.column_names:  # an `IterableDataset` may not know its columns before its rows are read
             check_columns(self.column_names, [columns] if isinstance(columns, str) else columns)
 
     def _describe_sizes(self) -> str:
         sizes = [size for size in self.num_rows.values() if size is not None]
         if len(sizes) < len(self):
-            return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} in the others"
-        return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} a client, median {float(np.median(sizes)):g})"
+            return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} for the remaining clients"
+        return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} per client, median {float(np.median(sizes)):g})"
 
 
 def check_is_partitioner(partitioner: object) -> None:
-    """Raises `TypeError` if it is something else."""
+    """Raise `TypeError` unless the argument is a [`Partitioner`]."""
     if not isinstance(partitioner, Partitioner):
         raise TypeError(
-            f"from_dataset: expected a Partitioner, got {partitioner!r}. For example: IidPartitioner(num_clients=10)."
+            f"from_dataset: expected a Partitioner, got {partitioner!r}. For example, pass"
+            " IidPartitioner(num_clients=10)."
         )
 
 
 def load_source(dataset: Any, method: str, token: bool | str | None = None) -> tuple[Dataset, DatasetSource | None]:
     """
-    The rows that are to be cut and, if they were named by where they lie, that place at its commit.
+    Return the rows to partition and, for a [`DatasetSource`], the source at its resolved commit.
 
     Args:
-        dataset (`datasets.Dataset` or [`DatasetSource`]): What a user passed.
-        method (`str`): To whom, for the error.
-        token (`bool` or `str`, *optional*): For a `DatasetSource`.
+        dataset (`datasets.Dataset` or [`DatasetSource`]): The argument of the user.
+        method (`str`): Name of the called method, for error messages.
+        token (`bool` or `str`, *optional*): The token for a `DatasetSource`.
 
     Raises:
-        `TypeError`: If it is neither.
+        `TypeError`: If `dataset` has another type.
     """
     if isinstance(dataset, DatasetSource):
         origin = dataset.resolved(token)
@@ -564,13 +581,13 @@ def load_source(dataset: Any, method: str, token: bool | str | None = None) -> t
 def _check_is_dataset(dataset: object, method: str) -> None:
     if isinstance(dataset, DatasetDict):
         raise TypeError(
-            f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one of them; if its entries are the"
-            " clients, use FederatedDataset.from_dict."
+            f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one split. If the entries are clients,"
+            " use FederatedDataset.from_dict."
         )
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. Rows have to be numbered to be"
-            " given away, so an IterableDataset has to be saved as a Dataset first."
+            f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. A partition needs row numbers, so"
+            " save the rows of an IterableDataset as a Dataset first."
         )
 
 
@@ -580,12 +597,16 @@ def _id_from_key(key: object) -> str:
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return str(int(key))
     raise TypeError(
-        f"from_dict: a client id must be a string or a whole number, got {key!r} ({type(key).__name__}). Convert it to"
-        " a string that names the client."
+        f"from_dict: a client id must be a string or an integer, got {key!r} ({type(key).__name__}). Convert it to"
+        " a string."
     )
 
 
 def _unknown_client(client_id: object, known: Sequence[str]) -> KeyError:
-    near = difflib.get_close_matches(str(client_id), known, n=3)
-    hint = f"Did you mean {', '.join(map(repr, near))}?" if near else f"There are {len(known)}, first {known[0]!r}."
+    similar = difflib.get_close_matches(str(client_id), known, n=3)
+    hint = (
+        f"Did you mean {', '.join(map(repr, similar))}?"
+        if similar
+        else f"There are {len(known)} clients, the first is {known[0]!r}."
+    )
     return KeyError(f"There is no client {client_id!r}. {hint}")

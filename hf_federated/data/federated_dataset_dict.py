@@ -1,4 +1,4 @@
-"""`FederatedDatasetDict`: the splits of a federated data set, as `datasets.DatasetDict` is for a data set."""
+"""`FederatedDatasetDict`: the splits of a federated dataset, analogous to `datasets.DatasetDict`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .storage.publishing import push_splits, save_splits
 
 class FederatedDatasetDict(dict[str, FederatedDataset]):
     """
-    Splits of a federated data set: split name to [`FederatedDataset`].
+    The splits of a federated dataset: a dictionary from split name to [`FederatedDataset`].
 
-    A client may lack a split (a small one has no test rows); it is then not in that split's data set. What `datasets`
-    has on a `DatasetDict` is here too: `map`, `remove_columns`, … over all splits.
+    A client may lack a split, for example a small client without test rows. The client is then missing in the dataset
+    of this split. The class has the methods of `datasets.DatasetDict`, such as `map` and `remove_columns`, and applies
+    them to all splits.
 
     Example:
 
@@ -58,22 +59,22 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         cls, dataset: Mapping[str, Any], partitioner: Partitioner, token: bool | str | None = None
     ) -> FederatedDatasetDict:
         """
-        Cuts all splits of a data set alike: a client has the same proportions in each.
+        Partition all splits of a dataset, so that a client has the same proportions in each split.
 
         Args:
             dataset (`datasets.DatasetDict` or a mapping from split to [`DatasetSource`]):
-                The splits. What a partitioner fits, it fits on the first.
-            partitioner ([`Partitioner`]): Says which rows each client gets.
-            token (`bool` or `str`, *optional*): For `DatasetSource`s, as in `huggingface_hub`.
+                The splits. A partitioner that fits a model to the data fits it on the first split.
+            partitioner ([`Partitioner`]): Assigns the rows to clients.
+            token (`bool` or `str`, *optional*): The token for `DatasetSource`s, as in `huggingface_hub`.
 
         Raises:
-            `TypeError`: If these are no splits.
-            `ValueError`: If the partitioner cannot do it.
+            `TypeError`: If `dataset` is not a mapping with at least one split.
+            `ValueError`: If the partitioner cannot partition the splits.
         """
         if not isinstance(dataset, Mapping) or not dataset:
             raise TypeError(
-                f"FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got {type(dataset).__name__}."
-                " One data set is cut by FederatedDataset.from_dataset."
+                "FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got"
+                f" {type(dataset).__name__}. Use FederatedDataset.from_dataset for a single dataset."
             )
         partitioner = adopt(partitioner)
         check_is_partitioner(partitioner)
@@ -91,19 +92,24 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     @classmethod
     def from_dict(cls, clients: Mapping[Any, Mapping[str, Dataset]]) -> FederatedDatasetDict:
         """
-        Takes the splits of each client as they are.
+        Create a federated dataset from the splits of each client.
 
         Args:
-            clients (`Mapping[str, datasets.DatasetDict]`): Client id to its splits. A client may lack one.
+            clients (`Mapping[str, datasets.DatasetDict]`): Client id to the splits of this client. A client may lack a
+                split.
 
         Raises:
-            `ValueError`, `TypeError`: As [`FederatedDataset.from_dict`], for each split.
+            `ValueError`, `TypeError`: As in [`FederatedDataset.from_dict`], for each split.
         """
-        splits = list(dict.fromkeys(split for own in clients.values() for split in own))
+        splits = list(dict.fromkeys(split for client_splits in clients.values() for split in client_splits))
         return cls(
             {
                 split: FederatedDataset.from_dict(
-                    {client_id: own[split] for client_id, own in clients.items() if split in own}
+                    {
+                        client_id: client_splits[split]
+                        for client_id, client_splits in clients.items()
+                        if split in client_splits
+                    }
                 )
                 for split in splits
             }
@@ -117,12 +123,12 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         sources: Mapping[str, Dataset] | None = None,
     ) -> FederatedDatasetDict:
         """
-        Opens all splits of a folder, as [`FederatedDataset.load_from_disk`] opens one.
+        Load all splits of a folder. See [`FederatedDataset.load_from_disk`].
 
         Args:
             path (`str`): The folder.
-            clients (`Sequence[str]`, *optional*): Ids of the clients to open. All if left out.
-            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
+            clients (`Sequence[str]`, *optional*): Ids of the clients to load. Defaults to all clients.
+            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were partitioned.
         """
         partition_file = open_folder(path)
 
@@ -142,10 +148,10 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         sources: Mapping[str, Dataset] | None = None,
     ) -> FederatedDatasetDict:
         """
-        Downloads all splits of clients, as [`FederatedDataset.from_hub`] downloads one. Arguments as there.
+        Download all splits of some or all clients. The other arguments are those of [`FederatedDataset.from_hub`].
 
         Args:
-            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were cut.
+            sources (`Mapping[str, datasets.Dataset]`, *optional*): For each split, the rows that were partitioned.
         """
         partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
 
@@ -159,7 +165,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     def from_fednlp_h5(
         cls, data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
     ) -> FederatedDatasetDict:
-        """All splits of FedNLP's files. Arguments and errors as in [`FederatedDataset.from_fednlp_h5`]."""
+        """Read all splits of FedNLP files. Arguments and errors as in [`FederatedDataset.from_fednlp_h5`]."""
         splits = read_fednlp(data_file, partition_file, method)
         partitioning = {"partitioner": "fednlp", "method": method}
         return cls({split: FederatedDataset(rows, partitioning) for split, rows in splits.items()})
@@ -172,18 +178,19 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         task_type: str,
     ) -> None:
         """
-        Writes the splits `train` and `test` as FedNLP reads them. Needs `h5py` (extra `h5py`).
+        Write the splits `train` and `test` to files in the format of FedNLP. Requires `h5py` (extra `h5py`).
 
-        Clients whose names are not `0`, `1`, … are numbered in their order.
+        Clients are numbered in order, unless their ids already are `0`, `1`, ….
 
         Args:
             data_file (`str`): The data file to write.
             partition_file (`str`): The partition file to write.
-            method (`str`): Name of the partition in it.
-            task_type (`str`): One of the tasks of [`hf_federated.data.fednlp`], whose columns must be there.
+            method (`str`): Name of the partition in the file.
+            task_type (`str`): A task of [`hf_federated.data.fednlp`]. The dataset must have the columns of the task.
 
         Raises:
-            `ValueError`: If the task is not known, a column is missing, or there are other splits.
+            `ValueError`: If the task is unknown, if a column is missing, or if there is a split other than `train` and
+                `test`.
             `ImportError`: If h5py is not installed.
         """
         rows = {split: clients.split_to_store().rows for split, clients in self.items()}
@@ -198,44 +205,44 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         known = {client.client_id for client in partition_file.clients}
         unknown = [client_id for client_id in clients or () if client_id not in known]
         if unknown:
-            raise KeyError(f"There is no client {unknown[0]!r}; there are {len(known)}.")
+            raise KeyError(f"There is no client {unknown[0]!r}. The dataset has {len(known)} clients.")
         splits = {}
         for split in partition_file.splits:
-            there = {client.client_id for client in partition_file.clients_of(split)}
-            chosen = None if clients is None else [client_id for client_id in clients if client_id in there]
+            available = {client.client_id for client in partition_file.clients_of(split)}
+            chosen = None if clients is None else [client_id for client_id in clients if client_id in available]
             if chosen is None or chosen:
                 splits[split] = FederatedDataset.from_stored(partition_file, split, read(split, chosen))
         return cls(splits)
 
     @property
     def client_ids(self) -> list[str]:
-        """The clients of all splits, in the order of the first split that has them."""
+        """The clients of all splits. They are ordered by the first split that contains them."""
         return list(dict.fromkeys(client_id for clients in self.values() for client_id in clients))
 
     @property
     def num_rows(self) -> dict[str, dict[str, Any]]:
-        """Rows of each client, by split."""
+        """Number of rows of each client, for each split."""
         return {split: clients.num_rows for split, clients in self.items()}
 
     @property
     def column_names(self) -> dict[str, list[str]]:
-        """Columns, by split."""
+        """The columns of each split."""
         return {split: clients.column_names for split, clients in self.items()}
 
     def client(self, client_id: str) -> DatasetDict:
         """
-        The splits of one client.
+        Return the splits of one client.
 
         Raises:
-            `KeyError`: If no split has the client.
+            `KeyError`: If no split contains the client.
         """
-        own = DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
-        if not own:
+        splits = DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
+        if not splits:
             raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
-        return own
+        return splits
 
     def select_clients(self, client_ids: Sequence[str]) -> FederatedDatasetDict:
-        """A few of the clients, in the order given. Raises `KeyError` if no split has one of them."""
+        """Return some of the clients, in the given order. Raises `KeyError` if no split contains a client."""
         known = set(self.client_ids)
         for client_id in client_ids:
             if client_id not in known:
@@ -248,23 +255,23 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         )
 
     def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDatasetDict:
-        """[`FederatedDataset.map`] over all splits."""
+        """Apply [`FederatedDataset.map`] to all splits."""
         return self._each(lambda clients: clients.map(function, **kwargs))
 
     def remove_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
-        """Without these columns."""
+        """Remove columns from all splits."""
         return self._each(lambda clients: clients.remove_columns(column_names))
 
     def select_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
-        """With these columns only."""
+        """Keep only these columns in all splits."""
         return self._each(lambda clients: clients.select_columns(column_names))
 
     def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDatasetDict:
-        """With one column under another name."""
+        """Rename a column in all splits."""
         return self._each(lambda clients: clients.rename_column(original_column_name, new_column_name))
 
     def cast_column(self, column: str, feature: Any) -> FederatedDatasetDict:
-        """With one column as another feature."""
+        """Cast a column to another feature in all splits."""
         return self._each(lambda clients: clients.cast_column(column, feature))
 
     def save_to_disk(
@@ -274,7 +281,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         index_only: bool = False,
         max_shard_size: int | str = "500MB",
     ) -> None:
-        """Writes all splits to one folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
+        """Write all splits to one folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
         save_splits(self, path, label_column, index_only, max_shard_size)
 
     def push_to_hub(
@@ -288,7 +295,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         index_only: bool = False,
         max_shard_size: int | str = "500MB",
     ) -> CommitInfo | None:
-        """Publishes all splits as one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
+        """Push all splits in one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
         return push_splits(
             self,
             repo_id,

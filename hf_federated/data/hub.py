@@ -1,4 +1,4 @@
-"""Federated data sets on the Hugging Face Hub: one push is one commit, and a reader fetches only what it asks for."""
+"""Push federated datasets to the Hugging Face Hub in one commit, and download only the requested files."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from .storage.folder import PICTURES, README, choose_clients, open_split
 from .storage.partition_file import PARTITION_FILE, PartitionFile, PartitionFileError, StoredFile
 
 
-# The Hub takes this many large files in one commit.
+# Maximum number of large files that the Hub accepts in one commit.
 MAX_FILES_PER_COMMIT = 25_000
 
 
 class ConcurrentPushError(RuntimeError):
-    """Somebody else committed to the repository while a push was under way. Nothing of the push was published."""
+    """The repository received another commit during a push. Nothing of the push was published."""
 
 
 @dataclass(frozen=True)
 class RepositoryState:
     """
-    What a repository holds before a push.
+    The content of a repository before a push.
 
     Args:
-        head (`str`, *optional*): The commit that the push builds on; `None` if there is no repository.
-        files (`dict[str, RepoFile]`): Its files by path.
-        card (`str`, *optional*): Its README.md.
-        stored ([`PartitionFile`], *optional*): The federated data set that it holds.
+        head (`str`, *optional*): The parent commit of the push; `None` if the repository does not exist.
+        files (`dict[str, RepoFile]`): The files of the repository, by path.
+        card (`str`, *optional*): The content of README.md.
+        stored ([`PartitionFile`], *optional*): The federated dataset in the repository.
     """
 
     head: str | None = None
@@ -58,11 +58,11 @@ class RepositoryState:
 
     @property
     def client_names(self) -> set[str]:
-        """Names of the configurations that an earlier push wrote."""
+        """The names of the configurations that the previous push wrote for its clients."""
         return set() if self.stored is None else {client.name for client in self.stored.clients}
 
-    def own_files(self) -> set[str]:
-        """What an earlier push wrote beside the card, which a new one replaces."""
+    def previous_files(self) -> set[str]:
+        """Return the files of the previous push, except the card. A new push replaces these files."""
         if self.stored is None:
             return set()
         return {PARTITION_FILE, *PICTURES.values(), *(file.path for file in self.stored.files())} & self.files.keys()
@@ -77,73 +77,73 @@ def push_folder(
     commit_message: str | None = None,
 ) -> CommitInfo | None:
     """
-    Commits a federated data set to the Hub.
+    Commit a federated dataset to the Hub.
 
-    Nothing is made on the Hub before everything is written here, so that an error leaves no empty repository. Of what
-    the repository holds only the files of an earlier push are removed.
+    All files are written locally before the repository is created, so an error leaves no empty repository. A push
+    removes only files of the previous push.
 
     Args:
         write (`Callable[[Path, RepositoryState], PartitionFile]`):
-            Fills an empty folder, given what the repository holds.
+            Writes the dataset into an empty folder, given the state of the repository.
         repo_id (`str`):
-            The repository. It is made if there is none.
+            The repository. It is created if it does not exist.
         private (`bool`, *optional*):
-            Whether a repository that is made is private. The default of its owner if left out. `True` refuses a
-            repository that is there and public.
+            Whether a new repository is private. Defaults to the setting of its owner. With `True`, a push to an
+            existing public repository is an error.
         revision (`str`, *optional*):
-            A branch; it is made from the main branch if there is none.
+            A branch. It is created from the main branch if it does not exist.
         token (`bool` or `str`, *optional*):
             As in `huggingface_hub`.
         commit_message (`str`, *optional*):
             Message of the commit.
 
     Returns:
-        `CommitInfo` or `None`: The commit; `None` if the repository had all of it already.
+        `CommitInfo` or `None`: The commit, or `None` if the repository is already up to date.
 
     Raises:
-        `ValueError`: If the repository holds other data or is public against `private=True`, or the data set has too
-            many files for one commit.
-        `ConcurrentPushError`: If somebody else committed meanwhile.
+        `ValueError`: If the repository contains other data or is public although `private=True`, or if the dataset has
+            too many files for one commit.
+        `ConcurrentPushError`: If the repository received another commit during the push.
     """
     api = HfApi(token=token)
     if "/" not in repo_id:
         repo_id = f"{api.whoami()['name']}/{repo_id}"
-    there = _look(api, repo_id, private, revision)
+    state = _repository_state(api, repo_id, private, revision)
     with tempfile.TemporaryDirectory(prefix="hf_federated-") as folder:
         root = Path(folder)
-        partition_file = write(root, there)
+        partition_file = write(root, state)
         written = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
         if len(written) > MAX_FILES_PER_COMMIT:
             raise ValueError(
-                f"{len(partition_file.clients)} clients make {len(written)} files; the Hub takes"
-                f" {MAX_FILES_PER_COMMIT} in one commit. Push row numbers instead (index_only=True), or fewer clients."
+                f"{len(partition_file.clients)} clients need {len(written)} files, but the Hub accepts at most"
+                f" {MAX_FILES_PER_COMMIT} in one commit. Push row numbers (index_only=True), or push fewer clients."
             )
-        unchanged = {file.path for file in partition_file.files() if _is_there(file, there.files.get(file.path))}
+        unchanged = {file.path for file in partition_file.files() if _is_uploaded(file, state.files.get(file.path))}
         operations = [
             *(CommitOperationAdd(path, written[path]) for path in sorted(written.keys() - unchanged)),
-            *(CommitOperationDelete(path) for path in sorted(there.own_files() - written.keys())),
+            *(CommitOperationDelete(path) for path in sorted(state.previous_files() - written.keys())),
         ]
-        if there.head is None:
+        if state.head is None:
             api.create_repo(repo_id, repo_type="dataset", private=private)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, repo_type="dataset", exist_ok=True)
-        head = there.head or api.dataset_info(repo_id, revision=revision).sha
-        return _commit(api, repo_id, operations, head, revision, commit_message or "Upload federated data set")
+        head = state.head or api.dataset_info(repo_id, revision=revision).sha
+        return _commit(api, repo_id, operations, head, revision, commit_message or "Upload federated dataset")
 
 
-def _look(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> RepositoryState:
+def _repository_state(api: HfApi, repo_id: str, private: bool | None, revision: str | None) -> RepositoryState:
     try:
         info = api.dataset_info(repo_id)
     except RepositoryNotFoundError:
         return RepositoryState()
     if private and not info.private:
         raise ValueError(
-            f"{repo_id} is there already and is public, so private=True cannot keep the data private. Push to another"
-            " repository, or make this one private first."
+            f"{repo_id} already exists and is public, so private=True cannot keep the data private. Push to another"
+            " repository, or make this repository private first."
         )
     try:
         head = info.sha if revision is None else api.dataset_info(repo_id, revision=revision).sha
-    except RevisionNotFoundError:  # a branch that is made from the main branch
+    except RevisionNotFoundError:  # the branch does not exist yet and will start at the main branch
         head = info.sha
     files = {
         entry.path: entry
@@ -159,20 +159,23 @@ def _look(api: HfApi, repo_id: str, private: bool | None, revision: str | None) 
             return Path(local).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{repo_id}: {path} is no UTF-8 text ({error}). Correct it there, and push again."
+                f"{repo_id}: {path} is not valid UTF-8 ({error}). Correct the file on the Hub, and push again."
             ) from error
 
     card, text = read(README), read(PARTITION_FILE)
     try:
         stored = None if text is None else PartitionFile.from_json(text)
     except PartitionFileError as error:
-        raise ValueError(f"{repo_id} holds another {PARTITION_FILE} ({error}). Push to another repository.") from error
+        raise ValueError(
+            f"{repo_id} has an invalid {PARTITION_FILE} ({error}). Push to another repository."
+        ) from error
     if stored is None:
         data = sorted(path for path in files if path.startswith(("data/", "index/")))
         if data or (card is not None and config_names(card, repo_id)):
             raise ValueError(
-                f"{repo_id} holds data that is no federated data set ({', '.join(data[:3]) or 'see its configs'}), and"
-                " `load_dataset` would mix the two. Push to another repository."
+                f"{repo_id} contains data that is not a federated dataset"
+                f" ({', '.join(data[:3]) or 'see its configs'}). `load_dataset` would mix both datasets. Push to"
+                " another repository."
             )
     return RepositoryState(head, files, card, stored)
 
@@ -192,14 +195,14 @@ def _commit(
     except HfHubHTTPError as error:
         if error.response is not None and error.response.status_code == 412:
             raise ConcurrentPushError(
-                f"{repo_id} got another commit while this one was made, so nothing was published. Look at what changed"
-                " there and push again."
+                f"{repo_id} received another commit during the push, so nothing was published. Review the new commit,"
+                " and push again."
             ) from error
         raise
     return None if commit.oid == head else commit
 
 
-def _is_there(file: StoredFile, entry: RepoFile | None) -> bool:
+def _is_uploaded(file: StoredFile, entry: RepoFile | None) -> bool:
     return entry is not None and entry.lfs is not None and entry.lfs.sha256 == file.sha256
 
 
@@ -207,14 +210,14 @@ def read_hub_partition(
     repo_id: str, revision: str | None = None, token: bool | str | None = None, cache_dir: str | Path | None = None
 ) -> tuple[PartitionFile, Path]:
     """
-    Downloads `partition.json`.
+    Download `partition.json`.
 
     Returns:
-        `tuple[PartitionFile, Path]`: Its content, and the folder of the cache that holds the files of its commit. The
-        folder's name is the commit: offline nothing else knows it.
+        `tuple[PartitionFile, Path]`: The content, and the cache folder for the files of its commit. The name of the
+        folder is the commit hash, which is not available from another source without a network.
 
     Raises:
-        `FileNotFoundError`: If the repository holds no federated data set.
+        `FileNotFoundError`: If the repository does not contain a federated dataset.
     """
     try:
         path = hf_hub_download(
@@ -222,8 +225,8 @@ def read_hub_partition(
         )
     except EntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{repo_id} has no {PARTITION_FILE}, so it holds no federated data set. An ordinary data set is cut into"
-            f' clients with FederatedDataset.from_dataset(DatasetSource("{repo_id}"), partitioner).'
+            f"{repo_id} has no {PARTITION_FILE}, so it is not a federated dataset. Partition an ordinary dataset with"
+            f' FederatedDataset.from_dataset(DatasetSource("{repo_id}"), partitioner).'
         ) from error
     snapshot = Path(path).parent
     return PartitionFile.read(snapshot), snapshot
@@ -240,12 +243,12 @@ def fetch_split(
     source: Dataset | None = None,
 ) -> ClientDatasets:
     """
-    Downloads the files of the clients asked for, at the commit of `partition.json`, and nothing else.
+    Download only the files of the requested clients, at the commit of `partition.json`.
 
-    Arguments as in [`open_split`] and [`read_hub_partition`], which returns the snapshot.
+    The arguments are those of [`open_split`] and [`read_hub_partition`]; the latter returns `snapshot`.
 
     Raises:
-        `PartitionFileError`: If a file at that commit is not the one that `partition.json` lists.
+        `PartitionFileError`: If a file at this commit is missing or differs from its entry in `partition.json`.
     """
     chosen = choose_clients(partition_file, split, clients)
     files = [file for client in chosen for file in client.splits[split].files]
@@ -259,7 +262,7 @@ def fetch_split(
             hf_hub_download(repo_id, file.path, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir)
         except EntryNotFoundError as error:
             raise PartitionFileError(
-                f"{repo_id} lacks {file.path} at {commit}, which {PARTITION_FILE} lists."
+                f"{repo_id} has no file {file.path} at {commit}, but {PARTITION_FILE} lists it."
             ) from error
 
     thread_map(fetch, files, desc=f"Fetching {len(chosen)} clients", max_workers=8, tqdm_class=tqdm, disable=None)

@@ -1,7 +1,7 @@
-"""Reading one column of a data set as class labels, in Arrow: what label partitioners and statistics count.
+"""Read one column of a dataset as class labels, in Arrow, for label partitioners and statistics.
 
-A row has one label. Where the column holds a sequence of tags, the label is the row's most frequent entity type.
-Labels of several columns, and several labels a row, are not handled here.
+Each row has one label. If the column holds sequences of tags, the label is the most frequent entity type of the row.
+Labels from several columns and several labels per row are not supported.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .column_values import check_columns, is_categorical, rank_values, read_colu
 
 
 OUTSIDE = "O"
-IGNORED = -100  # what a loss skips; tokenised tags have it at sub-words and special tokens
-_POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")  # of the IOB2, IOBES and BILOU schemes
-_MOST_COUNTS = 2**21  # in one table of rows x types, which bounds the memory
+IGNORED = -100  # ignored by the loss; tokenized tags have it at sub-words and special tokens
+_POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")  # of the schemes IOB2, IOBES and BILOU
+_MOST_COUNTS = 2**21  # in one table of rows x types; bounds the memory
 
 
 def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
     """
-    Takes the values of a column as class labels.
+    Read the values of a column as class labels.
 
-    - `ClassLabel`: the names in their order, also those that do not occur.
-    - Strings, whole numbers, truth values, dates: the values that occur, sorted by value.
-    - Sequences of any of those (tags): the *entity type* that most tokens of the row have. The types are
-      the tags without their position prefix (`B-PER` and `I-PER` are `PER`; schemes IOB2, IOBES, BILOU). `O` and
-      -100 do not count; a row of nothing else, or an empty row, has the label `O`. Of types that are equally
-      frequent the one that comes first in the row wins. Whole numbers without names have no prefixes, and none of
-      them means `O`. Types are in the order of the `ClassLabel`'s names, or else sorted by value.
+    - `ClassLabel`: the names in their order, including names that do not occur.
+    - Strings, integers, booleans and dates: the values that occur, sorted by value.
+    - Sequences of these types (tags): the *entity type* of most tokens in the row. The types are the tags without
+      their position prefix (`B-PER` and `I-PER` are `PER`; schemes IOB2, IOBES, BILOU). `O` and -100 are not counted.
+      A row without any other tag, or an empty row, has the label `O`. If several types are equally frequent, the type
+      that comes first in the row is the label. Integers without names have no prefixes, and no integer means `O`. The
+      types are in the order of the `ClassLabel` names, or otherwise sorted by value.
 
     Args:
         dataset (`datasets.Dataset`):
-            The rows. What `select`, `shuffle`, `filter` or `sort` did to them is honoured.
+            The rows. Earlier calls of `select`, `shuffle`, `filter` and `sort` are respected.
         column (`str`):
             The column with the labels.
 
@@ -47,9 +47,9 @@ def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
         `(num_rows,)`, `int64`), and the names.
 
     Raises:
-        `ValueError`: If the column does not exist, or if a row has no label: null, or -1 in a `ClassLabel`; if a tag
-            has none.
-        `TypeError`: If the type of the column does not name classes (floats, dictionaries).
+        `ValueError`: If the column does not exist, if a row has no label (null, or -1 in a `ClassLabel`), or if a tag
+            has no value.
+        `TypeError`: If the column type cannot name classes (floats, dictionaries).
 
     Example:
 
@@ -84,11 +84,11 @@ def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
 
 def read_labels_of_splits(splits: Mapping[str, Dataset], column: str) -> tuple[dict[str, np.ndarray], list[str]]:
     """
-    [`read_labels`] of several splits, with the same number for the same name.
+    Apply [`read_labels`] to several splits, with the same number for the same name in all splits.
 
     Returns:
-        `tuple[dict[str, np.ndarray], list[str]]`: Labels of each split, and the names: first those of the first split,
-        then those that only later ones have.
+        `tuple[dict[str, np.ndarray], list[str]]`: The labels of each split, and the names: first the names of the
+        first split, then the names that occur only in later splits.
     """
     position_of: dict[str, int] = {}
     labels = {}
@@ -101,7 +101,11 @@ def read_labels_of_splits(splits: Mapping[str, Dataset], column: str) -> tuple[d
 
 
 def _check_comparable(features: Mapping[str, Any], column: str) -> None:
-    """Names are matched with names and numbers with numbers; the number of a label is not its name."""
+    """
+    Raise `ValueError` if one split has label names and another split has numbers.
+
+    The number of a label is not its name, so names and numbers cannot be matched.
+    """
     named = [split for split, feature in features.items() if isinstance(feature, ClassLabel)]
     numbered = [
         split
@@ -110,19 +114,19 @@ def _check_comparable(features: Mapping[str, Any], column: str) -> None:
     ]
     if named and numbered:
         raise ValueError(
-            f"The column {column!r} has names in the split {named[0]!r} and numbers in {numbered[0]!r}, so labels"
-            " cannot be matched. Cast the numbers to the same ClassLabel with cast_column."
+            f"The column {column!r} has label names in the split {named[0]!r} and numbers in {numbered[0]!r}, so"
+            " labels cannot be matched. Cast the numbers to the same ClassLabel with cast_column."
         )
 
 
 def _class_codes(values: pa.ChunkedArray) -> np.ndarray:
-    """The numbers of a `ClassLabel`, with -1 for null: it means "no label" there already."""
+    """Return the numbers of a `ClassLabel`, with -1 for null. A `ClassLabel` already uses -1 for a missing label."""
     chunks = [chunk.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in values.chunks]
     return np.concatenate([np.empty(0, dtype=np.int64), *chunks]).astype(np.int64, copy=False)
 
 
 def _read_tags(values: pa.ChunkedArray, feature: object, column: str) -> tuple[np.ndarray, list[str]]:
-    """The label of each row of tags, with -1 for rows that are null."""
+    """Return the label of each row of tags, with -1 for null rows."""
     _check_type(values.type.value_type, column, "a sequence of ")
     tags = pa.chunked_array([chunk.flatten() for chunk in values.chunks], type=values.type.value_type)
     lengths = [pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False) for chunk in values.chunks]
@@ -137,8 +141,8 @@ def _read_tags(values: pa.ChunkedArray, feature: object, column: str) -> tuple[n
     wrong = np.flatnonzero(((codes < 0) | (codes >= len(tag_names))) & ~ignored)
     if len(wrong):
         raise ValueError(
-            f"Row {int(row_of_tag[wrong[0]])} has a tag without a value, or none of the {len(tag_names)} that the"
-            f" column {column!r} names. Correct it, or drop the row."
+            f"Row {int(row_of_tag[wrong[0]])} has a tag without a value, or a tag that is not one of the"
+            f" {len(tag_names)} tags of the column {column!r}. Correct the tag, or drop the row."
         )
 
     types = [_POSITION_PREFIX.sub("", name, count=1) for name in tag_names]
@@ -154,13 +158,13 @@ def _read_tags(values: pa.ChunkedArray, feature: object, column: str) -> tuple[n
 
     occurring = np.bincount(labels + 1, minlength=len(names) + 1)[1:] > 0
     if isinstance(feature, ClassLabel):
-        occurring |= np.isin(names, types)  # its own names stay, whether they occur or not
+        occurring |= np.isin(names, types)  # all names of the `ClassLabel` are kept
     position = np.append(np.cumsum(occurring) - 1, -1)
     return position[labels], [name for name, occurs in zip(names, occurring, strict=True) if occurs]
 
 
 def _most_frequent(rows: np.ndarray, types: np.ndarray, num_types: int, labels: np.ndarray) -> None:
-    """Writes the most frequent type of each row that has any into `labels`; of equals, the first in the row."""
+    """Write the most frequent type of each row that has types into `labels`. The first type in the row wins a tie."""
     rows_at_once = max(1, _MOST_COUNTS // num_types)
     for first_row in range(0, len(labels), rows_at_once):
         begin, end = np.searchsorted(rows, [first_row, first_row + rows_at_once])
@@ -168,7 +172,7 @@ def _most_frequent(rows: np.ndarray, types: np.ndarray, num_types: int, labels: 
         cell = row * num_types + kind
         counts = np.bincount(cell, minlength=min(rows_at_once, len(labels) - first_row) * num_types)
         winners = np.flatnonzero(counts[cell] == counts.reshape(-1, num_types).max(axis=1)[row])
-        # From the last to the first: where a row has several, the first is written last and stays.
+        # The order is reversed: if a row has several winners, the first winner is written last.
         labels[first_row + row[winners[::-1]]] = kind[winners[::-1]]
 
 
@@ -176,21 +180,22 @@ def _check_known(codes: np.ndarray, num_names: int, column: str) -> None:
     if len(codes) and int(codes.max()) >= num_names:
         raise ValueError(
             f"Row {int(codes.argmax())} has the label {int(codes.max())}, but the column {column!r} names"
-            f" {num_names} classes (0 to {num_names - 1}). Correct it, or cast the column with all names."
+            f" {num_names} classes (0 to {num_names - 1}). Correct the label, or cast the column to a ClassLabel with"
+            " all names."
         )
 
 
 def _check_type(arrow_type: pa.DataType, column: str, prefix: str = "") -> None:
     if not is_categorical(arrow_type):
         raise TypeError(
-            f"The column {column!r} has the type {prefix}{arrow_type}, whose values are no class labels. Use a column"
-            " of ClassLabel, strings, whole numbers, truth values, dates, or sequences of tags; turn amounts into"
+            f"The column {column!r} has the type {prefix}{arrow_type}, whose values are not class labels. Use a column"
+            " of ClassLabel, strings, integers, booleans, dates, or sequences of tags. Convert quantities to"
             f' classes first: dataset.map(lambda row: {{"class": int(row[{column!r}] > 0.5)}}).'
         )
 
 
 def _raise_without_label(row: int, column: str) -> None:
     raise ValueError(
-        f"Row {row} has no label in the column {column!r} (null, or -1 in a ClassLabel). Drop such rows first:"
+        f"Row {row} has no label in the column {column!r} (null, or -1 in a ClassLabel). Drop rows without a label:"
         f" dataset.filter(lambda row: row[{column!r}] is not None and row[{column!r}] != -1)."
     )

@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Collection, Sequence
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Collection[int]) -> str:
     """
-    A Markdown table that is aligned for a terminal too.
+    Format a Markdown table whose columns are also aligned in a terminal.
 
     Args:
         header (`Sequence[str]`): The names of the columns.
-        rows (`Sequence[Sequence[str]]`): The cells of each row. A `|` in them has to be escaped.
-        text_columns (`Collection[int]`): Columns of words, which stand to the left; numbers stand to the right.
+        rows (`Sequence[Sequence[str]]`): The cells of each row. A `|` in a cell has to be escaped.
+        text_columns (`Collection[int]`): Indices of the columns that hold text. Text is aligned left, numbers are
+            aligned right.
 
     Example:
 

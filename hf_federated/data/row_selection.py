@@ -1,4 +1,4 @@
-"""A view of some rows of a data set, made without copying them."""
+"""Select rows of a dataset without copying them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from datasets.fingerprint import Hasher
 
 
 def select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
-    """The rows with these numbers, in this order. Rows that are selected alike share a fingerprint."""
-    # A fingerprint of our own is stable over processes (so that map() finds its cache) and cheap; a list of ints takes
-    # the fast path through select(), which walks over an array number by number.
+    """
+    Return a view of the rows with the given numbers, in the given order.
+
+    Two views with the same source and the same row numbers have the same fingerprint.
+    """
+    # The fingerprint is the same in every process, so `map` finds its cache. A list of `int` takes the fast path of
+    # `select`, which iterates over the elements of an array one by one.
     fingerprint = Hasher.hash((source._fingerprint, indices.astype(np.int64).tobytes()))
     return source.select(indices.tolist(), new_fingerprint=fingerprint)

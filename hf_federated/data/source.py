@@ -1,7 +1,7 @@
-"""Where partitioned rows come from: a data set of the Hub at a fixed commit, or rows known by their content.
+"""The source of partitioned rows: a dataset on the Hub at a fixed commit, or local rows identified by their content.
 
-A partition that is stored as row numbers is right only for exactly the rows that it was made of. `content_hash` tells
-whether they are those.
+A partition that is stored as row numbers is valid only for the rows from which it was made. [`content_hash`] verifies
+that the rows are the same.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from datasets import Dataset, load_dataset
 from huggingface_hub import HfApi
 
 
-# Rows that are hashed at a time. Part of the format: another number gives other hashes.
+# Number of rows hashed at a time. The number is part of the format: a different number gives different hashes.
 _BLOCK_ROWS = 10_000
 
 
 @dataclass(frozen=True)
 class DatasetSource:
     """
-    One split of a data set on the Hub, at one commit.
+    One split of a dataset on the Hub, at one revision.
 
     Args:
         repo_id (`str`):
-            The data set's repository, `"namespace/name"`.
+            The dataset repository, `"namespace/name"`.
         split (`str`, *optional*, defaults to `"train"`):
             The split.
         config_name (`str`, *optional*):
-            The configuration; the repository's default if left out.
+            The configuration. Defaults to the default configuration of the repository.
         revision (`str`, *optional*):
-            A branch, tag or commit; the main branch if left out. [`~DatasetSource.resolved`] turns it into a commit.
+            A branch, tag or commit. Defaults to the main branch. [`~DatasetSource.resolved`] resolves it to a commit.
 
     Example:
 
@@ -55,31 +55,32 @@ class DatasetSource:
     revision: str | None = None
 
     def resolved(self, token: bool | str | None = None) -> DatasetSource:
-        """The same source with the commit that the revision means now."""
+        """Return the same source with `revision` resolved to its current commit."""
         commit = HfApi().dataset_info(self.repo_id, revision=self.revision, token=token).sha
         return replace(self, revision=commit)
 
     def load(self, token: bool | str | None = None) -> Dataset:
-        """Downloads the rows (or takes them from the cache of `datasets`)."""
+        """Load the rows from the Hub, or from the cache of `datasets`."""
         return load_dataset(self.repo_id, self.config_name, split=self.split, revision=self.revision, token=token)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as they stand in `partition.json`."""
+        """Return the fields as they are stored in `partition.json`."""
         return asdict(self)
 
 
 def content_hash(dataset: Dataset) -> str:
     """
-    A hash of the columns, their types and all values of a data set, in order.
+    Hash the columns, their types and all values of a dataset, in order.
 
-    It is the same for rows of the same types however they are chunked, selected or stored, on every machine. What lies
-    under a null does not count. A shuffled or selected data set is gathered first, which takes most of the time.
+    The hash depends only on the types and the values. It does not depend on chunks, on earlier selections, on the file
+    format or on the machine. Bytes stored under a null are not hashed. Most of the time for a shuffled or selected
+    dataset is spent on collecting its rows.
 
     Args:
         dataset (`datasets.Dataset`): The rows.
 
     Returns:
-        `str`: `"sha256:"` and 64 hex digits.
+        `str`: `"sha256:"` and 64 hexadecimal digits.
 
     Example:
 
@@ -106,7 +107,7 @@ def content_hash(dataset: Dataset) -> str:
 
 
 def _in_order(features: Any) -> Any:
-    """Types as JSON in which the order of columns and of the fields of a struct counts, and that of keys does not."""
+    """Encode features as JSON that keeps the order of columns and struct fields, and sorts the keys of a feature."""
     if isinstance(features, list):
         return [_in_order(feature) for feature in features]
     if not isinstance(features, dict):
@@ -118,9 +119,10 @@ def _in_order(features: Any) -> Any:
 
 def _hash_array(digest: Any, array: pa.Array) -> None:
     """
-    Feeds an array's nulls, lengths and values to the digest; the bytes that lie under nulls and outside are not.
+    Update the digest with the nulls, lengths and values of an array.
 
-    What is fed says itself where it ends: first come the length and whether there are nulls.
+    Bytes under nulls and bytes outside the array are not hashed. The length and a flag for nulls come first, so the
+    hashed data of an array is self-delimiting.
     """
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -168,5 +170,5 @@ def _integers(array: pa.Array) -> np.ndarray:
 
 
 def _storage_type(kind: pa.DataType) -> pa.DataType:
-    """The signed integer as wide as a primitive type."""
+    """Return the signed integer type with the bit width of a primitive type."""
     return {8: pa.int8(), 16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[kind.bit_width]

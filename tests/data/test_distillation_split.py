@@ -1,4 +1,4 @@
-"""Private, public and server-labelled rows."""
+"""`split_for_distillation` returns private, public and server parts of the right size."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ def rows_of(dataset):
     return dataset["row"][:]
 
 
-def test_fedid_gives_half_to_clients_and_a_tenth_of_the_rest_to_the_server(reviews):
+def test_fedid_shares_give_private_public_and_server_parts(reviews):
     split = split_for_distillation(reviews, public_share=0.45, server_share=0.05)
     assert [len(part) for part in split] == [100, 90, 10]
-    every = rows_of(split.private) + rows_of(split.public) + rows_of(split.server)
-    assert sorted(every) == list(range(200))
+    all_rows = rows_of(split.private) + rows_of(split.public) + rows_of(split.server)
+    assert sorted(all_rows) == list(range(200))
     assert split.public.column_names == ["row", "domain"]
     assert split.private.column_names == split.server.column_names == ["row", "domain", "label"]
     for part in split:
         assert rows_of(part) == sorted(rows_of(part))
 
 
-def test_adafd_takes_a_fifth_of_each_domain(reviews):
+def test_stratified_split_takes_the_same_share_of_each_domain(reviews):
+    """AdaFD makes a fifth of each domain public."""
     split = split_for_distillation(reviews, public_share=0.2, stratify_by_column="domain")
     assert split.server is None
     domains, counts = np.unique(split.public["domain"][:], return_counts=True)
     assert dict(zip(domains.tolist(), counts.tolist(), strict=True)) == {"auto": 8, "baby": 20, "sport": 12}
 
 
-def test_what_is_private_can_be_cut_by_any_partitioner(reviews):
+def test_private_part_can_be_partitioned(reviews):
     private = split_for_distillation(reviews, public_share=0.2).private
     clients = FederatedDataset.from_dataset(private, IidPartitioner(8))
     assert set(clients.num_rows.values()) == {20}
 
 
-def test_clients_give_the_same_share_each(reviews):
+def test_federated_dataset_is_stratified_by_client(reviews):
     clients = FederatedDataset.from_column(reviews, "domain")
     split = split_for_distillation(clients, public_share=0.25, server_share=0.05)
     assert split.private.num_rows == {"auto": 28, "baby": 70, "sport": 42}
@@ -55,45 +56,45 @@ def test_clients_give_the_same_share_each(reviews):
         assert set(client["domain"][:]) == {name}
 
 
-def test_a_seed_gives_the_same_split_and_another_seed_another(reviews):
+def test_split_depends_only_on_the_seed(reviews):
     state = np.random.get_state()[1].copy()
     first, again, other = (split_for_distillation(reviews, public_share=0.3, seed=seed) for seed in (1, 1, 2))
     assert rows_of(first.public) == rows_of(again.public) != rows_of(other.public)
     assert (np.random.get_state()[1] == state).all()
 
 
-def test_the_draw_is_uniform(reviews):
+def test_public_rows_are_drawn_uniformly(reviews):
     counts = np.zeros(200)
     for seed in range(400):
         counts[rows_of(split_for_distillation(reviews, public_share=0.25, seed=seed).public)] += 1
-    # binomial(400, 0.25): mean 100, standard deviation 8.7; five of them
+    # binomial(400, 0.25): mean 100, standard deviation 8.7; the bound is five standard deviations
     assert counts.mean() == 100 and np.abs(counts - 100).max() < 44
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"public_share": 1.0}, "public_share must be a number from 0 to below 1"),
-        ({"public_share": -0.1}, "public_share must be"),
-        ({"public_share": float("nan")}, "public_share must be"),
-        ({"public_share": True}, "public_share must be"),
-        ({"public_share": 0.6, "server_share": 0.4}, "some rows must be public and some private"),
-        ({"public_share": 0.0, "server_share": 0.4}, "some rows must be public and some private"),
+        ({"public_share": 1.0}, "public_share=1.0, but it must be at least 0 and below 1"),
+        ({"public_share": -0.1}, "public_share=-0.1, but it must be"),
+        ({"public_share": float("nan")}, "public_share=nan, but it must be"),
+        ({"public_share": True}, "public_share=True, but it must be"),
+        ({"public_share": 0.6, "server_share": 0.4}, "the public and the private part must not be empty"),
+        ({"public_share": 0.0, "server_share": 0.4}, "the public and the private part must not be empty"),
         ({"public_share": 0.5, "label_column": "stars"}, "no column 'stars'"),
         ({"public_share": 0.5, "stratify_by_column": "site"}, "no column 'site'"),
         ({"public_share": 0.001}, "0 public"),
     ],
 )
-def test_shares_that_make_no_sense_are_errors(reviews, arguments, message):
+def test_invalid_arguments_raise_value_error(reviews, arguments, message):
     with pytest.raises(ValueError, match=message):
         split_for_distillation(reviews, **arguments)
 
 
-def test_clients_too_small_to_give_are_errors(reviews):
+def test_clients_without_rows_in_a_part_raise_value_error(reviews):
     pairs = FederatedDataset.from_dict({"a": reviews.select([0]), "b": reviews.select([1])})
     with pytest.raises(ValueError, match="client without rows"):
         split_for_distillation(pairs, public_share=0.5)
     with pytest.raises(ValueError, match="0 public"):
         split_for_distillation(pairs, public_share=0.1)
-    with pytest.raises(ValueError, match="leave out"):
+    with pytest.raises(ValueError, match="Remove stratify_by_column"):
         split_for_distillation(pairs, public_share=0.5, stratify_by_column="domain")

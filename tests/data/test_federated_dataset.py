@@ -1,4 +1,4 @@
-"""A federated data set gives each client its rows, keeps none of the views, and refuses what would go wrong later."""
+"""`FederatedDataset` assigns rows to clients, keeps no client view, and rejects invalid input early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def speeches() -> Dataset:
 # from_column
 
 
-def test_each_value_of_the_column_becomes_a_client():
+def test_from_column_creates_one_client_per_value():
     clients = FederatedDataset.from_column(speeches(), "speaker")
     assert list(clients) == ["ann", "ben", "cy"]
     assert clients.num_rows == {"ann": 3, "ben": 2, "cy": 1}
@@ -35,7 +35,7 @@ def test_each_value_of_the_column_becomes_a_client():
     ("values", "ids"),
     [([10, 9, 10], ["9", "10"]), ([True, False, True], ["False", "True"]), (["b", "a", "b"], ["a", "b"])],
 )
-def test_clients_are_named_by_str_and_sorted_by_value(values, ids):
+def test_client_ids_are_strings_sorted_by_value(values, ids):
     clients = FederatedDataset.from_column(Dataset.from_dict({"who": values, "row": [0, 1, 2]}), "who")
     assert list(clients) == ids
     assert clients[ids[1]]["row"][:] == [0, 2]
@@ -53,7 +53,7 @@ def test_clients_are_named_by_str_and_sorted_by_value(values, ids):
     ],
     ids=["select", "contiguous", "shuffle", "filter", "sort", "nested"],
 )
-def test_indices_of_the_source_are_honoured(change):
+def test_from_column_respects_earlier_selections_of_the_source(change):
     changed = change(speeches())
     clients = FederatedDataset.from_column(changed, "speaker")
     for client_id in sorted(set(changed["speaker"][:])):
@@ -62,58 +62,58 @@ def test_indices_of_the_source_are_honoured(change):
     assert sum(clients.num_rows.values()) == len(changed)
 
 
-def test_a_source_of_several_chunks_is_read_as_one():
+def test_from_column_reads_a_source_with_several_chunks():
     clients = FederatedDataset.from_column(concatenate_datasets([speeches(), speeches().select([3, 1])]), "speaker")
     assert clients["cy"]["text"][:] == ["d", "d"]
     assert clients["ben"]["text"][:] == ["b", "e", "b"]
 
 
-def test_min_rows_leaves_small_clients_out():
+def test_min_rows_removes_small_clients():
     clients = FederatedDataset.from_column(speeches(), "speaker", min_rows=2)
     assert clients.num_rows == {"ann": 3, "ben": 2}
     assert clients.to_dataset()["text"][:] == ["a", "c", "f", "b", "e"]
 
 
-def test_min_rows_that_nobody_has_is_refused():
+def test_min_rows_above_every_client_raises_value_error():
     with pytest.raises(ValueError, match="None of the 3 values of 'speaker' has the 4 rows .*; the largest has 3"):
         FederatedDataset.from_column(speeches(), "speaker", min_rows=4)
 
 
-def test_a_missing_column_lists_those_there_are():
+def test_missing_column_error_lists_existing_columns():
     with pytest.raises(ValueError, match="no column 'movie'. The columns are: speaker, text, label"):
         FederatedDataset.from_column(speeches(), "movie")
 
 
 @pytest.mark.parametrize("values", [["a", None, "b"], [1, None, 2], [None, None, None]])
-def test_a_row_without_a_value_is_named(values):
+def test_null_value_error_names_the_row(values):
     row = values.index(None)
     with pytest.raises(ValueError, match=f"Row {row} has no value in the column 'who'"):
         FederatedDataset.from_column(Dataset.from_dict({"who": values}), "who")
 
 
-def test_a_null_that_was_filtered_out_does_no_harm():
+def test_null_outside_the_selection_is_ignored():
     dataset = Dataset.from_dict({"who": ["a", None, "b"]}).select([2, 0])
     assert FederatedDataset.from_column(dataset, "who").num_rows == {"a": 1, "b": 1}
 
 
-def test_an_empty_string_names_no_client():
-    with pytest.raises(ValueError, match="Row 1 has the empty string in the column 'who'"):
+def test_empty_string_as_client_id_raises_value_error():
+    with pytest.raises(ValueError, match="Row 1 has an empty string in the column 'who'"):
         FederatedDataset.from_column(Dataset.from_dict({"who": ["a", "", "b"]}), "who")
 
 
 @pytest.mark.parametrize("values", [[0.5, 1.5], [["a"], ["b"]], [{"a": 1}, {"a": 2}]])
-def test_values_that_name_nothing_are_refused(values):
+def test_column_type_that_cannot_name_clients_raises_type_error(values):
     with pytest.raises(TypeError, match="do not name clients"):
         FederatedDataset.from_column(Dataset.from_dict({"who": values}), "who")
 
 
-def test_a_data_set_without_rows_has_no_clients():
+def test_empty_dataset_raises_value_error():
     with pytest.raises(ValueError, match="no rows"):
         FederatedDataset.from_column(speeches().select([]), "speaker")
 
 
 @pytest.mark.parametrize("make", [FederatedDataset.from_column, FederatedDataset.from_dataset])
-def test_splits_and_streams_are_refused(make):
+def test_dataset_dict_and_iterable_dataset_raise_type_error(make):
     second = "speaker" if make == FederatedDataset.from_column else IidPartitioner(2)
     with pytest.raises(TypeError, match=r"splits \['train'\]"):
         make(DatasetDict(train=speeches()), second)
@@ -124,7 +124,7 @@ def test_splits_and_streams_are_refused(make):
 # from_dataset
 
 
-def test_a_partitioner_cuts_the_data_set():
+def test_from_dataset_assigns_all_rows():
     clients = FederatedDataset.from_dataset(speeches(), IidPartitioner(num_clients=4, seed=0))
     assert clients.num_rows == {"0": 2, "1": 2, "2": 1, "3": 1}
     assert sorted(text for client_id in clients for text in clients[client_id]["text"]) == list("abcdef")
@@ -139,14 +139,14 @@ class FixedPartitioner(Partitioner):
         return self.result
 
 
-def test_a_partitioner_that_returns_something_else_is_named():
+def test_partitioner_with_wrong_return_type_raises_type_error():
     with pytest.raises(TypeError, match=r"FixedPartitioner.partition\(\) must return a Partition, got \[\]"):
         FederatedDataset.from_dataset(speeches(), FixedPartitioner([]))
     with pytest.raises(TypeError, match="expected a Partitioner, got 3"):
         FederatedDataset.from_dataset(speeches(), 3)
 
 
-def test_rows_that_are_not_there_are_refused():
+def test_partition_with_nonexistent_row_raises_value_error():
     partition = Partition(["a"], np.array([6]), np.array([0, 1]))
     with pytest.raises(ValueError, match="names row 6, but the data set has the rows 0 to 5"):
         FederatedDataset.from_dataset(speeches(), FixedPartitioner(partition))
@@ -155,7 +155,7 @@ def test_rows_that_are_not_there_are_refused():
 # from_dict
 
 
-def test_from_dict_keeps_each_client_as_it_is():
+def test_from_dict_keeps_client_datasets_and_order():
     first, second = speeches().select([0, 1]), speeches().select([2])
     clients = FederatedDataset.from_dict({"b": first, "a": second})
     assert list(clients) == ["b", "a"]
@@ -170,22 +170,22 @@ def test_from_dict_accepts_a_dataset_dict():
     assert clients.num_rows == {"left": 1, "right": 1}
 
 
-def test_whole_numbers_become_strings():
+def test_integer_ids_become_strings():
     assert list(FederatedDataset.from_dict({2: speeches(), np.int64(1): speeches()})) == ["2", "1"]
 
 
 @pytest.mark.parametrize("key", [1.0, True, None, ("a", 1)])
-def test_other_keys_are_refused(key):
-    with pytest.raises(TypeError, match="must be a string or a whole number"):
+def test_ids_of_other_types_raise_type_error(key):
+    with pytest.raises(TypeError, match="must be a string or an integer"):
         FederatedDataset.from_dict({key: speeches()})
 
 
-def test_ids_that_become_the_same_string_are_refused():
+def test_ids_with_the_same_string_raise_value_error():
     with pytest.raises(ValueError, match="'1' occurs twice"):
         FederatedDataset.from_dict({1: speeches(), "1": speeches()})
 
 
-def test_bad_mappings_are_refused():
+def test_from_dict_rejects_invalid_mappings():
     with pytest.raises(ValueError, match="the mapping is empty"):
         FederatedDataset.from_dict({})
     with pytest.raises(ValueError, match="empty string"):
@@ -196,39 +196,39 @@ def test_bad_mappings_are_refused():
         FederatedDataset.from_dict({"a": [{"text": "x"}]})
 
 
-def test_clients_without_rows_are_named():
+def test_empty_client_error_names_all_empty_clients():
     empty = speeches().select([])
     with pytest.raises(ValueError, match="cannot train: 'b', 'd'"):
         FederatedDataset.from_dict({"a": speeches(), "b": empty, "c": speeches(), "d": empty})
 
 
-def test_different_columns_are_named():
-    with pytest.raises(ValueError, match=r"'b' lacks \['text'\] and has \['words'\] beyond those of 'a'"):
+def test_different_columns_error_names_the_columns():
+    with pytest.raises(ValueError, match=r"compared with 'a', 'b' lacks \['text'\] and adds \['words'\]"):
         FederatedDataset.from_dict({"a": speeches(), "b": speeches().rename_column("text", "words")})
 
 
-def test_different_types_are_named():
+def test_different_types_error_names_the_column():
     with pytest.raises(ValueError, match="differ in the column 'label': 'b' has Value"):
         FederatedDataset.from_dict({"a": speeches(), "b": speeches().cast_column("label", Value("int64"))})
 
 
-def test_another_order_of_label_names_is_refused():
-    turned = speeches().cast_column("label", Value("int64")).cast_column("label", ClassLabel(names=["yes", "no"]))
+def test_different_order_of_label_names_raises_value_error():
+    reordered = speeches().cast_column("label", Value("int64")).cast_column("label", ClassLabel(names=["yes", "no"]))
     with pytest.raises(ValueError, match="differ in the column 'label'.*one order of names"):
-        FederatedDataset.from_dict({"a": speeches(), "b": turned})
+        FederatedDataset.from_dict({"a": speeches(), "b": reordered})
 
 
-def test_columns_may_stand_in_another_order():
-    turned = speeches().select_columns(["label", "text", "speaker"])
-    clients = FederatedDataset.from_dict({"a": speeches(), "b": turned})
+def test_clients_may_have_a_different_column_order():
+    reordered = speeches().select_columns(["label", "text", "speaker"])
+    clients = FederatedDataset.from_dict({"a": speeches(), "b": reordered})
     assert clients.to_dataset()["text"][:] == list("abcdef") * 2
 
 
-def test_an_iterable_client_has_no_number_of_rows_and_is_not_pooled():
+def test_iterable_client_has_unknown_size_and_cannot_be_pooled():
     stream = speeches().to_iterable_dataset()
     clients = FederatedDataset.from_dict({"a": speeches(), "b": stream})
     assert clients.num_rows == {"a": 6, "b": None}
-    assert "unknown for 1 iterable clients, 6 in the others" in repr(clients)
+    assert "unknown for 1 iterable clients, 6 for the remaining clients" in repr(clients)
     mapped = clients.map(lambda row: {"text": row["text"].upper()})
     assert isinstance(mapped["b"], IterableDataset)
     assert [row["text"] for row in mapped["b"]] == list("ABCDEF")
@@ -236,26 +236,26 @@ def test_an_iterable_client_has_no_number_of_rows_and_is_not_pooled():
         clients.to_dataset()
 
 
-# a mapping of views
+# access to clients
 
 
-def test_views_are_not_retained():
+def test_client_datasets_are_not_kept_in_memory():
     clients = FederatedDataset.from_column(speeches(), "speaker")
     view = clients["ann"]
-    seen = weakref.ref(view)
+    reference = weakref.ref(view)
     del view
     gc.collect()
-    assert seen() is None
+    assert reference() is None
 
 
-def test_two_views_of_a_client_share_a_fingerprint():
-    # map() finds its cache by the fingerprint; a random one would preprocess each client again in every round
+def test_client_dataset_has_a_stable_fingerprint():
+    # `map` finds its cache by the fingerprint. A random fingerprint would preprocess each client again in every round.
     clients, again = (FederatedDataset.from_column(speeches(), "speaker") for _ in range(2))
     assert clients["ann"]._fingerprint == again["ann"]._fingerprint
     assert clients["ann"]._fingerprint != clients["ben"]._fingerprint
 
 
-def test_asking_whether_a_client_exists_opens_none(monkeypatch):
+def test_membership_equality_and_sizes_open_no_client(monkeypatch):
     clients = FederatedDataset.from_column(speeches(), "speaker")
     monkeypatch.setattr(Dataset, "select", lambda *args, **kwargs: pytest.fail("a client was opened"))
     assert "ann" in clients and "dan" not in clients and 3 not in clients
@@ -265,22 +265,22 @@ def test_asking_whether_a_client_exists_opens_none(monkeypatch):
     assert "num_clients: 3" in repr(clients)
 
 
-def test_an_unknown_client_gets_names_that_look_alike():
+def test_unknown_client_error_suggests_similar_ids():
     clients = FederatedDataset.from_column(speeches(), "speaker")
     with pytest.raises(KeyError, match="no client 'anne'. Did you mean 'ann'?"):
         clients["anne"]
-    with pytest.raises(KeyError, match="no client 0. There are 3, first 'ann'"):
+    with pytest.raises(KeyError, match="no client 0. There are 3 clients, the first is 'ann'"):
         clients[0]
     with pytest.raises(KeyError, match="Did you mean 'ben'"):
         clients.select_clients(["ann", "bene"])
 
 
-def test_views_keep_the_format_of_the_source():
+def test_client_dataset_keeps_the_format_of_the_source():
     clients = FederatedDataset.from_column(speeches().with_format("numpy"), "speaker")
     assert isinstance(clients["ann"][0]["label"], np.int64)
 
 
-def test_a_federated_data_set_can_be_pickled():
+def test_federated_dataset_can_be_pickled():
     clients = pickle.loads(pickle.dumps(FederatedDataset.from_column(speeches(), "speaker")))
     assert clients["ben"]["text"][:] == ["b", "e"]
 
@@ -288,14 +288,14 @@ def test_a_federated_data_set_can_be_pickled():
 # select_clients, to_dataset
 
 
-def test_select_clients_keeps_the_order_asked_for():
+def test_select_clients_keeps_the_given_order():
     clients = FederatedDataset.from_column(speeches(), "speaker").select_clients(["cy", "ann"])
     assert clients.num_rows == {"cy": 1, "ann": 3}
     assert clients["ann"]["text"][:] == ["a", "c", "f"]
     assert clients.to_dataset()["text"][:] == ["d", "a", "c", "f"]
 
 
-def test_select_clients_refuses_none_twice_and_a_string():
+def test_select_clients_rejects_empty_repeated_and_string_arguments():
     clients = FederatedDataset.from_column(speeches(), "speaker")
     with pytest.raises(ValueError, match="the list of ids is empty"):
         clients.select_clients([])
@@ -305,16 +305,16 @@ def test_select_clients_refuses_none_twice_and_a_string():
         clients.select_clients("ann")
 
 
-# changing rows and columns
+# transformations
 
 
 @pytest.fixture(params=["one source", "from_dict"])
 def clients(request) -> FederatedDataset:
-    cut = FederatedDataset.from_column(speeches().shuffle(seed=2), "speaker")
-    return cut if request.param == "one source" else FederatedDataset.from_dict(dict(cut.items()))
+    partitioned = FederatedDataset.from_column(speeches().shuffle(seed=2), "speaker")
+    return partitioned if request.param == "one source" else FederatedDataset.from_dict(dict(partitioned.items()))
 
 
-def test_changes_keep_whose_the_rows_are(clients):
+def test_transformations_keep_the_assignment_to_clients(clients):
     changed = (
         clients.map(lambda row: {"who": row["speaker"] + row["text"]})
         .remove_columns(["speaker"])
@@ -331,7 +331,7 @@ def test_changes_keep_whose_the_rows_are(clients):
         assert changed[client_id]["labels"][:] == before["label"][:]
 
 
-def test_a_map_that_changes_the_number_of_rows_is_refused(clients):
+def test_map_that_changes_the_number_of_rows_raises_value_error(clients):
     with pytest.raises(ValueError, match=r"FederatedDataset.from_dict\(\{client_id: clients\[client_id\].map"):
         clients.map(lambda rows: {"text": rows["text"] * 2}, batched=True, remove_columns=["speaker", "label"])
 
@@ -345,30 +345,30 @@ def test_a_map_that_changes_the_number_of_rows_is_refused(clients):
         lambda clients: clients.cast_column("texts", Value("string")),
     ],
 )
-def test_a_column_that_does_not_exist_lists_those_that_do(clients, change):
+def test_transformation_of_missing_column_lists_existing_columns(clients, change):
     with pytest.raises(ValueError, match="no column 'texts'. The columns are: speaker, text, label"):
         change(clients)
 
 
-def test_one_source_is_mapped_once_and_without_rows_of_nobody():
+def test_map_processes_only_rows_that_belong_to_a_client():
     seen: list[str] = []
 
-    def remember(rows):
+    def record(rows):
         seen.extend(rows["text"])
         return {"length": [len(text) for text in rows["text"]]}
 
     clients = FederatedDataset.from_column(speeches(), "speaker").select_clients(["cy", "ben"])
-    mapped = clients.map(remember, batched=True, load_from_cache_file=False)
+    mapped = clients.map(record, batched=True, load_from_cache_file=False)
     assert seen == ["d", "b", "e"]
     assert mapped["ben"]["text"][:] == ["b", "e"]
     assert mapped.num_rows == {"cy": 1, "ben": 2}
 
 
 @pytest.mark.parametrize("name", ["cache_file_name", "new_fingerprint"])
-def test_clients_of_their_own_are_not_mapped_into_one_cache(tmp_path, name):
+def test_map_with_one_cache_for_separate_datasets_raises_value_error(tmp_path, name):
     clients = FederatedDataset.from_dict(
         {"a": Dataset.from_dict({"x": [1, 2]}), "b": Dataset.from_dict({"x": [3, 4]})}
     )
-    with pytest.raises(ValueError, match=f"{name} would give all the first's rows"):
+    with pytest.raises(ValueError, match=f"{name} would give all clients the rows of the first client"):
         clients.map(lambda row: row, **{name: str(tmp_path / "cache")})
     assert clients.map(lambda row: {"x": row["x"] + 1})["b"]["x"][:] == [4, 5]

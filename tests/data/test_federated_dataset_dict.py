@@ -1,4 +1,4 @@
-"""Splits of a federated data set."""
+"""`FederatedDatasetDict` partitions, transforms and stores the splits of a federated dataset."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def splits() -> DatasetDict:
     return DatasetDict(train=rows(2000), test=rows(400, seed=1))
 
 
-def test_a_client_has_the_same_shares_of_labels_in_every_split(splits):
+def test_client_has_the_same_label_shares_in_every_split(splits):
     clients = FederatedDatasetDict.from_dataset(splits, LabelDirichletPartitioner(num_clients=8, alpha=0.3))
     train, test = (label_counts(clients[split]).shares for split in ("train", "test"))
-    same = np.abs(train - test).sum(axis=1)
-    other = np.abs(train - np.roll(test, 1, axis=0)).sum(axis=1)
-    assert same.mean() < other.mean() / 3
+    same_client = np.abs(train - test).sum(axis=1)
+    other_client = np.abs(train - np.roll(test, 1, axis=0)).sum(axis=1)
+    assert same_client.mean() < other_client.mean() / 3
     for split, dataset in splits.items():
-        given = [text for client in clients[split].values() for text in client["text"][:]]
-        assert sorted(given) == sorted(dataset["text"][:])
+        assigned = [text for client in clients[split].values() for text in client["text"][:]]
+        assert sorted(assigned) == sorted(dataset["text"][:])
 
 
-def test_splits_of_single_clients_and_of_a_few(splits):
+def test_client_and_select_clients_return_all_splits(splits):
     clients = FederatedDatasetDict.from_dataset(splits, NaturalPartitioner("site"))
     assert clients.client_ids == ["site 0", "site 1", "site 2"]
-    one = clients.client("site 1")
-    assert isinstance(one, DatasetDict) and list(one) == ["train", "test"]
-    assert one["test"]["text"][:3] == ["text 1", "text 4", "text 7"]
-    few = clients.select_clients(["site 2", "site 0"])
-    assert {split: list(part) for split, part in few.items()} == {
+    client = clients.client("site 1")
+    assert isinstance(client, DatasetDict) and list(client) == ["train", "test"]
+    assert client["test"]["text"][:3] == ["text 1", "text 4", "text 7"]
+    selected = clients.select_clients(["site 2", "site 0"])
+    assert {split: list(part) for split, part in selected.items()} == {
         "train": ["site 2", "site 0"],
         "test": ["site 2", "site 0"],
     }
@@ -60,17 +60,17 @@ def test_splits_of_single_clients_and_of_a_few(splits):
             call()
 
 
-def test_a_client_may_lack_a_split(splits):
+def test_client_may_lack_a_split(splits):
     small = DatasetDict(train=splits["train"], test=splits["test"].select([0, 1]))
     clients = FederatedDatasetDict.from_dataset(small, NaturalPartitioner("site"))
     assert list(clients["test"]) == ["site 0", "site 1"]
     assert list(clients.client("site 2")) == ["train"]
     assert list(clients.select_clients(["site 2"])) == ["train"]
-    given = FederatedDatasetDict.from_dict({"a": {"train": rows(3), "test": rows(2)}, 7: {"train": rows(4)}})
-    assert given.num_rows == {"train": {"a": 3, "7": 4}, "test": {"a": 2}}
+    unequal = FederatedDatasetDict.from_dict({"a": {"train": rows(3), "test": rows(2)}, 7: {"train": rows(4)}})
+    assert unequal.num_rows == {"train": {"a": 3, "7": 4}, "test": {"a": 2}}
 
 
-def test_what_a_dataset_dict_can_do_is_done_to_every_split(splits):
+def test_transformations_apply_to_every_split(splits):
     clients = FederatedDatasetDict.from_dataset(splits, IidPartitioner(4))
     changed = (
         clients.map(lambda row: {"length": len(row["text"])})
@@ -85,18 +85,18 @@ def test_what_a_dataset_dict_can_do_is_done_to_every_split(splits):
     assert clients.select_columns(["text"]).column_names == {"train": ["text"], "test": ["text"]}
 
 
-def test_what_are_no_splits_is_refused(splits):
+def test_invalid_splits_and_partitioners_raise_errors(splits):
     with pytest.raises(TypeError, match="expected a DatasetDict with splits, got Dataset"):
         FederatedDatasetDict.from_dataset(splits["train"], IidPartitioner(2))
     with pytest.raises(TypeError, match="'train' is a Dataset, expected a FederatedDataset"):
         FederatedDatasetDict(train=splits["train"])
-    with pytest.raises(ValueError, match="cannot name a split"):
+    with pytest.raises(ValueError, match="is not a valid split name"):
         FederatedDatasetDict({"all": FederatedDataset.from_dict({"a": splits["train"]})})
     with pytest.raises(TypeError, match="expected a Partitioner"):
         FederatedDatasetDict.from_dataset(splits, "iid")
 
 
-def test_a_nested_partition_is_saved_with_its_settings(splits, tmp_path):
+def test_saved_nested_partition_keeps_its_settings(splits, tmp_path):
     partitioner = NestedPartitioner(NaturalPartitioner("site"), LabelDirichletPartitioner(2, alpha=0.5))
     clients = FederatedDatasetDict.from_dataset(splits, partitioner)
     clients.save_to_disk(tmp_path / "clients", label_column="label")

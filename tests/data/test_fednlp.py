@@ -1,4 +1,4 @@
-"""FedNLP's HDF5 files, written here as its loaders write them."""
+"""FedNLP HDF5 files. The fixtures write the files in the same way as the loaders of FedNLP."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def news(tmp_path):
         "index_list": list(range(48)),
     }
     write(tmp_path / "news_data.h5", attributes, X=texts, Y=labels)
-    # twelve clients: as texts their numbers are in the order 0, 1, 10, 11, 2, …
+    # The keys of twelve clients are listed in the order of strings: 0, 1, 10, 11, 2, …
     clients = {str(i): {"train": [i, i + 12, i + 24][::-1], "test": [i + 36]} for i in range(12)}
     write_partition(tmp_path / "news_partition.h5", clients)
     return tmp_path / "news_data.h5", tmp_path / "news_partition.h5", texts, labels
 
 
-def test_clients_have_their_rows_in_the_order_of_the_file(news):
+def test_clients_have_the_rows_of_the_partition_file_in_order(news):
     data, partition, texts, labels = news
     both = FederatedDatasetDict.from_fednlp_h5(data, partition, METHOD)
     assert both.client_ids == [str(i) for i in range(12)]
@@ -60,12 +60,12 @@ def test_clients_have_their_rows_in_the_order_of_the_file(news):
             assert client["text"][:] == [texts[number] for number in numbers]
             assert client.features["label"].int2str(client["label"][:]) == [labels[number] for number in numbers]
     assert both["train"].features["label"] == ClassLabel(names=["alt.atheism", "rec.autos", "sci.space"])
-    one = FederatedDataset.from_fednlp_h5(data, partition, METHOD, split="test")
-    assert one["11"][:] == both["test"]["11"][:]
-    assert one.partitioning == {"partitioner": "fednlp", "method": METHOD}
+    test = FederatedDataset.from_fednlp_h5(data, partition, METHOD, split="test")
+    assert test["11"][:] == both["test"]["11"][:]
+    assert test.partitioning == {"partitioner": "fednlp", "method": METHOD}
 
 
-def test_tags_spans_pairs_and_plain_texts_become_columns(tmp_path):
+def test_every_task_is_read_into_its_columns(tmp_path):
     vocabulary = {"O": 0, "B-PER": 1, "I-PER": 2}
     write(
         tmp_path / "tags.h5",
@@ -100,7 +100,7 @@ def test_tags_spans_pairs_and_plain_texts_become_columns(tmp_path):
     assert read("plain.h5")["0"][0] == {"text": "two"}
 
 
-def test_what_was_written_is_read_again(tmp_path):
+def test_written_files_are_read_back_and_match_the_fednlp_layout(tmp_path):
     rows = Dataset.from_dict({"text": [f"text {i}" for i in range(40)], "label": [i % 3 for i in range(40)]})
     rows = rows.cast_column("label", ClassLabel(names=["a", "b", "c"]))
     both = FederatedDatasetDict(
@@ -114,7 +114,7 @@ def test_what_was_written_is_read_again(tmp_path):
         assert list(again[split]) == list(both[split])
         for client_id in both[split]:
             assert again[split][client_id][:] == both[split][client_id][:]
-    # as FedNLP's own loader reads it
+    # The loader of FedNLP reads the files in this way.
     with h5py.File(paths[0]) as data, h5py.File(paths[1]) as partition:
         attributes = json.loads(data["attributes"][()])
         number = partition["uniform"]["partition_data"]["3"]["test"][()][0]
@@ -126,7 +126,7 @@ def test_what_was_written_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("task_type", ["seq_tagging", "span_extraction", "seq2seq", "lm"])
-def test_every_task_goes_there_and_back(tmp_path, task_type):
+def test_written_rows_of_every_task_are_read_back(tmp_path, task_type):
     columns = {
         "seq_tagging": {"tokens": [["a", "b"], ["c"], ["d"]], "tags": [["O", "B-X"], ["O"], ["B-X"]]},
         "span_extraction": {
@@ -149,7 +149,7 @@ def test_every_task_goes_there_and_back(tmp_path, task_type):
         assert again[:] == columns
 
 
-def test_files_that_do_not_fit_are_errors(news, tmp_path):
+def test_inconsistent_files_raise_errors(news, tmp_path):
     data, partition, *_ = news
     with pytest.raises(ValueError, match=f"no partition 'uniform'. It has: {METHOD}"):
         FederatedDataset.from_fednlp_h5(data, partition, "uniform")
@@ -159,17 +159,17 @@ def test_files_that_do_not_fit_are_errors(news, tmp_path):
     with pytest.raises(ValueError, match="no row 99 in 'X'"):
         FederatedDataset.from_fednlp_h5(data, tmp_path / "far.h5", METHOD)
     write_partition(tmp_path / "twice.h5", {"0": {"train": [1, 2]}, "1": {"train": [3, 2]}})
-    with pytest.raises(ValueError, match="gives row 2 of train twice"):
+    with pytest.raises(ValueError, match="contains row 2 of train twice"):
         FederatedDataset.from_fednlp_h5(data, tmp_path / "twice.h5", METHOD)
     write(tmp_path / "other.h5", {"task_type": "regression"}, X=["a"] * 48)
-    with pytest.raises(ValueError, match="'regression' is not known"):
+    with pytest.raises(ValueError, match="Unknown task_type 'regression'"):
         FederatedDataset.from_fednlp_h5(tmp_path / "other.h5", partition, METHOD)
     clients = FederatedDatasetDict(train=FederatedDataset.from_dict({"a": Dataset.from_dict({"text": ["x"]})}))
     write_partition(tmp_path / "both.h5", {"0": {"train": [1], "test": [1]}})
-    with pytest.raises(ValueError, match="gives row 1 to training and to testing"):
+    with pytest.raises(ValueError, match="contains row 1 in both train and test"):
         FederatedDataset.from_fednlp_h5(data, tmp_path / "both.h5", METHOD)
     write_partition(tmp_path / "none.h5", {"0": {"train": [], "test": []}})
-    with pytest.raises(ValueError, match="gives no row to any client"):
+    with pytest.raises(ValueError, match="no client of .* has rows"):
         FederatedDataset.from_fednlp_h5(data, tmp_path / "none.h5", METHOD)
     with h5py.File(tmp_path / "real.h5", "w") as file:
         file[f"{METHOD}/partition_data/0/train"] = np.array([0.7])

@@ -1,4 +1,4 @@
-"""Federated data sets on the Hub: the real `huggingface_hub` and `datasets` against a Hub on loopback."""
+"""Federated datasets on the Hub: the real `huggingface_hub` and `datasets` with a local Hub server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def process(server, tmp_path_factory):
-    """One process with the libraries for all tests: importing them takes seconds."""
+    """One process that imports the libraries once for all tests, because the imports take seconds."""
     with HubClient(server, tmp_path_factory.mktemp("home")) as client:
         yield client
 
@@ -40,7 +40,7 @@ def anna(process):
 
 @pytest.fixture
 def fresh(process, tmp_path):
-    """Runs a function as somebody who has downloaded nothing yet."""
+    """Run a function with an empty download cache."""
 
     def run(function, token=None, home="reader", **arguments):
         return process.run(function, token=token, cache_dir=str(tmp_path / home), **arguments)
@@ -48,18 +48,20 @@ def fresh(process, tmp_path):
     return run
 
 
-def push(repo_id: str = "anna/clients", who=("Anna", "default", "007", "no") * 10, prefix: str = "text", **options):
+def push(
+    repo_id: str = "anna/clients", speaker=("Anna", "default", "007", "no") * 10, prefix: str = "text", **options
+):
     from datasets import Dataset
 
     from hf_federated import FederatedDataset
 
-    texts = [f"{prefix} {number}" for number in range(len(who))]
-    rows = Dataset.from_dict({"who": who, "text": texts, "label": [number % 2 for number in range(len(who))]})
+    texts = [f"{prefix} {number}" for number in range(len(speaker))]
+    rows = Dataset.from_dict({"who": speaker, "text": texts, "label": [number % 2 for number in range(len(speaker))]})
     commit = FederatedDataset.from_column(rows, "who").push_to_hub(repo_id, **options)
     return None if commit is None else commit.oid
 
 
-WHO = ["Anna", "default", "007", "no"] * 10
+SPEAKERS = ["Anna", "default", "007", "no"] * 10
 
 
 def push_error(**arguments):
@@ -80,7 +82,7 @@ def read_everything(revision: str, cache_dir: str):
     from hf_federated import FederatedDataset
 
     clients = FederatedDataset.from_hub("anna/clients", cache_dir=cache_dir)
-    then = FederatedDataset.from_hub("anna/clients", revision=revision, cache_dir=cache_dir)
+    at_revision = FederatedDataset.from_hub("anna/clients", revision=revision, cache_dir=cache_dir)
 
     def texts(*names):
         return load_dataset("anna/clients", *names, split="train", cache_dir=cache_dir)["text"][:]
@@ -89,45 +91,45 @@ def read_everything(revision: str, cache_dir: str):
         "ids": list(clients),
         "no": clients["no"]["text"][:],
         "partitioning": clients.partitioning,
-        "then": list(then),
+        "ids at revision": list(at_revision),
         "load_dataset": sorted(texts()),
-        "load_dataset of one": texts("_41nna"),
+        "load_dataset of Anna": texts("_41nna"),
         "load_dataset of no": texts("no"),
     }
 
 
-def test_a_push_is_one_commit_that_both_libraries_read(hub, anna, fresh):
+def test_push_is_one_commit_and_both_libraries_load_it(hub, anna, fresh):
     first = anna(push)
     assert len(hub.requests("commit")) == 1
-    seen = fresh(read_everything, revision=first)  # without a token: the repository is public
-    assert seen["ids"] == sorted(set(WHO)) == seen["then"]
+    seen = fresh(read_everything, revision=first)  # no token, because the repository is public
+    assert seen["ids"] == sorted(set(SPEAKERS)) == seen["ids at revision"]
     assert seen["no"] == [f"text {i}" for i in range(3, 40, 4)] == seen["load_dataset of no"]
     assert seen["load_dataset"] == sorted(f"text {i}" for i in range(40))
-    assert seen["load_dataset of one"] == [f"text {i}" for i in range(0, 40, 4)]
+    assert seen["load_dataset of Anna"] == [f"text {i}" for i in range(0, 40, 4)]
     assert seen["partitioning"] == {"partitioner": "from_column", "column": "who", "min_rows": None}
 
 
-def test_a_second_push_uploads_what_changed_and_removes_who_is_gone(hub, anna, fresh):
+def test_second_push_uploads_changes_and_removes_old_clients(hub, anna, fresh):
     first = anna(push)
     hub.clear_log()
     assert anna(push) is None
     assert not hub.requests("storage-upload") and not hub.requests("commit")
-    anna(push, who=["Anna" if who == "default" else who for who in WHO] + ["Zoë"])
+    anna(push, speaker=["Anna" if speaker == "default" else speaker for speaker in SPEAKERS] + ["Zoë"])
     assert len(hub.requests("storage-upload", method="PUT")) == 2  # Anna's and Zoë's
     assert len(hub.requests("commit")) == 1
     folders = {path.split("/")[1] for path in hub.files("anna/clients") if path.startswith("data/")}
     assert folders == {"007", "_41nna", "no", "_5ao_c3_ab"}
     seen = fresh(read_everything, revision=first)
     assert seen["ids"] == ["007", "Anna", "Zoë", "no"]
-    assert seen["then"] == sorted(set(WHO))
+    assert seen["ids at revision"] == sorted(set(SPEAKERS))
 
 
-def test_what_people_wrote_on_the_card_stays(hub, anna):
+def test_push_keeps_user_edits_of_the_card(hub, anna):
     anna(push)
     card = hub.files("anna/clients")["README.md"].decode()
     edited = card.replace("---\n", "---\nlicense: mit\n", 1).replace("# clients\n", "# Speakers\n\nCollected by us.\n")
     hub.push("anna/clients", {"README.md": (edited + "\n## Licence\n\nAsk us.\n").encode()})
-    anna(push, who=WHO[:38] + ["x", "y"])
+    anna(push, speaker=SPEAKERS[:38] + ["x", "y"])
     card = hub.files("anna/clients")["README.md"].decode()
     for kept in ("license: mit", "# Speakers\n\nCollected by us.", "## Licence\n\nAsk us."):
         assert kept in card
@@ -145,25 +147,25 @@ def fetch(cache_dir: str, repo_id: str = "anna/clients", clients: list[str] | No
 
 
 @pytest.mark.parametrize("num_clients", [10, pytest.param(5000, marks=pytest.mark.slow)])
-def test_a_reader_downloads_the_clients_it_asks_for_and_no_other(hub, anna, fresh, num_clients):
-    anna(push, who=[str(number) for number in range(num_clients)] * 2)
+def test_from_hub_downloads_only_the_requested_clients(hub, anna, fresh, num_clients):
+    anna(push, speaker=[str(number) for number in range(num_clients)] * 2)
     files = hub.files("anna/clients")
     hub.clear_log()
-    asked = ["7", "3"]
-    assert fresh(fetch, clients=asked) == asked
+    requested = ["7", "3"]
+    assert fresh(fetch, clients=requested) == requested
     expected = len(files["partition.json"]) + sum(
-        len(files[f"data/{name}/train-00000-of-00001.parquet"]) for name in asked
+        len(files[f"data/{name}/train-00000-of-00001.parquet"]) for name in requested
     )
     assert hub.bytes_served() == expected
-    # asked again, from the cache: not a byte
+    # The second request is served from the cache.
     hub.clear_log()
-    assert fresh(fetch, clients=asked) == asked
+    assert fresh(fetch, clients=requested) == requested
     assert hub.bytes_served() == 0
 
 
-def test_private_data_is_for_its_owner_and_storage_sees_no_token(hub, process, anna, fresh):
+def test_private_dataset_needs_the_token_of_the_owner_and_storage_receives_no_token(hub, process, anna, fresh):
     anna(push, private=True)
-    assert fresh(fetch, token="hf_anna", home="anna") == sorted(set(WHO))
+    assert fresh(fetch, token="hf_anna", home="anna") == sorted(set(SPEAKERS))
     for token in (None, "hf_ben", "hf_wrong"):
         answer = fresh(fetch, token=token, home=str(token))
         assert "NotFoundError" in answer or "401" in answer, answer
@@ -173,31 +175,31 @@ def test_private_data_is_for_its_owner_and_storage_sees_no_token(hub, process, a
     assert "403" in answer or "NotFound" in answer
 
 
-def test_private_is_not_granted_by_a_repository_that_is_public(hub, anna):
+def test_private_push_to_a_public_repository_raises_value_error(hub, anna):
     anna(push)
     hub.clear_log()
     answer = anna(push_error, repo_id="anna/clients", private=True)
-    assert "anna/clients is there already and is public" in answer
+    assert "anna/clients already exists and is public" in answer
     assert not hub.requests("commit") and not hub.requests("storage-upload")
 
 
-def test_a_push_beside_another_publishes_nothing(hub, anna):
+def test_push_during_another_commit_publishes_nothing(hub, anna):
     anna(push)
     before = hub.files("anna/clients")
     hub.before_commit(lambda: hub.push("anna/clients", {"notes.txt": b"meanwhile"}))
     answer = anna(push_error, repo_id="anna/clients")
-    assert answer.startswith("ConcurrentPushError: anna/clients got another commit")
+    assert answer.startswith("ConcurrentPushError: anna/clients received another commit")
     assert hub.files("anna/clients") == {**before, "notes.txt": b"meanwhile"}
     anna(push, prefix="again")
     assert hub.files("anna/clients")["notes.txt"] == b"meanwhile"
 
 
-def test_a_push_that_broke_off_is_finished_by_the_next(hub, anna):
+def test_interrupted_push_is_completed_by_the_next_push(hub, anna):
     for kind in ("preupload", "lfs-batch", "storage-upload", "commit"):
         hub.fail_next(kind, status=403)
         assert anna(push_error, repo_id="anna/clients") is not None
         assert "partition.json" not in hub.files("anna/clients")
-    # the reply to a commit that was carried out is lost: the rerun finds everything there
+    # The commit succeeds, but its reply is lost. The next push has nothing to upload.
     hub.lose_reply_to("commit")
     assert anna(push_error, repo_id="anna/clients") is not None
     assert "partition.json" in hub.files("anna/clients")
@@ -206,17 +208,17 @@ def test_a_push_that_broke_off_is_finished_by_the_next(hub, anna):
     assert not hub.requests("commit") and not hub.requests("storage-upload")
 
 
-def test_repositories_that_hold_something_else_are_refused(hub, anna, fresh):
+def test_repository_without_partition_json_is_rejected(hub, anna, fresh):
     anna(push)
     hub.push("anna/clients", {"partition.json": None})
     answer = anna(push_error, repo_id="anna/clients")
-    assert "ValueError: anna/clients holds data that is no federated data set" in answer
+    assert "ValueError: anna/clients contains data that is not a federated dataset" in answer
     assert "FileNotFoundError: anna/clients has no partition.json" in fresh(fetch)
 
 
-def test_what_others_put_into_the_repository_stays(hub, anna):
+def test_push_keeps_files_and_configurations_of_users(hub, anna):
     anna(push)
-    others = {
+    user_files = {
         "data/codebook.csv": b"a,b",
         "data/raw/interviews.zip": b"zip",
         "pictures/logo.png": b"png",
@@ -224,10 +226,10 @@ def test_what_others_put_into_the_repository_stays(hub, anna):
     }
     card = hub.files("anna/clients")["README.md"].decode()
     config = "configs:\n- config_name: en\n  data_files: en/train.jsonl\n"
-    hub.push("anna/clients", {**others, "README.md": card.replace("configs:\n", config, 1).encode()})
-    anna(push, who=["Anna", "no"] * 20)
+    hub.push("anna/clients", {**user_files, "README.md": card.replace("configs:\n", config, 1).encode()})
+    anna(push, speaker=["Anna", "no"] * 20)
     files = hub.files("anna/clients")
-    assert {path: files[path] for path in others} == others
+    assert {path: files[path] for path in user_files} == user_files
     card = files["README.md"].decode()
     assert card.count("config_name: en") == 1 and 'config_name: "no"' in card and '"007"' not in card
 
@@ -235,14 +237,17 @@ def test_what_others_put_into_the_repository_stays(hub, anna):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"partition.json": b'{"by": "another tool"}'}, "anna/other holds another partition.json"),
+        ({"partition.json": b'{"by": "another tool"}'}, "anna/other has an invalid partition.json"),
         ({"README.md": b"---\nconfigs:\n- config_name: en\n---\n"}, "see its configs"),
-        ({"README.md": b"---\nlicense: [mit\n---\n"}, "metadata at the top of README.md of anna/other cannot be read"),
-        ({"README.md": "caf\xe9".encode("latin-1")}, "README.md is no UTF-8 text"),
-        ({"data/train.csv": b"a"}, "holds data that is no federated data set"),
+        (
+            {"README.md": b"---\nlicense: [mit\n---\n"},
+            "metadata at the top of README.md of anna/other cannot be parsed",
+        ),
+        ({"README.md": "caf\xe9".encode("latin-1")}, "README.md is not valid UTF-8"),
+        ({"data/train.csv": b"a"}, "contains data that is not a federated dataset"),
     ],
 )
-def test_a_repository_of_something_else_is_refused_and_left_alone(hub, anna, files, message):
+def test_repository_with_other_content_is_rejected_and_not_changed(hub, anna, files, message):
     hub.create("anna/other")
     hub.push("anna/other", files)
     before = hub.files("anna/other")
@@ -250,7 +255,7 @@ def test_a_repository_of_something_else_is_refused_and_left_alone(hub, anna, fil
     assert hub.files("anna/other") == before
 
 
-def test_a_card_with_text_and_metadata_of_its_own_is_kept(hub, anna):
+def test_push_keeps_text_and_metadata_of_an_existing_card(hub, anna):
     marks = "<!-- hf_federated: end -->\nKept.\n<!-- hf_federated: begin -->\n"
     card = f"\ufeff---\nlicense: mit\ntags: nlp\n---\n# Mine\n\n{marks}"
     hub.create("anna/other")
@@ -261,7 +266,7 @@ def test_a_card_with_text_and_metadata_of_its_own_is_kept(hub, anna):
     assert "license: mit" in card and "- nlp\n" in card and "# Mine" in card and "Kept." in card
 
 
-def test_what_cannot_be_pushed_leaves_nothing_on_the_hub(hub, anna):
+def test_failed_push_changes_nothing_on_the_hub(hub, anna):
     for options in ({"split": "all"}, {"label_column": "nope"}, {"max_shard_size": "foo"}):
         assert "ValueError" in anna(push_error, repo_id="anna/new", **options)
         assert not hub.repositories and not hub.requests("create-repo")
@@ -281,11 +286,11 @@ def push_by_name():
     return list(FederatedDataset.from_hub("anna/mine"))
 
 
-def test_a_repository_without_an_owner_is_the_users(hub, anna):
+def test_repo_id_without_namespace_uses_the_namespace_of_the_user(hub, anna):
     assert anna(push_by_name) == ["a", "b"]
 
 
-def with_an_explicit_token(cache_dir: str, secret: str):
+def use_explicit_token(cache_dir: str, secret: str):
     from datasets import Dataset
 
     from hf_federated import DatasetSource, FederatedDataset, IidPartitioner
@@ -304,18 +309,18 @@ def with_an_explicit_token(cache_dir: str, secret: str):
     ]
 
 
-def test_a_token_that_is_passed_reaches_everything(hub, process, tmp_path):
-    cut, by_number, copied = process.run(with_an_explicit_token, cache_dir=str(tmp_path), secret="hf_anna")
-    assert cut == by_number == copied
+def test_explicit_token_is_used_for_every_request(hub, process, tmp_path):
+    partitioned, index_only, copied = process.run(use_explicit_token, cache_dir=str(tmp_path), secret="hf_anna")
+    assert partitioned == index_only == copied
 
 
-def test_files_that_are_not_those_that_were_pushed_are_refused(hub, anna, fresh):
+def test_files_changed_after_the_push_raise_an_error(hub, anna, fresh):
     anna(push)
     files = hub.files("anna/clients")
     hub.push("anna/clients", {"data/no/train-00000-of-00001.parquet": files["data/007/train-00000-of-00001.parquet"]})
-    assert "data/no/train-00000-of-00001.parquet of client 'no' is not the one" in fresh(fetch)
+    assert "data/no/train-00000-of-00001.parquet of client 'no' differs from its entry" in fresh(fetch)
     hub.push("anna/clients", {"data/no/train-00000-of-00001.parquet": None})
-    assert "anna/clients lacks data/no/train-00000-of-00001.parquet" in fresh(fetch)
+    assert "anna/clients has no file data/no/train-00000-of-00001.parquet" in fresh(fetch)
 
 
 def push_index():
@@ -332,7 +337,7 @@ def push_index():
         mapped.push_to_hub("anna/mapped", index_only=True)
     except ValueError as error:
         refused = str(error)
-    # the source goes on without the index
+    # The source dataset changes after the index was pushed.
     Dataset.from_dict({"text": ["other"] * 60}).push_to_hub("anna/texts")
     return {"clients": {i: client["text"][:] for i, client in clients.items()}, "refused": refused}
 
@@ -343,21 +348,21 @@ def read_index(cache_dir: str):
     from hf_federated import FederatedDataset
 
     clients = FederatedDataset.from_hub("anna/index", cache_dir=cache_dir)
-    two = FederatedDataset.from_hub("anna/index", clients=["2", "0"], cache_dir=cache_dir)
+    selected = FederatedDataset.from_hub("anna/index", clients=["2", "0"], cache_dir=cache_dir)
     try:
         FederatedDataset.from_hub("anna/index", source=Dataset.from_dict({"text": ["other"] * 60}))
     except ValueError as error:
         refused = str(error)
     return {
         "clients": {i: client["text"][:] for i, client in clients.items()},
-        "two": {i: client["text"][:] for i, client in two.items()},
+        "selected": {i: client["text"][:] for i, client in selected.items()},
         "refused": refused,
     }
 
 
-def test_row_numbers_are_published_over_a_source_at_a_fixed_commit(hub, anna, fresh):
+def test_index_only_push_refers_to_the_source_at_a_fixed_commit(hub, anna, fresh):
     pushed = anna(push_index)
-    assert "anna/texts at" in pushed["refused"] and "are not those that were cut" in pushed["refused"]
+    assert "anna/texts at" in pushed["refused"] and "differ from the partitioned rows" in pushed["refused"]
     assert "datasets/anna/mapped" not in hub.repositories
     files = hub.files("anna/index")
     assert not [path for path in files if path.startswith("data/")]
@@ -365,8 +370,8 @@ def test_row_numbers_are_published_over_a_source_at_a_fixed_commit(hub, anna, fr
     assert len(commit) == 40
     read = fresh(read_index)
     assert read["clients"] == pushed["clients"]
-    assert read["two"] == {i: pushed["clients"][i] for i in ("2", "0")}
-    assert "source= are not those that were cut" in read["refused"]
+    assert read["selected"] == {i: pushed["clients"][i] for i in ("2", "0")}
+    assert "rows of source differ from the partitioned rows" in read["refused"]
 
 
 def push_splits():
@@ -387,7 +392,7 @@ def push_splits():
     }
 
 
-def test_splits_are_pushed_together_to_a_branch(hub, anna):
+def test_several_splits_are_pushed_together_to_a_branch(hub, anna):
     seen = anna(push_splits)
     assert seen["read"]["train"] == {
         "b": [f"text {number}" for number in (1, 4, 7, 10)],
@@ -406,11 +411,12 @@ def fetch_without_network(cache_dir: str):
 
     from hf_federated import FederatedDataset
 
-    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):  # what the variable sets when it is imported
+    # `huggingface_hub` reads the environment variable only on import.
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
         return FederatedDataset.from_hub("anna/clients", clients=["no"], cache_dir=cache_dir)["no"]["text"][:]
 
 
-def test_what_was_fetched_once_opens_without_a_network(hub, anna, fresh):
+def test_downloaded_clients_load_without_a_network(hub, anna, fresh):
     anna(push)
     fresh(fetch, clients=["no"])
     hub.clear_log()

@@ -1,4 +1,4 @@
-"""A million rows over a thousand clients: no row is copied, and it is quick."""
+"""Time and memory limits for a million rows and a thousand clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def million_rows() -> Dataset:
 
 
 @pytest.mark.slow
-def test_a_million_rows_are_cut_in_half_a_second_and_a_client_opens_in_five_milliseconds():
+def test_a_million_rows_are_partitioned_in_half_a_second_and_a_client_opens_in_5_ms():
     dataset = million_rows()
     shuffled = dataset.shuffle(seed=0)
     for name, make in {
@@ -66,33 +66,33 @@ def test_a_million_rows_are_cut_in_half_a_second_and_a_client_opens_in_five_mill
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partitioner", PARTITIONERS.values(), ids=PARTITIONERS)
-def test_every_partitioner_cuts_a_million_rows_in_half_a_second(partitioner):
+def test_every_partitioner_partitions_a_million_rows_in_half_a_second(partitioner):
     dataset = million_rows()
     seconds, _ = _best_of_three(lambda: partitioner.partition(dataset))
-    # each group of a nest is a view of its own, whose row numbers are hashed and gathered
+    # A nested partitioner creates a view for each group, which hashes and collects the row numbers of the group.
     assert seconds < (1.0 if isinstance(partitioner, NestedPartitioner) else 0.5)
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS.values(), ids=PARTITIONERS)
-def test_every_partitioner_cuts_a_million_rows_in_a_hundred_megabytes(partitioner):
+def test_every_partitioner_partitions_a_million_rows_in_100_mb(partitioner):
     dataset = million_rows()
-    held_by_arrow = pa.total_allocated_bytes()
-    tracemalloc.start()  # numpy reports to it; what is mapped from files is not counted
+    arrow_bytes_before = pa.total_allocated_bytes()
+    tracemalloc.start()  # includes numpy allocations; memory-mapped files are not counted
     try:
         partition = partitioner.partition(dataset)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 100e6
-    assert pa.total_allocated_bytes() - held_by_arrow < 20e6
-    assert partition.indices.nbytes <= 4 * 1_000_000  # one int32 a row
+    assert pa.total_allocated_bytes() - arrow_bytes_before < 20e6
+    assert partition.indices.nbytes <= 4 * 1_000_000  # one int32 per row
 
 
-def test_a_million_rows_are_cut_without_copying_rows():
+def test_a_million_rows_are_partitioned_without_copying_rows():
     dataset = million_rows()
     before = pa.total_allocated_bytes()
     clients = FederatedDataset.from_column(dataset, "speaker")
-    assert clients.partition.indices.nbytes == 4 * 1_000_000  # one int32 a row
+    assert clients.partition.indices.nbytes == 4 * 1_000_000  # one int32 per row
     assert pa.total_allocated_bytes() - before < 1_000_000
     assert set(clients["speaker-007"]["speaker"][:]) == {"speaker-007"}
     numbers = clients["speaker-007"]["number"][:]

@@ -1,4 +1,4 @@
-"""A hash of rows: the same for the same rows, another for any other."""
+"""`content_hash` is equal for equal rows and different for different rows."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def rows() -> Dataset:
     return Dataset.from_dict(COLUMNS)
 
 
-def test_the_same_rows_have_the_same_hash_however_they_lie(rows, tmp_path):
+def test_hash_does_not_depend_on_selection_chunks_or_file_format(rows, tmp_path):
     expected = content_hash(rows)
     order = [3, 1, 0, 4, 2]
-    back = np.argsort(order).tolist()
-    assert content_hash(rows.select(order).select(back)) == expected
-    assert content_hash(rows.select(order).flatten_indices().select(back).flatten_indices()) == expected
+    inverse = np.argsort(order).tolist()
+    assert content_hash(rows.select(order).select(inverse)) == expected
+    assert content_hash(rows.select(order).flatten_indices().select(inverse).flatten_indices()) == expected
     assert content_hash(concatenate_datasets([rows.select([0, 1]), rows.select([2, 3, 4])])) == expected
     assert content_hash(concatenate_datasets([rows, rows]).select(range(5, 10))) == expected
     rows.to_parquet(tmp_path / "rows.parquet")
@@ -56,7 +56,7 @@ def test_the_same_rows_have_the_same_hash_however_they_lie(rows, tmp_path):
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_any_other_value_gives_another_hash(rows, column):
+def test_changed_value_changes_the_hash(rows, column):
     if column == "nothing":
         return
     for row in range(len(rows)):
@@ -66,7 +66,7 @@ def test_any_other_value_gives_another_hash(rows, column):
         assert content_hash(other) != content_hash(rows), row
 
 
-def test_order_number_of_rows_columns_and_label_names_count(rows):
+def test_hash_depends_on_row_order_row_number_columns_and_label_names(rows):
     expected = content_hash(rows)
     assert content_hash(rows.select([1, 0, 2, 3, 4])) != expected
     assert content_hash(rows.select(range(4))) != expected
@@ -76,7 +76,7 @@ def test_order_number_of_rows_columns_and_label_names_count(rows):
     assert content_hash(labels[0]) != content_hash(labels[1])
 
 
-def test_what_lies_between_texts_and_lists_counts():
+def test_hash_depends_on_boundaries_of_strings_and_lists():
     def hash_of(**columns):
         return content_hash(Dataset.from_dict(columns))
 
@@ -88,7 +88,7 @@ def test_what_lies_between_texts_and_lists_counts():
     assert content_hash(empty) != content_hash(null)
 
 
-def test_columns_that_change_places_give_another_hash():
+def test_swapped_columns_change_the_hash():
     rows = Dataset.from_dict({"question": ["q"], "answer": ["a"]})
     assert content_hash(rows) != content_hash(rows.rename_columns({"question": "answer", "answer": "question"}))
     assert content_hash(rows) != content_hash(rows.select_columns(["answer", "question"]))
@@ -97,14 +97,14 @@ def test_columns_that_change_places_give_another_hash():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8"])
-def test_nulls_are_no_values(dtype):
+def test_null_and_false_have_different_hashes(dtype):
     features = Features({"a": Value(dtype), "b": Value(dtype)})
     left = Dataset.from_dict({"a": [None, True], "b": [True, False]}, features=features)
     right = Dataset.from_dict({"a": [True, False], "b": [True, None]}, features=features)
     assert content_hash(left) != content_hash(right)
 
 
-def test_hash_of_many_blocks_does_not_depend_on_chunks():
+def test_hash_of_several_blocks_does_not_depend_on_chunks():
     numbers = list(range(25_000))
     random.Random(0).shuffle(numbers)
     whole = Dataset.from_dict({"n": numbers, "text": [str(n) for n in numbers]})

@@ -1,1 +1,1 @@
-"""A federated data set on disk: parquet files, `partition.json` and a card."""
+"""A federated dataset on disk: parquet files, `partition.json` and a dataset card."""

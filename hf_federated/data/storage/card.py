@@ -1,6 +1,7 @@
-"""The README.md of a stored federated data set: what `datasets` needs to load it, and what a reader wants to know.
+"""The dataset card (README.md) of a stored federated dataset.
 
-The part between two marks is ours and is written anew at each push; what people wrote around it stays.
+The card contains the configurations that `datasets` needs to load the dataset, and a description for readers. The
+section between two markers is generated and is replaced at each push. Text outside the markers is kept.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from transformers.utils import logging
 from .partition_file import PARTITION_FILE, PartitionFile
 
 
-# A reader of `load_dataset` downloads and parses the whole card: 4.5 MB and seconds for 5000 clients.
+# `load_dataset` downloads and parses the whole card. For 5000 clients this takes 4.5 MB and several seconds.
 MAX_CLIENT_CONFIGS = 1000
-# Clients that the table names.
+# Maximum number of clients in the table.
 MAX_TABLE_CLIENTS = 20
 
 logger = logging.get_logger(__name__)
@@ -37,36 +38,35 @@ def render_dataset_card(
     previous_config_names: Collection[str] = (),
 ) -> str:
     """
-    The text of the card.
+    Render the text of the dataset card.
 
     Args:
         partition_file ([`PartitionFile`]):
-            What is stored.
+            The description of the stored dataset.
         repo_id (`str`, *optional*):
-            Where it will be on the Hub; a placeholder stands in the examples otherwise.
+            The repository on the Hub. The examples in the card contain a placeholder if it is `None`.
         pictures (`Sequence[tuple[str, str]]`, *optional*):
             Caption and path of each picture.
         existing (`str`, *optional*):
-            The card that is there. Its metadata stays but for the configurations, and so does its text outside our
-            marks.
+            The existing card. Its metadata except the configurations, and its text outside the markers are kept.
         previous_config_names (`Collection[str]`, *optional*):
-            Configurations of clients that an earlier push wrote; others of the existing card stay.
+            The client configurations that the previous push wrote. Other configurations of the existing card are kept.
 
     Raises:
-        `ValueError`: If the metadata of the existing card cannot be read.
+        `ValueError`: If the metadata of the existing card cannot be parsed.
     """
     body = f"{_BEGIN}\n\n{_section(partition_file, repo_id, pictures)}\n{_END}"
     if existing is None:
-        title = repo_id.split("/")[-1] if repo_id else "A federated data set"
+        title = repo_id.split("/")[-1] if repo_id else "Federated dataset"
         metadata: dict[str, Any] = {}
         text = f"# {title}\n\n{body}\n"
     else:
         metadata, text = _parse(existing, repo_id)
         before, begin, rest = text.partition(_BEGIN)
-        ours, end, after = rest.partition(_END)
-        # Without both marks, in their order, nothing that somebody wrote may be taken for ours.
+        _, end, after = rest.partition(_END)
+        # Without both markers in the right order, all existing text was written by users and is kept.
         text = f"{before}{body}{after}" if begin and end else f"{text.rstrip()}\n\n{body}\n"
-    # Of the features and the sizes only `datasets` itself would be right; it reads them from the files.
+    # `datasets` reads features and sizes from the files, so outdated values are removed.
     metadata.pop("dataset_info", None)
     tags = metadata.get("tags") or []
     metadata["tags"] = [*dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *_TAGS])]
@@ -81,35 +81,36 @@ def render_dataset_card(
 
 
 def config_names(card: str, repo_id: str | None) -> list[str]:
-    """The configurations that a card names. Raises `ValueError` if its metadata cannot be read."""
+    """Return the names of the configurations in a card. Raises `ValueError` if its metadata cannot be parsed."""
     return [str(config.get("config_name")) for config in _parse(card, repo_id)[0].get("configs") or []]
 
 
 def _parse(card: str, repo_id: str | None) -> tuple[dict[str, Any], str]:
-    """Metadata and text of a card."""
+    """Return the metadata and the text of a card."""
     try:
         parsed = DatasetCard(card, ignore_metadata_errors=True)
         metadata = parsed.data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"The metadata at the top of README.md{f' of {repo_id}' if repo_id else ''} cannot be read:"
-            f" {' '.join(str(error).split())}. Correct it there, and push again."
+            f"The metadata at the top of README.md{f' of {repo_id}' if repo_id else ''} cannot be parsed:"
+            f" {' '.join(str(error).split())}. Correct the metadata on the Hub, and push again."
         ) from error
     return metadata, parsed.text.lstrip("\n")
 
 
 def _configs(partition_file: PartitionFile, kept: Sequence[dict[str, Any]] = ()) -> str:
-    """The YAML by which `load_dataset` finds the files of all clients, and of each one, after those of others."""
+    """Return the YAML of the configurations for all clients and for each client, followed by the kept ones."""
     if partition_file.index:
         return yaml.dump({"configs": list(kept)}, sort_keys=False, allow_unicode=True) if kept else ""
     configs: list[dict[str, Any]] = [_config("default", "*", partition_file.splits, default=True)]
     if len(partition_file.clients) > MAX_CLIENT_CONFIGS:
         logger.warning(
-            f"{len(partition_file.clients)} clients are more than {MAX_CLIENT_CONFIGS}, so the card has no"
-            " configuration for each: load_dataset(path) gives all rows, and FederatedDataset opens single clients."
+            f"The dataset has {len(partition_file.clients)} clients. The card lists configurations for at most"
+            f" {MAX_CLIENT_CONFIGS} clients, so it has none for single clients. Use load_dataset(path) to load all"
+            " rows, and FederatedDataset to load single clients."
         )
     else:
-        # only the splits that a client has: a pattern that no file matches is an error
+        # Only the splits of the client are listed, because a pattern without a matching file is an error.
         configs += [_config(client.name, client.name, list(client.splits)) for client in partition_file.clients]
     return yaml.dump(
         {"configs": [*configs, *kept]}, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=1000
@@ -122,7 +123,7 @@ def _config(name: str, folder: str, splits: Sequence[str], default: bool = False
 
 
 class _Quoted(str):
-    """Text that YAML must not read as a number, a date or a truth value: client names are `007`, `no`, `1e5`."""
+    """Text that YAML must not parse as a number, a date or a boolean. Client names may be `007`, `no` or `1e5`."""
 
 
 class _QuotingDumper(yaml.SafeDumper):
@@ -143,7 +144,7 @@ def _section(partition_file: PartitionFile, repo_id: str | None, pictures: Seque
         *(f"![{caption}]({path})" for caption, path in pictures),
         "## Use",
         _usage(partition_file, repo_id),
-        "## How the rows were given away",
+        "## Partitioning",
         _provenance(partition_file),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
@@ -152,11 +153,11 @@ def _section(partition_file: PartitionFile, repo_id: str | None, pictures: Seque
 def _summary(partition_file: PartitionFile) -> str:
     columns = ", ".join(_cell(name) for name in partition_file.features)
     where = (
-        f"Each client's rows are files of their own, listed in `{PARTITION_FILE}`."
+        f"The rows of each client are in separate files, which are listed in `{PARTITION_FILE}`."
         if not partition_file.index
-        else "The rows are not here: `index/` holds, for each client, the numbers of its rows in the source."
+        else "The rows are not stored here. `index/` holds the row numbers of each client in the source dataset."
     )
-    return f"A data set of {len(partition_file.clients)} clients, with the columns {columns}. {where}"
+    return f"A federated dataset with {len(partition_file.clients)} clients and the columns {columns}. {where}"
 
 
 def _sizes(partition_file: PartitionFile) -> str:
@@ -186,7 +187,9 @@ def _table(partition_file: PartitionFile) -> str:
         cells += [str(count) for count in counts] if counts and shown_names else ["–"] * len(shown_names)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     if len(partition_file.clients) > len(ranked):
-        lines.append(f"\nThe {len(ranked)} clients with most rows; all are in `{PARTITION_FILE}`.")
+        lines.append(
+            f"\nThe table lists the {len(ranked)} clients with the most rows. `{PARTITION_FILE}` lists all clients."
+        )
     return "\n".join(lines)
 
 
@@ -199,19 +202,19 @@ def _cell(text: str) -> str:
 def _usage(partition_file: PartitionFile, repo_id: str | None) -> str:
     repo = repo_id or "PATH_OR_REPOSITORY"
     client = partition_file.clients[0]
-    # An id may hold anything, our marks and the end of the code too.
+    # A client id can contain any text, including the markers of the section and the end of a code block.
     name = json.dumps(client.client_id, ensure_ascii=False).replace("<", "\\u003c").replace("`", "\\u0060")
     lines = [
         "```python",
         "from hf_federated import FederatedDataset",
         "",
         f'clients = FederatedDataset.from_hub("{repo}")  # a mapping from client id to Dataset',
-        f'one = FederatedDataset.from_hub("{repo}", clients=[{name}])  # downloads that client only',
+        f'client = FederatedDataset.from_hub("{repo}", clients=[{name}])  # downloads only this client',
     ]
     if not partition_file.index:
-        lines += ["", "from datasets import load_dataset", "", f'everyone = load_dataset("{repo}")']
+        lines += ["", "from datasets import load_dataset", "", f'dataset = load_dataset("{repo}")']
         if len(partition_file.clients) <= MAX_CLIENT_CONFIGS:
-            lines.append(f'one = load_dataset("{repo}", "{client.name}")')
+            lines.append(f'client = load_dataset("{repo}", "{client.name}")')
     return "\n".join([*lines, "```"])
 
 
@@ -219,10 +222,10 @@ def _provenance(partition_file: PartitionFile) -> str:
     lines = []
     for split in partition_file.splits:
         settings = partition_file.partitioning.get(split)
-        how = "one data set for each client" if settings is None else _settings(settings)
+        method = "one dataset for each client" if settings is None else _settings(settings)
         source = partition_file.sources.get(split)
-        origin = "" if source is None else f", of `{source.repo_id}` at `{source.revision}`"
-        lines.append(f"- {split}: {how}{origin}")
+        origin = "" if source is None else f", source `{source.repo_id}` at commit `{source.revision}`"
+        lines.append(f"- {split}: {method}{origin}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""A federated data set as a folder: parquet files, `partition.json` and a card.
+"""A federated dataset as a folder: parquet files, `partition.json` and a dataset card.
 
-The same folder is what a push to the Hub commits. It is written beside its place and renamed, so that it is complete
-or absent. This module knows rows and files only; `FederatedDataset` and `FederatedDatasetDict` are built on it.
+A push to the Hub commits the same folder. The folder is written to a temporary directory next to its target and then
+renamed, so the target is never incomplete. This module handles only rows and files; `FederatedDataset` and
+`FederatedDatasetDict` use it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .partition_file import (
 )
 
 
-# What is written beside the data files and `partition.json`.
+# Generated files, in addition to the data files and `partition.json`.
 README = "README.md"
 PICTURES = {name: f"pictures/{name}.png" for name in ("sizes", "labels", "divergence")}
 GENERATED = (README, *PICTURES.values())
@@ -52,12 +53,12 @@ GENERATED = (README, *PICTURES.values())
 @dataclass(frozen=True)
 class SplitToStore:
     """
-    One split of what is to be stored.
+    One split of a federated dataset to store.
 
     Args:
-        rows ([`ClientDatasets`]): The rows of its clients.
-        partitioning (`dict[str, Any]`, *optional*): How they were given away.
-        source ([`DatasetSource`], *optional*): The data set on the Hub that was cut, if it is known.
+        rows ([`ClientDatasets`]): The datasets of the clients in the split.
+        partitioning (`dict[str, Any]`, *optional*): The partitioner and its settings.
+        source ([`DatasetSource`], *optional*): The dataset on the Hub that was partitioned, if known.
     """
 
     rows: ClientDatasets
@@ -68,10 +69,12 @@ class SplitToStore:
 @dataclass(frozen=True)
 class PublishedCounts:
     """
+    Label counts to publish.
+
     Args:
-        column (`str`): The column that was counted.
+        column (`str`): The column with the labels.
         names (`list[str]`): The labels, in the order of the counts.
-        counts (`dict[str, np.ndarray]`): For each split `int64` of shape `(num_clients, num_labels)`.
+        counts (`dict[str, np.ndarray]`): For each split, an `int64` array of shape `(num_clients, num_labels)`.
     """
 
     column: str
@@ -88,24 +91,25 @@ def write_files(
     token: bool | str | None = None,
 ) -> PartitionFile:
     """
-    Writes the data files and `partition.json` into an empty folder.
+    Write the data files and `partition.json` into an empty folder.
 
     Args:
         folder (`Path`):
             An empty folder.
         splits (`Mapping[str, SplitToStore]`):
-            What is stored, by split.
+            Split name to the content of the split.
         label_counts ([`PublishedCounts`], *optional*):
-            Counts to publish.
+            Label counts to publish.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-            A client's rows are spread over files of about this size in memory.
+            Approximate size in memory of the rows in one file. The rows of a larger client are written to several
+            files.
         index_only (`bool`, *optional*, defaults to `False`):
-            Writes row numbers instead of rows.
+            Write row numbers instead of rows.
         token (`bool` or `str`, *optional*):
-            For a source on the Hub, which is compared with the rows that were cut.
+            The token for a source on the Hub. The source is compared with the partitioned rows.
 
     Raises:
-        `ValueError`: If a split has an impossible name, or splits differ in their columns.
+        `ValueError`: If a split name is invalid, or if splits differ in their columns.
         `TypeError`: If a client is an `IterableDataset`.
     """
     _check_splits(splits)
@@ -138,99 +142,99 @@ def write_files(
 
 def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """
-    Puts a folder in its place once it is complete.
+    Write a folder and move it to its target when it is complete.
 
-    A federated data set that is there already is replaced; anything else is not.
+    An existing federated dataset at the target is replaced. Any other content is not replaced.
+
+    If the process is killed between the last two steps, which are renames, both versions remain next to the target,
+    and the error on the next load names their location.
 
     Args:
-        path (`str`): Where the folder shall be.
-        write (`Callable[[Path], object]`): Fills an empty folder.
-
-    Killed between its two last steps, which are renames, it leaves both versions beside the place, and a reader says
-    where.
+        path (`str`): The target folder.
+        write (`Callable[[Path], object]`): Writes the content into an empty folder.
 
     Raises:
-        `FileExistsError`: If something else than a federated data set is there.
-        `ValueError`: If the current directory is, or lies in, the folder.
+        `FileExistsError`: If the target contains other files than those of a federated dataset.
+        `ValueError`: If the target is or contains the current directory.
     """
-    place = Path(path).resolve()
-    if place in (Path.cwd(), *Path.cwd().parents):
+    target = Path(path).resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(
-            f"{place} is the current directory or holds it, and would be replaced. Save to another folder."
+            f"{target} is or contains the current directory, which would be replaced. Save to another folder."
         )
-    foreign = _foreign_file(place)
+    foreign = _foreign_file(target)
     if foreign is not None:
         raise FileExistsError(
-            f"{place} holds something else than a federated data set ({foreign}), which would be replaced. Choose"
-            " another folder, or remove it first."
+            f"{target} contains files that do not belong to a federated dataset ({foreign}) and would be replaced."
+            " Choose another folder, or remove it first."
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-    new, old = work / "new", work / "old"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    new, old = temporary / "new", temporary / "old"
     try:
         new.mkdir()
         write(new)
-        if place.exists():
-            _make_room(place, old)
+        if target.exists():
+            _move_aside(target, old)
         try:
-            os.rename(new, place)
+            os.rename(new, target)
         except BaseException:
             if old.exists():
-                os.rename(old, place)
+                os.rename(old, target)
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
         with suppress(OSError):
-            work.rmdir()  # Not if what was there could not be put back: it stays, and a reader says where.
+            temporary.rmdir()  # not empty if the old version could not be restored; `open_folder` reports its location
 
 
-def _make_room(place: Path, old: Path) -> None:
+def _move_aside(target: Path, old: Path) -> None:
     try:
-        os.rename(place, old)
+        os.rename(target, old)
     except OSError as error:
         raise OSError(
             error.errno,
             f"{error.strerror}; a mount point cannot be replaced, so save to a folder inside it",
-            str(place),
+            str(target),
         ) from error
 
 
-def _foreign_file(place: Path) -> str | None:
-    """A file of a folder that is not one of a federated data set; `None` if there is none, or no folder."""
-    if not place.exists():
+def _foreign_file(target: Path) -> str | None:
+    """Return a file in a folder that does not belong to a federated dataset, or `None` if there is no such file."""
+    if not target.exists():
         return None
-    if not place.is_dir():
-        return place.name
-    there = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
-    if not there:
+    if not target.is_dir():
+        return target.name
+    existing = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
+    if not existing:
         return None
     try:
-        stored = PartitionFile.read(place)
+        stored = PartitionFile.read(target)
     except (FileNotFoundError, PartitionFileError):
-        return min(there)
-    return min(there - {PARTITION_FILE, *GENERATED, *(file.path for file in stored.files())}, default=None)
+        return min(existing)
+    return min(existing - {PARTITION_FILE, *GENERATED, *(file.path for file in stored.files())}, default=None)
 
 
 def open_folder(path: str | os.PathLike[str]) -> PartitionFile:
     """
-    What a folder holds.
+    Read the `partition.json` of a folder.
 
     Raises:
-        `FileNotFoundError`: If it holds no federated data set. Where a save was killed between its two last steps, the
-            message says where the data set lies.
-        `PartitionFileError`: If `partition.json` cannot be read.
+        `FileNotFoundError`: If the folder does not contain a federated dataset. If a save was killed between its last
+            two steps, the message contains the location of the dataset.
+        `PartitionFileError`: If `partition.json` is invalid.
     """
-    place = Path(path).absolute()
+    target = Path(path).absolute()
     try:
-        return PartitionFile.read(place)
+        return PartitionFile.read(target)
     except FileNotFoundError as error:
-        left = sorted(place.parent.glob(f".{glob.escape(place.name)}-*/old/{PARTITION_FILE}"))
+        left = sorted(target.parent.glob(f".{glob.escape(target.name)}-*/old/{PARTITION_FILE}"))
         if not left:
             raise
         raise FileNotFoundError(
-            f"There is no {place}: a save was killed at its last step. What was there lies in {left[-1].parent}; move"
-            " it back."
+            f"{target} does not exist, because a save was killed at its last step. The previous version is in"
+            f" {left[-1].parent}; move it back."
         ) from error
 
 
@@ -243,27 +247,28 @@ def open_split(
     token: bool | str | None = None,
 ) -> ClientDatasets:
     """
-    The rows of a split, from files that lie in a folder.
+    Open the rows of one split from the files in a folder.
 
     Args:
-        partition_file ([`PartitionFile`]): What the folder holds.
-        root (`Path`): The folder. The files of the clients asked for have to be there.
+        partition_file ([`PartitionFile`]): The content of the `partition.json` of the folder.
+        root (`Path`): The folder. It must contain the files of the requested clients.
         split (`str`): The split.
-        clients (`Sequence[str]`, *optional*): Ids of the clients to read, in this order; all of the split if left out.
-        source (`datasets.Dataset`, *optional*): The rows that were cut, if only their numbers are stored.
-        token (`bool` or `str`, *optional*): For a source on the Hub.
+        clients (`Sequence[str]`, *optional*): Ids of the clients to open, in this order. Defaults to all clients of
+            the split.
+        source (`datasets.Dataset`, *optional*): The rows that were partitioned, if only row numbers are stored.
+        token (`bool` or `str`, *optional*): The token for a source on the Hub.
 
     Raises:
-        `PartitionFileError`: If a file is missing or is not the one that was written, or `source` are other rows.
-        `ValueError`: If there is no such split.
-        `KeyError`: If there is no such client, or it has no rows in the split.
+        `PartitionFileError`: If a file is missing or was changed, or if `source` has different rows.
+        `ValueError`: If the split does not exist.
+        `KeyError`: If a client does not exist, or if it has no rows in the split.
     """
-    root = root.absolute()  # a client may be opened after the current directory changed
+    root = root.absolute()  # the current directory may change before a client is opened
     chosen = choose_clients(partition_file, split, clients)
     if split in partition_file.index:
-        return _rows_by_number(partition_file, root, split, chosen, source, token)
+        return _open_indexed_split(partition_file, root, split, chosen, source, token)
     if source is not None:
-        raise ValueError(f"The split {split!r} is stored with its rows, so it takes no source=.")
+        raise ValueError(f"The split {split!r} is stored with its rows. Remove the argument source.")
     stored = {client.client_id: client.splits[split] for client in chosen}
     rows = ParquetDatasets(root, partition_file.features, stored)
     rows.check()
@@ -271,24 +276,24 @@ def open_split(
 
 
 def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[str] | None) -> list[StoredClient]:
-    """The clients asked for that a split has, in the order asked for. Errors as in [`open_split`]."""
+    """Return the requested clients of a split, in the requested order. Errors as in [`open_split`]."""
     if split not in partition_file.splits:
         raise ValueError(f"There is no split {split!r}. The splits are: {', '.join(partition_file.splits)}.")
-    there = {client.client_id: client for client in partition_file.clients_of(split)}
+    available = {client.client_id: client for client in partition_file.clients_of(split)}
     if clients is None:
-        return list(there.values())
+        return list(available.values())
     check_requested_clients(clients)
     for client_id in clients:
-        if client_id not in there:
+        if client_id not in available:
             raise KeyError(
-                f"There is no client {client_id!r} in the split {split!r}; it has {len(there)}, the first is"
-                f" {next(iter(there), None)!r}."
+                f"There is no client {client_id!r} in the split {split!r}. It has {len(available)} clients, the first"
+                f" is {next(iter(available), None)!r}."
             )
-    return [there[client_id] for client_id in clients]
+    return [available[client_id] for client_id in clients]
 
 
 def check_requested_clients(clients: Sequence[str]) -> None:
-    """Raises `TypeError` for a single string, and `ValueError` for no client or one that is asked for twice."""
+    """Raise `TypeError` for a single string, and `ValueError` for an empty list or a repeated id."""
     if isinstance(clients, str):
         raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
     if not clients:
@@ -298,15 +303,16 @@ def check_requested_clients(clients: Sequence[str]) -> None:
 
 def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
     if not splits:
-        raise ValueError("There is no split to store.")
-    (first_name, first), *others = splits.items()
+        raise ValueError("There is no split to store. Pass at least one split.")
+    (first_name, first), *remaining = splits.items()
     check_split_name(first_name)
-    for name, split in others:
+    for name, split in remaining:
         check_split_name(name)
         if split.rows.schema_dataset.features != first.rows.schema_dataset.features:
             raise ValueError(
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
-                f" {first.rows.schema_dataset.features} and {split.rows.schema_dataset.features}. Cast them to the same."
+                f" {first.rows.schema_dataset.features} and {split.rows.schema_dataset.features}. Cast both splits to"
+                " the same features."
             )
     for split in splits.values():
         _check_settings(split.partitioning or {})
@@ -319,7 +325,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"The setting {name}={value!r} of {settings.get('partitioner')} cannot be written as JSON ({error})."
-                " Let the partitioner's settings() return numbers, texts, truth values and lists of them."
+                " The settings() of the partitioner must return numbers, strings, booleans and lists of these types."
             ) from error
 
 
@@ -339,14 +345,19 @@ def _write_clients(
     folder: Path, split: str, rows: ClientDatasets, names: Mapping[str, str], max_shard_bytes: int
 ) -> dict[str, tuple[int, list[StoredFile]]]:
     written: dict[str, tuple[int, list[StoredFile]]] = {}
-    # `disable=None` shows no bar where nobody looks at one
+    # `disable=None` hides the progress bar if the output is not a terminal
     for client_id in tqdm(rows.client_ids, desc=f"Writing {split}", unit="client", disable=None):
         dataset = rows.open(client_id)
         if not isinstance(dataset, Dataset):
-            raise TypeError(f"Client {client_id!r} is an IterableDataset, whose rows cannot be stored.")
+            raise TypeError(
+                f"Client {client_id!r} is an IterableDataset, whose rows cannot be stored. Save its rows as a"
+                " Dataset first."
+            )
         if len(dataset) == 0:
-            raise ValueError(f"Client {client_id!r} has no rows in the split {split!r}. Leave it out.")
-        # One chunk: a scattered selection has a chunk a row, which takes three times as long to write.
+            raise ValueError(
+                f"Client {client_id!r} has no rows in the split {split!r}. Remove the client from the split."
+            )
+        # A scattered selection has one chunk per row. Writing a single chunk is three times faster.
         table = embed_table_storage(dataset.with_format("arrow")[:]).combine_chunks()
         table = table.replace_schema_metadata(dataset.features.arrow_schema.metadata)
         (folder / "data" / names[client_id]).mkdir(parents=True, exist_ok=True)
@@ -371,8 +382,8 @@ def _write_index(
     rows = to_store.rows
     if not isinstance(rows, PartitionedDataset):
         raise ValueError(
-            "Row numbers can be stored only of one data set that was cut (from_dataset, from_column); here each client"
-            " has its own. Store the rows: index_only=False."
+            "Row numbers can be stored only for a partitioned dataset (from_dataset, from_column), but each client"
+            " has a separate dataset. Store the rows with index_only=False."
         )
     content = content_hash(rows.source)
     if to_store.source is not None:
@@ -387,7 +398,7 @@ def _write_index(
     return index, {i: (int(size), []) for i, size in zip(rows.client_ids, rows.partition.sizes, strict=True)}
 
 
-def _rows_by_number(
+def _open_indexed_split(
     partition_file: PartitionFile,
     root: Path,
     split: str,
@@ -398,27 +409,29 @@ def _rows_by_number(
     index = partition_file.index[split]
     table = pq.read_table(pa.BufferReader(index.file.read(root)))
     if table.column_names != ["row"] or not pa.types.is_integer(table.schema.field("row").type):
-        raise PartitionFileError(f"{index.file.path} must hold one column `row` of whole numbers, not {table.schema}.")
+        raise PartitionFileError(f"{index.file.path} must have one column `row` of integers, got {table.schema}.")
     if table["row"].null_count:
-        raise PartitionFileError(f"{index.file.path} has a row number that is null.")
+        raise PartitionFileError(f"{index.file.path} contains a null row number.")
     numbers = table["row"].to_numpy()
-    everyone = partition_file.clients_of(split)
-    offsets = np.cumsum([0, *(client.splits[split].num_rows for client in everyone)], dtype=np.int64)
+    all_clients = partition_file.clients_of(split)
+    offsets = np.cumsum([0, *(client.splits[split].num_rows for client in all_clients)], dtype=np.int64)
     if len(numbers) != offsets[-1]:
-        raise PartitionFileError(f"{index.file.path} has {len(numbers)} rows; {PARTITION_FILE} says {offsets[-1]}.")
-    partition = Partition([client.client_id for client in everyone], numbers, offsets)
+        raise PartitionFileError(
+            f"{index.file.path} has {len(numbers)} rows, but {PARTITION_FILE} lists {offsets[-1]}."
+        )
+    partition = Partition([client.client_id for client in all_clients], numbers, offsets)
     if source is None:
         if index.source is None:
             raise ValueError(
-                f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass those rows:"
+                f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass these rows with"
                 " source=dataset."
             )
         source, name = index.source.load(token), f"{index.source.repo_id} at {index.source.revision}"
     else:
-        name = "source="
+        name = "source"
     _check_content(source, name, index.content)
     partition.check_rows(len(source))
-    positions = {client.client_id: position for position, client in enumerate(everyone)}
+    positions = {client.client_id: position for position, client in enumerate(all_clients)}
     return PartitionedDataset(source, partition.select([positions[client.client_id] for client in chosen]))
 
 
@@ -426,7 +439,7 @@ def _check_content(source: Dataset, name: str, content: str) -> None:
     found = content_hash(source)
     if found != content:
         raise PartitionFileError(
-            f"The {len(source)} rows of {name} are not those that were cut: their content is {found}, expected"
-            f" {content}. The data changed since, or it was filtered, shuffled or mapped on one side. Cut it anew, or"
-            " pass the rows as they were cut."
+            f"The {len(source)} rows of {name} differ from the partitioned rows: their content hash is {found},"
+            f" expected {content}. The data was changed, filtered, shuffled or mapped. Partition the data again, or"
+            " pass the original rows."
         )

@@ -1,4 +1,4 @@
-"""Clients whose rows lie in parquet files, opened when they are asked for."""
+"""Client datasets in parquet files, read on access."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .partition_file import PARTITION_FILE, PartitionFileError, StoredRows
 
 class ParquetDatasets(ClientDatasets):
     """
-    The files of each client. Rows are read when a client is opened, and not kept.
+    Client datasets in parquet files. The rows of a client are read when the client is opened, and are not kept.
 
-    What is read is compared with the hash that was written, each time: files may change after the data set was opened.
-    A function over all rows (`map`) reads them all once, into the cache of `datasets`.
+    Each read verifies the hash of the file, because files may change after the dataset was opened. A function over all
+    rows (`map`) reads all files once, into the cache of `datasets`.
 
     Args:
-        root (`Path`): The folder, absolute.
+        root (`Path`): The folder, as an absolute path.
         features (`Features`): The columns of all clients.
-        clients (`Mapping[str, StoredRows]`): Client id to what `partition.json` says of its rows in one split.
+        clients (`Mapping[str, StoredRows]`): Client id to the entry of `partition.json` for one split.
     """
 
     def __init__(self, root: Path, features: Features, clients: Mapping[str, StoredRows]) -> None:
@@ -36,8 +36,8 @@ class ParquetDatasets(ClientDatasets):
         self.root = root
         self.features = features
         self.clients = dict(clients)
-        # What files say of their columns, once it was found to be right: it is the same text in all of them.
-        self._right: set[tuple[bytes | None, tuple[str, ...]]] = set()
+        # Column descriptions that passed the check. All files have the same description, so it is checked only once.
+        self._verified_schemas: set[tuple[bytes | None, tuple[str, ...]]] = set()
 
     @property
     def schema_dataset(self) -> Dataset:
@@ -54,9 +54,10 @@ class ParquetDatasets(ClientDatasets):
             self._check_features(client_id, parquet)
             tables.append(parquet.read())
         self._check_rows(client_id, sum(table.num_rows for table in tables))
-        # Parquet has no seconds, for example, and gives milliseconds back.
+        # Parquet lacks some types. For example, timestamps in seconds are read back in milliseconds.
         table = pa.concat_tables(tables).cast(self.features.arrow_schema)
-        # Of the bytes alone, so that map() finds its cache again in another process and another copy of the files.
+        # The fingerprint depends only on the content, so `map` finds its cache in any process and any copy of the
+        # files.
         fingerprint = Hasher.hash([file.sha256 for file in client.files])
         return Dataset(table, fingerprint=fingerprint)
 
@@ -74,11 +75,10 @@ class ParquetDatasets(ClientDatasets):
 
     def check(self) -> None:
         """
-        Reads all files once.
+        Read and verify all files once.
 
         Raises:
-            `PartitionFileError`: If one is missing, is not the one that was written, or does not hold what
-                `partition.json` says.
+            `PartitionFileError`: If a file is missing, was changed, or does not match its entry in `partition.json`.
         """
         for client_id, client in self.clients.items():
             num_rows = 0
@@ -89,7 +89,7 @@ class ParquetDatasets(ClientDatasets):
             self._check_rows(client_id, num_rows)
 
     def _cached(self) -> PartitionedDataset:
-        """All rows in one memory-mapped file of the cache of `datasets`, and where each client's begin."""
+        """Return all rows as one memory-mapped file in the cache of `datasets`, partitioned by client."""
         self.check()
         paths = [str(self.root / file.path) for client in self.clients.values() for file in client.files]
         source = Dataset.from_parquet(paths, features=self.features)
@@ -99,8 +99,8 @@ class ParquetDatasets(ClientDatasets):
     def _check_features(self, client_id: str, parquet: pq.ParquetFile) -> None:
         schema = parquet.schema_arrow
         written = (schema.metadata or {}).get(b"huggingface")
-        told = (written, tuple(schema.names))
-        if told in self._right:
+        description = (written, tuple(schema.names))
+        if description in self._verified_schemas:
             return
         features = (
             Features.from_arrow_schema(schema)
@@ -112,14 +112,14 @@ class ParquetDatasets(ClientDatasets):
                 name for name in {*features, *self.features} if features.get(name) != self.features.get(name)
             )
             raise PartitionFileError(
-                f"The files of client {client_id!r} have other columns, types or label names than {PARTITION_FILE}"
-                f" says: {', '.join(different) or 'in another order'}."
+                f"The files of client {client_id!r} differ from {PARTITION_FILE} in their columns, types or label"
+                f" names: {', '.join(different) or 'different order'}."
             )
-        self._right.add(told)
+        self._verified_schemas.add(description)
 
     def _check_rows(self, client_id: str, num_rows: int) -> None:
         if num_rows != self.clients[client_id].num_rows:
             raise PartitionFileError(
-                f"The files of client {client_id!r} hold {num_rows} rows; {PARTITION_FILE} says"
+                f"The files of client {client_id!r} contain {num_rows} rows, but {PARTITION_FILE} lists"
                 f" {self.clients[client_id].num_rows}."
             )

@@ -1,8 +1,8 @@
-"""`partition.json`: what a stored federated data set consists of.
+"""`partition.json`: the index of a stored federated dataset.
 
-It lists every client with its files, their sizes and hashes, so that a reader fetches exactly the files of the
-clients that it asks for, and notices a file that is not the one that was written. It is read from disks and hubs, so
-nothing in it is trusted: paths that leave the folder, wrong types and counts that do not fit are errors.
+The file lists every client with its files, their sizes and their hashes. A reader can therefore fetch exactly the
+files of the requested clients, and detect a changed file. The content comes from disks and from the Hub and is not
+trusted: paths outside the folder, wrong types and inconsistent counts are errors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..source import DatasetSource
 
 PARTITION_FILE = "partition.json"
 FORMAT_VERSION = 1
-# It begins the name of a file, of which file systems allow 255 bytes.
+# The split name is the start of a file name, and file systems allow 255 bytes for a file name.
 MAX_SPLIT_LENGTH = 100
 
-_SPLIT = re.compile(r"\w+(\.\w+)*", re.ASCII)  # what `datasets` allows as the name of a split
+_SPLIT = re.compile(r"\w+(\.\w+)*", re.ASCII)  # split names that `datasets` accepts
 _PATH = re.compile(r"(data/[a-z0-9_-]+|index)/[A-Za-z0-9_.]+(-\d{5}-of-\d{5})?\.parquet")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -34,18 +34,18 @@ _T = TypeVar("_T")
 
 
 class PartitionFileError(ValueError):
-    """A `partition.json` that cannot be read, or files that are not those that it lists."""
+    """A `partition.json` is invalid, or the stored files differ from the files that it lists."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
     """
-    A file of a stored data set.
+    One file of a stored federated dataset.
 
     Args:
-        path (`str`): Path from the root of the folder or repository, with forward slashes.
-        size (`int`): Bytes.
-        sha256 (`str`): Hash of the bytes, 64 hex digits.
+        path (`str`): Path relative to the folder or repository, with forward slashes.
+        size (`int`): Size in bytes.
+        sha256 (`str`): SHA-256 of the content, 64 hexadecimal digits.
     """
 
     path: str
@@ -54,13 +54,13 @@ class StoredFile:
 
     def __post_init__(self) -> None:
         if not _PATH.fullmatch(self.path):
-            raise PartitionFileError(f"{PARTITION_FILE} names the file {self.path!r}, which is not a path of its own.")
+            raise PartitionFileError(f"{PARTITION_FILE} lists the file {self.path!r}, which is not a valid path.")
         if not _SHA256.fullmatch(self.sha256):
-            raise PartitionFileError(f"{PARTITION_FILE}: {self.sha256!r} is no SHA-256, of the file {self.path}.")
+            raise PartitionFileError(f"{PARTITION_FILE}: {self.sha256!r} of the file {self.path} is not a SHA-256.")
 
     @classmethod
     def describe(cls, root: Path, path: str) -> StoredFile:
-        """What is at a path now."""
+        """Create the entry for an existing file."""
         with open(root / path, "rb") as file:
             digest = hashlib.sha256()
             while block := file.read(1 << 20):
@@ -69,25 +69,25 @@ class StoredFile:
 
     def read(self, root: Path, client_id: str | None = None) -> bytes:
         """
-        The bytes of the file, which are those that were written.
+        Read the file and verify its size and hash.
 
         Raises:
-            `PartitionFileError`: If it is missing or has other bytes.
+            `PartitionFileError`: If the file is missing or has different content.
         """
-        whose = "" if client_id is None else f" of client {client_id!r}"
+        owner = "" if client_id is None else f" of client {client_id!r}"
         try:
             content = (root / self.path).read_bytes()
         except OSError as error:
             raise PartitionFileError(
-                f"The file {self.path}{whose} is missing in {root}, or cannot be read ({error}). Get the data set"
+                f"The file {self.path}{owner} is missing in {root}, or cannot be read ({error}). Get the dataset"
                 " again."
             ) from error
         found = hashlib.sha256(content).hexdigest()
         if len(content) != self.size or found != self.sha256:
             raise PartitionFileError(
-                f"The file {self.path}{whose} is not the one that {PARTITION_FILE} lists: it has {len(content)} bytes"
-                f" with SHA-256 {found}, expected {self.size} bytes with {self.sha256}. It was changed or damaged"
-                " after it was written; get the data set again, or save it anew."
+                f"The file {self.path}{owner} differs from its entry in {PARTITION_FILE}: it has {len(content)} bytes"
+                f" with SHA-256 {found}, expected {self.size} bytes with {self.sha256}. The file was changed or"
+                " damaged after it was written. Get the dataset again, or save it again."
             )
         return content
 
@@ -95,12 +95,12 @@ class StoredFile:
 @dataclass(frozen=True)
 class StoredRows:
     """
-    One client's rows in one split.
+    The rows of one client in one split.
 
     Args:
-        num_rows (`int`): How many; at least one.
-        files (`list[StoredFile]`): Where they lie, in order. Empty if the rows are numbers into a source.
-        label_counts (`list[int]`, *optional*): Rows of each label, if they were published.
+        num_rows (`int`): Number of rows, at least 1.
+        files (`list[StoredFile]`): The files with the rows, in order. Empty if only row numbers are stored.
+        label_counts (`list[int]`, *optional*): Number of rows per label, if the counts are published.
     """
 
     num_rows: int
@@ -111,10 +111,12 @@ class StoredRows:
 @dataclass(frozen=True)
 class StoredClient:
     """
+    One client of a stored federated dataset.
+
     Args:
-        client_id (`str`): The client's id.
-        name (`str`): Its name as a folder and as a configuration.
-        splits (`dict[str, StoredRows]`): Its rows, for each split in which it has any.
+        client_id (`str`): Id of the client.
+        name (`str`): Name of the client in folder names and configurations.
+        splits (`dict[str, StoredRows]`): Rows of the client, for each split that contains the client.
     """
 
     client_id: str
@@ -122,30 +124,31 @@ class StoredClient:
     splits: dict[str, StoredRows]
 
     def check(self) -> None:
-        """Raises `PartitionFileError` unless the name is the client's own, and the files lie where they belong."""
+        """Raise `PartitionFileError` unless the name matches the id and the files are in the folder of the client."""
         if not self.client_id or self.name != escape_client_id(self.client_id):
             raise PartitionFileError(
-                f"{PARTITION_FILE}: the client {self.client_id!r} has the name {self.name!r}, which is not its own."
+                f"{PARTITION_FILE}: the client {self.client_id!r} has the name {self.name!r}, which does not match"
+                " its id."
             )
         for split, rows in self.splits.items():
             for file in rows.files:
                 if not file.path.startswith(f"data/{self.name}/{split}-"):
                     raise PartitionFileError(
                         f"{PARTITION_FILE}: the client {self.client_id!r} lists {file.path} for the split {split!r},"
-                        " which is not a path of its own."
+                        " which is not in the folder of the client."
                     )
 
 
 @dataclass(frozen=True)
 class StoredIndex:
     """
-    Row numbers of one split, for data that may not be copied.
+    The row numbers of one split, for data that must not be copied.
 
     Args:
-        file (`StoredFile`): A parquet file with one column `row`: all rows of the first client first.
-        num_source_rows (`int`): Rows of the source.
+        file (`StoredFile`): A parquet file with one column `row`. The rows of the first client come first.
+        num_source_rows (`int`): Number of rows of the source.
         content (`str`): [`content_hash`] of the source.
-        source (`DatasetSource`, *optional*): Where it can be had; its revision is a commit. `None` for local data.
+        source (`DatasetSource`, *optional*): The source on the Hub, at a commit. `None` for local data.
     """
 
     file: StoredFile
@@ -157,16 +160,16 @@ class StoredIndex:
 @dataclass(frozen=True)
 class PartitionFile:
     """
-    The content of a `partition.json`.
+    The content of `partition.json`.
 
     Args:
         splits (`list[str]`): The splits, in order.
         features (`Features`): The columns that all clients have.
         clients (`list[StoredClient]`): The clients, in order.
         partitioning (`dict[str, dict[str, Any] | None]`): For each split, the partitioner and its settings.
-        sources (`dict[str, DatasetSource]`): For each split, the data set on the Hub that was cut, if it is known.
-        index (`dict[str, StoredIndex]`): For each split, the row numbers, if rows are not copied.
-        label_column (`str`, *optional*): The column that the published label counts count.
+        sources (`dict[str, DatasetSource]`): For each split, the dataset on the Hub that was partitioned, if known.
+        index (`dict[str, StoredIndex]`): For each split, the row numbers, if the rows are not copied.
+        label_column (`str`, *optional*): The column of the published label counts.
         label_names (`list[str]`, *optional*): The labels, in the order of the counts.
     """
 
@@ -182,7 +185,7 @@ class PartitionFile:
     def __post_init__(self) -> None:
         ids = [client.client_id for client in self.clients]
         if not ids or len(set(ids)) < len(ids):
-            raise PartitionFileError(f"{PARTITION_FILE} lists no client, or one twice.")
+            raise PartitionFileError(f"{PARTITION_FILE} lists no client, or lists a client twice.")
         for split in self.splits:
             check_split_name(split)
         if len(set(self.splits)) < len(self.splits):
@@ -194,7 +197,7 @@ class PartitionFile:
             raise PartitionFileError(f"{PARTITION_FILE} lists a file twice.")
 
     def files(self) -> Iterator[StoredFile]:
-        """All files beside `partition.json`."""
+        """Iterate over all files except `partition.json`."""
         for client in self.clients:
             for rows in client.splits.values():
                 yield from rows.files
@@ -202,11 +205,11 @@ class PartitionFile:
             yield index.file
 
     def clients_of(self, split: str) -> list[StoredClient]:
-        """The clients that have rows in a split, in order."""
+        """Return the clients that have rows in a split, in order."""
         return [client for client in self.clients if split in client.splits]
 
     def to_json(self) -> str:
-        """The text of the file: one line a client, so that versions of it can be compared."""
+        """Return the JSON text, with one line per client, so that versions of the file are easy to compare."""
         head = {
             "format": "hf_federated.partition",
             "format_version": FORMAT_VERSION,
@@ -227,10 +230,11 @@ class PartitionFile:
     @classmethod
     def from_json(cls, text: str | bytes) -> PartitionFile:
         """
-        Reads the text of the file.
+        Parse the JSON text.
 
         Raises:
-            `PartitionFileError`: If it is not JSON, lacks a key, has a value of a wrong type, or is of a newer format.
+            `PartitionFileError`: If the text is not JSON, lacks a key, has a value of a wrong type, or has a newer
+                format.
         """
         try:
             raw = json.loads(text)
@@ -240,8 +244,9 @@ class PartitionFile:
             raise PartitionFileError(f"{PARTITION_FILE} was not written by hf_federated.")
         if raw.get("format_version") != FORMAT_VERSION:
             raise PartitionFileError(
-                f"{PARTITION_FILE} has the format version {raw.get('format_version')!r}; this version of hf_federated"
-                f" reads {FORMAT_VERSION}. Install the version that wrote it, or a newer one."
+                f"{PARTITION_FILE} has the format version {raw.get('format_version')!r}, but this version of"
+                f" hf_federated reads version {FORMAT_VERSION}. Install the version of hf_federated that wrote it, or"
+                " a newer version."
             )
         try:
             return _from_dict(raw)
@@ -252,22 +257,22 @@ class PartitionFile:
 
     @classmethod
     def read(cls, folder: Path) -> PartitionFile:
-        """Reads the file in a folder. Raises `FileNotFoundError` if there is none."""
+        """Read the file in a folder. Raises `FileNotFoundError` if the folder has none."""
         path = folder / PARTITION_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"There is no {PARTITION_FILE} in {folder}, so it holds no federated data set. A data set that was"
-                " saved by `datasets` is read by datasets.load_from_disk and cut by FederatedDataset.from_dataset."
+                f"{folder} has no {PARTITION_FILE}, so it is not a federated dataset. Load a dataset that was saved by"
+                " `datasets` with datasets.load_from_disk, and partition it with FederatedDataset.from_dataset."
             )
         return cls.from_json(path.read_bytes())
 
 
 def check_split_name(split: str) -> None:
-    """Raises `ValueError` unless `datasets` takes the name for a split."""
+    """Raise `ValueError` unless `datasets` accepts the name of a split."""
     if not isinstance(split, str) or not _SPLIT.fullmatch(split) or split == "all" or len(split) > MAX_SPLIT_LENGTH:
         raise ValueError(
-            f"{split!r} cannot name a split: use letters, digits and underscores, in parts separated by dots,"
-            f' {MAX_SPLIT_LENGTH} characters at most, and not "all". For example: "train".'
+            f"{split!r} is not a valid split name. Use letters, digits and underscores, in parts separated by dots,"
+            f' at most {MAX_SPLIT_LENGTH} characters, and not "all". For example: "train".'
         )
 
 
@@ -297,7 +302,7 @@ def _from_dict(raw: Mapping[str, Any]) -> PartitionFile:
     index = {split: _index_from_dict(entry) for split, entry in raw["index"].items()}
     clients = [_client_from_dict(entry, splits, index.keys()) for entry in _typed(raw["clients"], list, "clients")]
     if not set(index) <= set(splits):
-        raise PartitionFileError(f"{PARTITION_FILE}: there is an index of {sorted(index)}; the splits are {splits}.")
+        raise PartitionFileError(f"{PARTITION_FILE} has an index for {sorted(index)}, but the splits are {splits}.")
     return PartitionFile(
         splits=splits,
         features=Features.from_dict(_typed(raw["features"], dict, "features")),
@@ -319,12 +324,14 @@ def _client_from_dict(raw: Mapping[str, Any], splits: Sequence[str], indexed: An
     for split, entry in raw["splits"].items():
         if split not in splits:
             raise PartitionFileError(
-                f"{PARTITION_FILE}: client {client_id!r} has the split {split!r}, not in {splits}."
+                f"{PARTITION_FILE}: client {client_id!r} has the split {split!r}, which is not in {splits}."
             )
         num_rows = _typed(entry["num_rows"], int, "num_rows")
         files = [StoredFile(**file) for file in entry.get("files", [])]
         if num_rows < 1 or bool(files) == (split in indexed):
-            raise PartitionFileError(f"{PARTITION_FILE}: the rows of client {client_id!r} in {split!r} lie nowhere.")
+            raise PartitionFileError(
+                f"{PARTITION_FILE}: client {client_id!r} must have rows in {split!r}, and either files or an index."
+            )
         stored[split] = StoredRows(num_rows, files, entry.get("label_counts"))
     return StoredClient(client_id, _typed(raw["name"], str, "name"), stored)
 

@@ -1,4 +1,4 @@
-"""Saving and pushing splits: files, counts, pictures and the card together."""
+"""Save splits to disk and push splits to the Hub, including label counts, pictures and the dataset card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Above this many clients the picture of all pairs takes longer to make than the rest, and shows no more.
+# With more clients, the picture of all pairs takes longer than all other steps and shows no more detail.
 MAX_COMPARED_CLIENTS = 1000
 
 
@@ -37,7 +37,7 @@ def save_splits(
     index_only: bool = False,
     max_shard_size: int | str = "500MB",
 ) -> None:
-    """Writes splits to a folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
+    """Write splits to a folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
     save_folder(
         path, lambda folder: _write(folder, splits, None, RepositoryState(), label_column, index_only, max_shard_size)
     )
@@ -54,10 +54,10 @@ def push_splits(
     index_only: bool = False,
     max_shard_size: int | str = "500MB",
 ) -> CommitInfo | None:
-    """Publishes splits as one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
+    """Push splits in one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
 
-    def write(folder: Path, there: RepositoryState) -> PartitionFile:
-        return _write(folder, splits, repo_id, there, label_column, index_only, max_shard_size, token)
+    def write(folder: Path, state: RepositoryState) -> PartitionFile:
+        return _write(folder, splits, repo_id, state, label_column, index_only, max_shard_size, token)
 
     return push_folder(write, repo_id, private, revision, token, commit_message)
 
@@ -66,7 +66,7 @@ def _write(
     folder: Path,
     splits: Mapping[str, FederatedDataset],
     repo_id: str | None,
-    there: RepositoryState,
+    state: RepositoryState,
     label_column: str | None,
     index_only: bool,
     max_shard_size: int | str,
@@ -78,19 +78,19 @@ def _write(
     split, clients = next(iter(splits.items()))
     of_split = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
     pictures = draw_pictures(folder, clients, of_split, split)
-    text = render_dataset_card(partition_file, repo_id, pictures, there.card, there.client_names)
+    text = render_dataset_card(partition_file, repo_id, pictures, state.card, state.client_names)
     (folder / README).write_text(text, encoding="utf-8")
     return partition_file
 
 
 def count_splits(splits: Mapping[str, FederatedDataset], label_column: str) -> PublishedCounts:
     """
-    Counts the labels of all splits, with the same labels in each.
+    Count the labels of all splits, with the same label order in each split.
 
-    The labels are the names of a `ClassLabel`, otherwise the values that occur in any split, sorted as text.
+    The labels are the names of a `ClassLabel`, or otherwise the values that occur in any split, sorted as strings.
 
     Raises:
-        `ValueError`, `TypeError`: As [`label_counts`].
+        `ValueError`, `TypeError`: As in [`label_counts`].
     """
     counted = {split: label_counts(clients, label_column) for split, clients in splits.items()}
     names = list(dict.fromkeys(name for counts in counted.values() for name in counts.label_names))
@@ -109,22 +109,22 @@ def draw_pictures(
     folder: Path, clients: FederatedDataset, counts: LabelCounts | None, split: str
 ) -> list[tuple[str, str]]:
     """
-    Draws what the card shows: rows of each client and, where counts are published, labels and how clients differ.
+    Draw the pictures of the card: rows per client and, if counts are published, label shares and client divergence.
 
     Returns:
-        `list[tuple[str, str]]`: Caption and path of each picture; empty if matplotlib is not installed.
+        `list[tuple[str, str]]`: Caption and path of each picture. Empty if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        logger.info("The card has no pictures: they need matplotlib (pip install hf-federated[plots]).")
+        logger.info("The card has no pictures, because matplotlib is not installed (pip install hf-federated[plots]).")
         return []
     (folder / "pictures").mkdir()
-    pictures = [(f"Rows of each client, {split}", PICTURES["sizes"])]
+    pictures = [(f"Rows per client, {split}", PICTURES["sizes"])]
     plot_sizes([size for size in clients.num_rows.values() if size is not None], folder / PICTURES["sizes"])
     if counts is not None:
-        pictures.append((f"Share of each label in each client's rows, {split}", PICTURES["labels"]))
+        pictures.append((f"Share of each label in the rows of each client, {split}", PICTURES["labels"]))
         plot_label_shares(counts, folder / PICTURES["labels"])
         if 1 < len(clients) <= MAX_COMPARED_CLIENTS:
-            pictures.append((f"Jensen-Shannon divergence of every two clients, {split}", PICTURES["divergence"]))
+            pictures.append((f"Jensen-Shannon divergence between clients, {split}", PICTURES["divergence"]))
             divergence = jensen_shannon_divergence(counts.shares)
             plot_divergence(divergence, folder / PICTURES["divergence"], clients.client_ids)
     return pictures

@@ -1,4 +1,4 @@
-"""Federated data sets on disk."""
+"""Save federated datasets to disk and load them again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_was_saved_is_what_is_loaded(clients, tmp_path):
+def test_loaded_dataset_equals_the_saved_dataset(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
     assert same(loaded, clients)
@@ -66,7 +66,7 @@ def test_what_was_saved_is_what_is_loaded(clients, tmp_path):
     assert loaded.to_dataset()[:] == clients.to_dataset()[:]
 
 
-def test_loaded_clients_can_be_mapped_selected_and_saved_again(clients, tmp_path):
+def test_loaded_dataset_can_be_mapped_selected_and_saved_again(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
     longer = loaded.map(lambda row: {"length": len(row["text"])})
@@ -77,7 +77,7 @@ def test_loaded_clients_can_be_mapped_selected_and_saved_again(clients, tmp_path
     assert files(tmp_path / "again") == files(tmp_path / "clients")
 
 
-def test_only_the_clients_asked_for_are_opened_in_the_order_asked_for(clients, tmp_path):
+def test_load_reads_only_the_requested_clients_in_order(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     for name in ("_41nna", "_64efault"):
         shutil.rmtree(tmp_path / "clients" / "data" / name)
@@ -91,32 +91,32 @@ def test_only_the_clients_asked_for_are_opened_in_the_order_asked_for(clients, t
         FederatedDataset.load_from_disk(tmp_path / "clients", clients="no")
 
 
-def test_datasets_loads_the_same_folder(clients, tmp_path):
+def test_load_dataset_reads_the_saved_folder(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     folder, cache = str(tmp_path / "clients"), str(tmp_path / "cache")
-    everyone = load_dataset(folder, split="train", cache_dir=cache)
-    assert sorted(everyone["text"][:]) == sorted(rows()["text"][:])
-    assert everyone.features == clients.features
+    all_rows = load_dataset(folder, split="train", cache_dir=cache)
+    assert sorted(all_rows["text"][:]) == sorted(rows()["text"][:])
+    assert all_rows.features == clients.features
     escaped = {"Anna": "_41nna", "default": "_64efault", "Zoë/..": "_5ao_c3_ab_2f_2e_2e", "con": "_63on"}
     for client_id in clients:
-        one = load_dataset(folder, escaped.get(client_id, client_id), split="train", cache_dir=cache)
-        assert one[:] == clients[client_id][:]
+        client = load_dataset(folder, escaped.get(client_id, client_id), split="train", cache_dir=cache)
+        assert client[:] == clients[client_id][:]
 
 
-def test_above_a_thousand_clients_there_is_one_configuration_and_a_warning(tmp_path, caplog):
+def test_more_than_a_thousand_clients_give_one_configuration_and_a_warning(tmp_path, caplog):
     numbers = Dataset.from_dict({"n": list(range(1001))})
     FederatedDataset.from_dataset(numbers, IidPartitioner(1001)).save_to_disk(tmp_path / "many")
     assert (tmp_path / "many" / "README.md").read_text().count("config_name") == 1
     assert "1001 clients" in caplog.text and "load_dataset" in caplog.text
 
 
-def test_the_same_data_gives_the_same_bytes(clients, tmp_path):
+def test_saving_the_same_data_twice_writes_identical_files(clients, tmp_path):
     clients.save_to_disk(tmp_path / "one", label_column="label")
     FederatedDataset.from_column(rows(), "who").save_to_disk(tmp_path / "two", label_column="label")
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
-def test_large_clients_are_spread_over_files(tmp_path):
+def test_large_client_is_split_into_several_files(tmp_path):
     clients = FederatedDataset.from_dict({"a": Dataset.from_dict({"text": ["x" * 1000] * 100 + ["y"]})})
     clients.save_to_disk(tmp_path / "clients", max_shard_size="20KB")
     paths = sorted(path.name for path in (tmp_path / "clients" / "data" / "a").iterdir())
@@ -125,7 +125,7 @@ def test_large_clients_are_spread_over_files(tmp_path):
     assert len(load_dataset(str(tmp_path / "clients"), "a", split="train", cache_dir=str(tmp_path / "c"))) == 101
 
 
-def test_counts_of_labels_are_published_only_when_asked_for(clients, tmp_path):
+def test_label_counts_are_written_only_on_request(clients, tmp_path):
     clients.save_to_disk(tmp_path / "without")
     assert "label_counts" not in (tmp_path / "without" / "partition.json").read_text()
     clients.save_to_disk(tmp_path / "with", label_column="label")
@@ -137,7 +137,7 @@ def test_counts_of_labels_are_published_only_when_asked_for(clients, tmp_path):
     assert "| good" in (tmp_path / "with" / "README.md").read_text()
 
 
-def test_splits_are_saved_together_and_a_client_may_lack_one(tmp_path):
+def test_several_splits_are_saved_together_and_a_client_may_lack_a_split(tmp_path):
     train = FederatedDataset.from_column(rows(), "who")
     test = FederatedDataset.from_column(rows(30, seed=1).select(range(3)), "who")
     both = FederatedDatasetDict(train=train, test=test)
@@ -155,7 +155,7 @@ def test_splits_are_saved_together_and_a_client_may_lack_one(tmp_path):
         FederatedDataset.load_from_disk(tmp_path / "both", split="dev")
 
 
-def test_splits_with_other_label_names_are_an_error(tmp_path):
+def test_splits_with_different_label_names_raise_value_error(tmp_path):
     test = rows(30).cast_column("label", ClassLabel(names=["good", "fair", "bad"]))
     both = FederatedDatasetDict(
         train=FederatedDataset.from_column(rows(), "who"), test=FederatedDataset.from_column(test, "who")
@@ -165,7 +165,7 @@ def test_splits_with_other_label_names_are_an_error(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_row_numbers_alone_give_the_same_clients_over_the_same_rows(clients, tmp_path):
+def test_index_only_folder_restores_clients_from_the_source(clients, tmp_path):
     clients.save_to_disk(tmp_path / "index", index_only=True)
     assert sum(path.stat().st_size for path in (tmp_path / "index").rglob("*.parquet")) < 3000
     assert b"text 5" not in b"".join(files(tmp_path / "index").values())
@@ -175,60 +175,62 @@ def test_row_numbers_alone_give_the_same_clients_over_the_same_rows(clients, tmp
     assert same(two, clients.select_clients(["no", "Anna"]))
 
 
-def test_row_numbers_refuse_other_rows(clients, tmp_path):
+def test_index_only_folder_rejects_a_changed_source(clients, tmp_path):
     clients.save_to_disk(tmp_path / "index", index_only=True)
-    with pytest.raises(ValueError, match="Pass those rows: source=dataset"):
+    with pytest.raises(ValueError, match="Pass these rows with source=dataset"):
         FederatedDataset.load_from_disk(tmp_path / "index")
     changed = rows().map(lambda row, number: {"text": "other" if number == 7 else row["text"]}, with_indices=True)
     for source in (rows().shuffle(seed=0), rows().select(range(119)), rows(seed=1), changed):
-        with pytest.raises(PartitionFileError, match="source= are not those that were cut"):
+        with pytest.raises(PartitionFileError, match="rows of source differ from the partitioned rows"):
             FederatedDataset.load_from_disk(tmp_path / "index", source=source)
     clients.save_to_disk(tmp_path / "rows")
-    with pytest.raises(ValueError, match="takes no source="):
+    with pytest.raises(ValueError, match="Remove the argument source"):
         FederatedDataset.load_from_disk(tmp_path / "rows", source=rows())
-    apart = FederatedDataset.from_dict({"a": rows()})
-    with pytest.raises(ValueError, match="each client has its own"):
-        apart.save_to_disk(tmp_path / "apart", index_only=True)
+    separate = FederatedDataset.from_dict({"a": rows()})
+    with pytest.raises(ValueError, match="each client has a separate dataset"):
+        separate.save_to_disk(tmp_path / "separate", index_only=True)
 
 
-def test_a_file_that_is_not_the_one_that_was_written_is_refused_by_name(clients, tmp_path):
+def test_damaged_file_error_names_file_and_client(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     path = tmp_path / "clients" / "data" / "007" / "train-00000-of-00001.parquet"
     original = path.read_bytes()
     for damaged in (original[:-1], original[:100] + b"\xff" + original[101:], b""):
         path.write_bytes(damaged)
-        with pytest.raises(PartitionFileError, match=r"data/007/train-00000-of-00001.parquet of client '007' is not"):
+        with pytest.raises(PartitionFileError, match=r"data/007/train-00000-of-00001.parquet of client '007' differs"):
             FederatedDataset.load_from_disk(tmp_path / "clients")
 
 
-def test_files_that_do_not_hold_what_partition_json_says_are_refused(clients, tmp_path):
+def test_files_that_do_not_match_partition_json_raise_errors(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     text = (tmp_path / "clients" / "partition.json").read_text()
     (tmp_path / "clients" / "partition.json").write_text(
         text.replace('"num_rows": 20', '"num_rows": 21', 1).replace('"num_rows": 20', '"num_rows": 19', 1)
     )
-    with pytest.raises(PartitionFileError, match="'007' hold 20 rows; partition.json says 21"):
+    with pytest.raises(PartitionFileError, match="'007' contain 20 rows, but partition.json lists 21"):
         FederatedDataset.load_from_disk(tmp_path / "clients")
     (tmp_path / "clients" / "partition.json").write_text(
         text.replace('["bad", "fair", "good"]', '["good", "fair", "bad"]')
     )
-    with pytest.raises(PartitionFileError, match="'007' have other columns, types or label names .*: label"):
+    with pytest.raises(
+        PartitionFileError, match="'007' differ from partition.json in their columns, types or label names: label"
+    ):
         FederatedDataset.load_from_disk(tmp_path / "clients")
 
 
-def test_files_that_change_after_loading_are_refused_when_they_are_read(clients, tmp_path):
+def test_files_changed_after_loading_raise_an_error_on_access(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
     clients.map(lambda row: {"text": row["text"].upper()}).save_to_disk(tmp_path / "clients")
     for read in (lambda: loaded["no"], loaded.to_dataset, lambda: loaded.save_to_disk(tmp_path / "again")):
-        with pytest.raises(PartitionFileError, match="is not the one that partition.json lists"):
+        with pytest.raises(PartitionFileError, match="differs from its entry in partition.json"):
             read()
     shutil.rmtree(tmp_path / "clients")
     with pytest.raises(PartitionFileError, match="of client 'no' is missing"):
         loaded["no"]
 
 
-def test_a_relative_folder_stays_the_one_that_was_loaded(clients, tmp_path, monkeypatch):
+def test_relative_path_is_resolved_when_the_folder_is_loaded(clients, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     clients.save_to_disk("clients")
     loaded = FederatedDataset.load_from_disk("clients")
@@ -238,7 +240,7 @@ def test_a_relative_folder_stays_the_one_that_was_loaded(clients, tmp_path, monk
     assert same(loaded, clients)
 
 
-def test_types_that_parquet_does_not_have_come_back(tmp_path):
+def test_types_without_parquet_equivalent_are_restored(tmp_path):
     times = pa.table(
         {
             "second": pa.array([1, None, 3], pa.timestamp("s")),
@@ -263,31 +265,34 @@ def test_types_that_parquet_does_not_have_come_back(tmp_path):
         (lambda raw: raw.update(format_version=2), "format version 2"),
         (lambda raw: raw.pop("features"), "incomplete or damaged"),
         (lambda raw: raw.update(clients=[]), "lists no client"),
-        (lambda raw: raw.update(clients=raw["clients"] * 2), "or one twice"),
+        (lambda raw: raw.update(clients=raw["clients"] * 2), "or lists a client twice"),
         (lambda raw: raw.update(clients={}), "clients must be a list"),
         (lambda raw: raw.update(splits=["../x"]), "not in"),
         (lambda raw: raw.update(splits=["train", "train"]), "a split twice"),
         (lambda raw: raw.update(features={"x": {"dtype": "float7", "_type": "Value"}}), "incomplete or damaged"),
         (lambda raw: raw.update(partitioning={"train": "iid"}), "partitioning must be a dict"),
-        (lambda raw: raw["clients"][0].update(id=""), "not its own"),
-        (lambda raw: raw["clients"][0].update(name="default"), "not its own"),
-        (lambda raw: raw["clients"][0].update(name=raw["clients"][1]["name"]), "not its own"),
-        (lambda raw: raw["clients"][0]["splits"].update(raw["clients"][1]["splits"]), "not a path of its own"),
+        (lambda raw: raw["clients"][0].update(id=""), "does not match its id"),
+        (lambda raw: raw["clients"][0].update(name="default"), "does not match its id"),
+        (lambda raw: raw["clients"][0].update(name=raw["clients"][1]["name"]), "does not match its id"),
+        (
+            lambda raw: raw["clients"][0]["splits"].update(raw["clients"][1]["splits"]),
+            "is not in the folder of the client",
+        ),
         (lambda raw: raw["clients"][0]["splits"]["train"]["files"].extend(file_of(raw)), "lists a file twice"),
         (lambda raw: raw["clients"][0]["splits"]["train"].update(num_rows="20"), "num_rows must be a int"),
-        (lambda raw: raw["clients"][0]["splits"]["train"].update(num_rows=0), "lie nowhere"),
-        (lambda raw: raw["clients"][0]["splits"]["train"].update(files=[]), "lie nowhere"),
-        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(path="../../x"), "not a path of its own"),
-        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(path="/etc/x"), "not a path of its own"),
+        (lambda raw: raw["clients"][0]["splits"]["train"].update(num_rows=0), "must have rows in 'train'"),
+        (lambda raw: raw["clients"][0]["splits"]["train"].update(files=[]), "and either files or an index"),
+        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(path="../../x"), "is not a valid path"),
+        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(path="/etc/x"), "is not a valid path"),
         (
             lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(path="data/../x/a.parquet"),
-            "not a path",
+            "is not a valid path",
         ),
-        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(sha256="0"), "no SHA-256"),
+        (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(sha256="0"), "is not a SHA-256"),
         (lambda raw: raw["clients"][0]["splits"]["train"]["files"][0].update(extra=1), "incomplete or damaged"),
     ],
 )
-def test_a_damaged_partition_file_is_refused(clients, tmp_path, damage, message):
+def test_invalid_partition_file_raises_an_error(clients, tmp_path, damage, message):
     clients.save_to_disk(tmp_path / "clients")
     path = tmp_path / "clients" / "partition.json"
     raw = json.loads(path.read_text())
@@ -297,7 +302,7 @@ def test_a_damaged_partition_file_is_refused(clients, tmp_path, damage, message)
         FederatedDataset.load_from_disk(tmp_path / "clients")
 
 
-def test_an_index_that_lies_is_refused(clients, tmp_path):
+def test_invalid_index_raises_value_error(clients, tmp_path):
     clients.save_to_disk(tmp_path / "index", index_only=True)
     path = tmp_path / "index" / "index" / "train.parquet"
     good = pq.read_table(path)["row"].to_numpy()
@@ -312,33 +317,33 @@ def test_an_index_that_lies_is_refused(clients, tmp_path):
         return FederatedDataset.load_from_disk(tmp_path / "index", source=rows())
 
     assert same(with_index(pa.table({"row": good})), clients)
-    twice = good.copy()
-    twice[0] = twice[1]
+    repeated = good.copy()
+    repeated[0] = repeated[1]
     for numbers, message in (
-        ({"number": good}, "must hold one column `row`"),
-        ({"row": good.astype(float)}, "must hold one column `row`"),
-        ({"row": pa.array([None, *good[1:].tolist()], pa.int32())}, "is null"),
+        ({"number": good}, "must have one column `row`"),
+        ({"row": good.astype(float)}, "must have one column `row`"),
+        ({"row": pa.array([None, *good[1:].tolist()], pa.int32())}, "null row number"),
         ({"row": good - 1}, "names row -1"),
         ({"row": good + 1}, "names row 120"),
-        ({"row": twice}, "2 times"),
-        ({"row": good[:-1]}, "has 119 rows"),
+        ({"row": repeated}, "2 times"),
+        ({"row": good[:-1]}, "has 119 rows, but partition.json lists 120"),
     ):
         with pytest.raises(ValueError, match=message):
             with_index(pa.table(numbers))
 
 
-def test_text_that_is_no_json_and_folders_without_a_partition_are_refused(clients, tmp_path):
+def test_invalid_json_and_folders_without_partition_json_raise_errors(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     (tmp_path / "clients" / "partition.json").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(PartitionFileError, match="is not JSON"):
         FederatedDataset.load_from_disk(tmp_path / "clients")
     rows().save_to_disk(tmp_path / "plain")
     for folder in ("plain", "nowhere"):
-        with pytest.raises(FileNotFoundError, match="holds no federated data set"):
+        with pytest.raises(FileNotFoundError, match="is not a federated dataset"):
             FederatedDataset.load_from_disk(tmp_path / folder)
 
 
-def test_saving_again_replaces_what_was_there_and_nothing_else(clients, tmp_path):
+def test_save_replaces_a_federated_dataset_but_no_foreign_files(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     clients.select_clients(["no"]).save_to_disk(tmp_path / "clients")
     assert list(FederatedDataset.load_from_disk(tmp_path / "clients")) == ["no"]
@@ -348,20 +353,20 @@ def test_saving_again_replaces_what_was_there_and_nothing_else(clients, tmp_path
     (tmp_path / "other" / "thesis.tex").write_text("...")
     (tmp_path / "file").write_text("...")
     for place in ("other", "file"):
-        with pytest.raises(FileExistsError, match="something else"):
+        with pytest.raises(FileExistsError, match="contains files that do not belong to a federated dataset"):
             clients.save_to_disk(tmp_path / place)
-    # something else beside a federated data set, and another tool's file of the same name
+    # A foreign file in the folder of a federated dataset, and a file of another tool with the name partition.json.
     (tmp_path / "clients" / "data" / "codebook.csv").write_text("...")
     with pytest.raises(FileExistsError, match="data/codebook.csv"):
         clients.save_to_disk(tmp_path / "clients")
     (tmp_path / "other" / "partition.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="something else"):
+    with pytest.raises(FileExistsError, match="contains files that do not belong to a federated dataset"):
         clients.save_to_disk(tmp_path / "other")
     assert (tmp_path / "other" / "thesis.tex").read_text() == "..."
     assert (tmp_path / "clients" / "data" / "codebook.csv").read_text() == "..."
 
 
-def test_a_link_is_followed_and_the_current_directory_refused(clients, tmp_path, monkeypatch):
+def test_save_follows_symlinks_and_rejects_the_current_directory(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     (tmp_path / "link").symlink_to("clients")
     clients.select_clients(["no"]).save_to_disk(tmp_path / "link")
@@ -369,11 +374,11 @@ def test_a_link_is_followed_and_the_current_directory_refused(clients, tmp_path,
     assert list(FederatedDataset.load_from_disk(tmp_path / "clients")) == ["no"]
     monkeypatch.chdir(tmp_path / "clients" / "data")
     for place in (".", tmp_path / "clients"):
-        with pytest.raises(ValueError, match="is the current directory or holds it"):
+        with pytest.raises(ValueError, match="is or contains the current directory"):
             clients.save_to_disk(place)
 
 
-def test_what_cannot_be_saved_leaves_what_was_there(clients, tmp_path):
+def test_failed_save_keeps_the_existing_folder(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     before = files(tmp_path / "clients")
     stream = IterableDataset.from_generator(lambda: iter([{"who": "b", "text": "t", "label": 0}]))
@@ -381,13 +386,13 @@ def test_what_cannot_be_saved_leaves_what_was_there(clients, tmp_path):
         FederatedDataset.from_dict({"b": stream}).save_to_disk(tmp_path / "clients")
     with pytest.raises(ValueError, match="no column 'stars'"):
         clients.save_to_disk(tmp_path / "clients", label_column="stars")
-    with pytest.raises(ValueError, match="cannot name a split"):
+    with pytest.raises(ValueError, match="is not a valid split name"):
         clients.save_to_disk(tmp_path / "clients", split="../train")
     assert files(tmp_path / "clients") == before
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
-def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path, monkeypatch):
+def test_killed_save_keeps_the_old_folder(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     before = files(tmp_path / "clients")
     write = storage._write_shards
@@ -398,8 +403,10 @@ def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path, m
         return write(folder, name, *args)
 
     monkeypatch.setattr(storage, "_write_shards", killed)
-    one = FederatedDataset.from_dict({str(i): Dataset.from_dict({"text": ["a"]}) for i in range(5)})
-    process = multiprocessing.get_context("fork").Process(target=one.save_to_disk, args=(tmp_path / "clients",))
+    replacement = FederatedDataset.from_dict({str(i): Dataset.from_dict({"text": ["a"]}) for i in range(5)})
+    process = multiprocessing.get_context("fork").Process(
+        target=replacement.save_to_disk, args=(tmp_path / "clients",)
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -407,7 +414,7 @@ def test_a_killed_save_leaves_the_old_folder_or_the_new_one(clients, tmp_path, m
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
 
 
-def test_a_save_killed_between_its_renames_says_where_the_data_lie(clients, tmp_path, monkeypatch):
+def test_error_after_save_killed_between_renames_names_the_old_folder(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     rename = os.rename
 
@@ -417,20 +424,22 @@ def test_a_save_killed_between_its_renames_says_where_the_data_lie(clients, tmp_
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", killed)
-    one = clients.select_clients(["no"])
-    process = multiprocessing.get_context("fork").Process(target=one.save_to_disk, args=(tmp_path / "clients",))
+    replacement = clients.select_clients(["no"])
+    process = multiprocessing.get_context("fork").Process(
+        target=replacement.save_to_disk, args=(tmp_path / "clients",)
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    with pytest.raises(FileNotFoundError, match="What was there lies in (.*); move it back") as caught:
+    with pytest.raises(FileNotFoundError, match="The previous version is in (.*); move it back") as caught:
         FederatedDataset.load_from_disk(tmp_path / "clients")
     monkeypatch.undo()
-    os.rename(str(caught.value).split("lies in ")[1].split("; move")[0], tmp_path / "clients")
+    os.rename(str(caught.value).split("version is in ")[1].split("; move")[0], tmp_path / "clients")
     assert same(FederatedDataset.load_from_disk(tmp_path / "clients"), clients)
 
 
 def refuse_renames(monkeypatch, refused, error: OSError) -> None:
-    """Lets `os.rename(source, target)` fail where `refused(source, target)` says so."""
+    """Make `os.rename(source, target)` raise `error` if `refused(source, target)` is true."""
     rename = os.rename
 
     def failing(source, target):
@@ -441,7 +450,7 @@ def refuse_renames(monkeypatch, refused, error: OSError) -> None:
     monkeypatch.setattr(os, "rename", failing)
 
 
-def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monkeypatch):
+def test_failed_rename_restores_the_old_folder(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     refuse_renames(monkeypatch, lambda source, target: source.name == "new", OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
@@ -450,7 +459,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(clients, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["clients"]
 
 
-def test_an_old_folder_that_cannot_be_put_back_is_kept(clients, tmp_path, monkeypatch):
+def test_old_folder_that_cannot_be_restored_is_kept(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     refuse_renames(monkeypatch, lambda source, target: target.name == "clients", OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
@@ -460,7 +469,7 @@ def test_an_old_folder_that_cannot_be_put_back_is_kept(clients, tmp_path, monkey
     assert same(FederatedDataset.load_from_disk(kept), clients)
 
 
-def test_a_folder_that_cannot_be_moved_is_named_with_what_it_may_be(clients, tmp_path, monkeypatch):
+def test_rename_error_names_the_folder_and_mentions_mount_points(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     busy = OSError(errno.EBUSY, "Device or resource busy")
     refuse_renames(monkeypatch, lambda source, target: source.name == "clients", busy)
@@ -470,7 +479,7 @@ def test_a_folder_that_cannot_be_moved_is_named_with_what_it_may_be(clients, tmp
 
 
 @pytest.mark.parametrize("value", [np.float32(1), float("nan"), {1, 2}])
-def test_a_setting_that_is_no_json_is_named(tmp_path, value):
+def test_setting_without_json_representation_is_named(tmp_path, value):
     clients = FederatedDataset.from_dataset(rows(), IidPartitioner(3))
     clients.partitioning["temperature"] = value
     with pytest.raises(ValueError, match="temperature=.* of IidPartitioner cannot be written as JSON"):
@@ -478,20 +487,20 @@ def test_a_setting_that_is_no_json_is_named(tmp_path, value):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_split_whose_name_is_too_long_for_a_file_is_refused(clients, tmp_path):
+def test_split_name_longer_than_100_characters_raises_value_error(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients", split="a" * 100)
-    with pytest.raises(ValueError, match="100 characters at most"):
-        clients.save_to_disk(tmp_path / "others", split="a" * 101)
+    with pytest.raises(ValueError, match="at most 100 characters"):
+        clients.save_to_disk(tmp_path / "too_long", split="a" * 101)
 
 
 @pytest.mark.parametrize("size", [0, -5, 1.5, "foo", None, True])
-def test_a_size_that_is_none_is_refused(clients, tmp_path, size):
+def test_invalid_max_shard_size_raises_value_error(clients, tmp_path, size):
     with pytest.raises(ValueError, match="max_shard_size must be a size"):
         clients.save_to_disk(tmp_path / "clients", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_client_is_read_each_time_under_one_fingerprint(tmp_path):
+def test_client_is_read_on_each_access_with_a_stable_fingerprint(tmp_path):
     clients = FederatedDataset.from_dataset(rows(1000), IidPartitioner(100))
     clients.save_to_disk(tmp_path / "clients")
     loaded = FederatedDataset.load_from_disk(tmp_path / "clients")
@@ -499,7 +508,7 @@ def test_a_client_is_read_each_time_under_one_fingerprint(tmp_path):
     assert loaded["7"]._fingerprint == loaded["7"]._fingerprint != loaded["8"]._fingerprint
 
 
-def test_parquet_files_carry_their_types(clients, tmp_path):
+def test_parquet_files_contain_the_features(clients, tmp_path):
     clients.save_to_disk(tmp_path / "clients")
     path = tmp_path / "clients" / "data" / "no" / "train-00000-of-00001.parquet"
     assert b"ClassLabel" in pq.read_schema(path).metadata[b"huggingface"]
