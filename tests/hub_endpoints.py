@@ -1,7 +1,7 @@
-"""
-What each endpoint of the Hub does with a request. For the server in `hub_server.py`.
+"""The endpoints of the local Hub. Used by the server in `hub_server.py`.
 
-The protocol is read off the clients (`huggingface_hub` 2.4) and is not otherwise documented. `ENDPOINTS` has them all.
+The protocol is derived from the source of the clients (`huggingface_hub` 2.4), because it is not documented.
+`ENDPOINTS` lists all endpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class User:
 
 @dataclass(frozen=True)
 class Request:
-    """What an endpoint needs of a request; `groups` are the parts of its path."""
+    """The parts of an HTTP request that an endpoint uses. `groups` are the named parts of the path."""
 
     method: str
     path: str
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """The body is JSON unless it is bytes."""
+    """An HTTP reply. A body that is not `bytes` is sent as JSON."""
 
     body: Any = None
     status: int = 200
@@ -70,77 +70,77 @@ class Reply:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
 
-class Refusal(Exception):
-    """Becomes the reply; the clients tell errors apart by its two headers."""
+class RequestError(Exception):
+    """An error reply. The clients distinguish errors by the headers `X-Error-Code` and `X-Error-Message`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
-        told = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
-        self.reply = Reply({"error": message}, status, told)
+        error_headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
+        self.reply = Reply({"error": message}, status, error_headers)
 
 
-def _readable(hub: HubServer, request: Request) -> Repository:
+def _readable_repository(hub: HubServer, request: Request) -> Repository:
     repository = hub.repositories.get(request.key)
     name = request.user.name if request.user else None
     if repository is None or (repository.is_private and repository.owner != name):
-        # A private repository looks like none. Without a token the Hub leaves the code out of its 401, and the
-        # clients then go by the address, which has to be https.
-        raise Refusal(404 if request.user else 401, "Repository not found", "RepoNotFound")
+        # A private repository looks like a missing one. Without a token, the Hub sends a 401 without an error code.
+        # The clients then rely on the URL, which must be https, so this server sends the code.
+        raise RequestError(404 if request.user else 401, "Repository not found", "RepoNotFound")
     return repository
 
 
-def _writable(hub: HubServer, request: Request) -> Repository:
-    repository = _readable(hub, request)
+def _writable_repository(hub: HubServer, request: Request) -> Repository:
+    repository = _readable_repository(hub, request)
     _check_may_write(request, repository.owner)
     return repository
 
 
 def _check_may_write(request: Request, namespace: str | None) -> None:
     if request.user is None:
-        raise Refusal(401, "A token is needed")
+        raise RequestError(401, "A token is required")
     if not request.user.may_write:
-        raise Refusal(403, f"This token of {request.user.name} may only read")
+        raise RequestError(403, f"This token of {request.user.name} is read-only")
     if namespace not in (None, request.user.name):
-        raise Refusal(403, f"{request.user.name} may not write to {namespace}")
+        raise RequestError(403, f"{request.user.name} may not write to {namespace}")
 
 
-def _at(repository: Repository, revision: str) -> Commit:
+def _commit_at(repository: Repository, revision: str) -> Commit:
     try:
         return repository.at(revision)
     except KeyError:
-        raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound") from None
+        raise RequestError(404, f"Invalid rev id: {revision}", "RevisionNotFound") from None
 
 
 def whoami(hub: HubServer, request: Request) -> Reply:
     if request.user is None:
-        raise Refusal(401, "A token is needed")
+        raise RequestError(401, "A token is required")
     token = {"displayName": "test", "role": "write" if request.user.may_write else "read"}
     auth = {"type": "access_token", "accessToken": token}
     return Reply({"type": "user", "name": request.user.name, "orgs": [], "auth": auth})
 
 
-def _named(request: Request) -> tuple[str, str]:
-    """The owner and the key of the repository to create or to delete."""
-    named = request.json
-    _check_may_write(request, named.get("organization"))
+def _owner_and_key(request: Request) -> tuple[str, str]:
+    """Return the owner and the key of the repository to create or delete."""
+    parameters = request.json
+    _check_may_write(request, parameters.get("organization"))
     assert request.user is not None
-    kind = named.get("type") or "model"
-    return request.user.name, ("" if kind == "model" else f"{kind}s/") + f"{request.user.name}/{named['name']}"
+    kind = parameters.get("type") or "model"
+    return request.user.name, ("" if kind == "model" else f"{kind}s/") + f"{request.user.name}/{parameters['name']}"
 
 
 def create_repo(hub: HubServer, request: Request) -> Reply:
-    owner, key = _named(request)
+    owner, key = _owner_and_key(request)
     answer = {"url": f"{hub.endpoint}/{key}"}
     if key in hub.repositories:
-        return Reply({**answer, "error": f"{key} exists"}, 409)
+        return Reply({**answer, "error": f"{key} already exists"}, 409)
     hub.repositories[key] = Repository(key, owner, request.json.get("visibility") == "private")
     return Reply(answer)
 
 
 def delete_repo(hub: HubServer, request: Request) -> Reply:
-    _, key = _named(request)
+    _, key = _owner_and_key(request)
     if hub.repositories.pop(key, None) is None:
-        raise Refusal(404, "Repository not found", "RepoNotFound")
+        raise RequestError(404, "Repository not found", "RepoNotFound")
     return Reply({})
 
 
@@ -150,99 +150,100 @@ def validate_yaml(hub: HubServer, request: Request) -> Reply:
 
 
 def repo_info(hub: HubServer, request: Request) -> Reply:
-    repository = _readable(hub, request)
-    commit = _at(repository, request.revision)
+    repository = _readable_repository(hub, request)
+    commit = _commit_at(repository, request.revision)
     siblings: list[dict[str, Any]] = [{"rfilename": path} for path in sorted(commit.files)]
     if "blobs" in request.query:
         for sibling in siblings:
             blob = commit.files[sibling["rfilename"]]
             sibling.update(size=len(blob.content), blobId=blob.oid, **blob.lfs("sha256"))
-    about = {"id": repository.name, "author": repository.owner, "private": repository.is_private, "gated": False}
-    return Reply({**about, "sha": commit.oid, "lastModified": commit.date, "tags": [], "siblings": siblings})
+    fields = {"id": repository.name, "author": repository.owner, "private": repository.is_private, "gated": False}
+    return Reply({**fields, "sha": commit.oid, "lastModified": commit.date, "tags": [], "siblings": siblings})
 
 
 def tree(hub: HubServer, request: Request) -> Reply:
     folder = (request.groups["path"] or "").strip("/")
     recursive = request.query.get("recursive", "").lower() in ("true", "1")
-    entries = _at(_readable(hub, request), request.revision).entries(folder, recursive)
+    entries = _commit_at(_readable_repository(hub, request), request.revision).entries(folder, recursive)
     if folder and not entries:
-        raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
+        raise RequestError(404, f"{folder} does not exist", "EntryNotFound")
     start = int(request.query.get("cursor", 0))
     end = start + hub.page_size
-    following = f"{hub.endpoint}{request.path}?{urlencode({**request.query, 'cursor': end})}"
-    return Reply(entries[start:end], headers={"Link": f'<{following}>; rel="next"'} if end < len(entries) else {})
+    next_page = f"{hub.endpoint}{request.path}?{urlencode({**request.query, 'cursor': end})}"
+    return Reply(entries[start:end], headers={"Link": f'<{next_page}>; rel="next"'} if end < len(entries) else {})
 
 
 def paths_info(hub: HubServer, request: Request) -> Reply:
-    asked = set(parse_qs(request.body.decode()).get("paths", []))
-    entries = _at(_readable(hub, request), request.revision).entries()
-    return Reply([entry for entry in entries if entry["path"] in asked])
+    requested = set(parse_qs(request.body.decode()).get("paths", []))
+    entries = _commit_at(_readable_repository(hub, request), request.revision).entries()
+    return Reply([entry for entry in entries if entry["path"] in requested])
 
 
 def refs(hub: HubServer, request: Request) -> Reply:
-    repository = _readable(hub, request)
+    repository = _readable_repository(hub, request)
     answer: dict[str, list[dict[str, str]]] = {"converts": [], "pullRequests": []}
-    for kind, folder, named in (("branches", "heads", repository.branches), ("tags", "tags", repository.tags)):
+    for kind, folder, refs_of_kind in (("branches", "heads", repository.branches), ("tags", "tags", repository.tags)):
         answer[kind] = [
-            {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": oid} for name, oid in named.items()
+            {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": oid} for name, oid in refs_of_kind.items()
         ]
     return Reply(answer)
 
 
 def commits(hub: HubServer, request: Request) -> Reply:
-    repository = _readable(hub, request)
+    repository = _readable_repository(hub, request)
     answer = []
-    for commit in repository.history(_at(repository, request.revision).oid):
-        told = {"title": commit.title, "message": commit.description, "authors": [{"user": commit.author}]}
-        answer.append({"id": commit.oid, "date": commit.date, **told})
+    for commit in repository.history(_commit_at(repository, request.revision).oid):
+        fields = {"title": commit.title, "message": commit.description, "authors": [{"user": commit.author}]}
+        answer.append({"id": commit.oid, "date": commit.date, **fields})
     return Reply(answer)
 
 
 def branch(hub: HubServer, request: Request) -> Reply:
-    repository, name = _writable(hub, request), request.revision
+    repository, name = _writable_repository(hub, request), request.revision
     if request.method == "DELETE":
-        return _forget(repository.branches, name)
+        return _delete_ref(repository.branches, name)
     if name in repository.branches:
-        raise Refusal(409, f"The branch {name} exists")
-    repository.branches[name] = _at(repository, request.json.get("startingPoint") or "main").oid
+        raise RequestError(409, f"The branch {name} already exists")
+    repository.branches[name] = _commit_at(repository, request.json.get("startingPoint") or "main").oid
     return Reply({})
 
 
 def tag(hub: HubServer, request: Request) -> Reply:
-    repository, revision = _writable(hub, request), request.revision
+    repository, revision = _writable_repository(hub, request), request.revision
     if request.method == "DELETE":
-        return _forget(repository.tags, revision)
+        return _delete_ref(repository.tags, revision)
     name = request.json["tag"]
     if name in repository.tags:
-        raise Refusal(409, f"The tag {name} exists")
-    repository.tags[name] = _at(repository, revision).oid
+        raise RequestError(409, f"The tag {name} already exists")
+    repository.tags[name] = _commit_at(repository, revision).oid
     return Reply({})
 
 
-def _forget(names: dict[str, str], name: str) -> Reply:
+def _delete_ref(names: dict[str, str], name: str) -> Reply:
     if names.pop(name, None) is None:
-        raise Refusal(404, f"{name} does not exist", "RevisionNotFound")
+        raise RequestError(404, f"{name} does not exist", "RevisionNotFound")
     return Reply({})
 
 
 def preupload(hub: HubServer, request: Request) -> Reply:
-    files = _at(_writable(hub, request), request.revision).files
+    files = _commit_at(_writable_repository(hub, request), request.revision).files
     answer = []
-    for asked in request.json["files"]:
-        path, blob = asked["path"], files.get(asked["path"])
-        is_lfs = asked["size"] >= hub.lfs_threshold or path.endswith(LFS_SUFFIXES)
+    for file in request.json["files"]:
+        path, blob = file["path"], files.get(file["path"])
+        is_lfs = file["size"] >= hub.lfs_threshold or path.endswith(LFS_SUFFIXES)
         known = {"oid": blob.etag} if blob else {}
         answer.append({"path": path, "uploadMode": "lfs" if is_lfs else "regular", "shouldIgnore": False, **known})
     return Reply({"files": answer})
 
 
 def lfs_batch(hub: HubServer, request: Request) -> Reply:
-    repository = _writable(hub, request)
+    repository = _writable_repository(hub, request)
     answer = []
-    for asked in request.json["objects"]:
-        if asked["oid"] not in repository.objects:
-            asked = {**asked, "actions": _upload_actions(hub, repository, asked["oid"], asked["size"])}
-        answer.append(asked)
+    for lfs_object in request.json["objects"]:
+        if lfs_object["oid"] not in repository.objects:
+            actions = _upload_actions(hub, repository, lfs_object["oid"], lfs_object["size"])
+            lfs_object = {**lfs_object, "actions": actions}
+        answer.append(lfs_object)
     return Reply({"transfer": "basic", "objects": answer})
 
 
@@ -257,17 +258,17 @@ def _upload_actions(hub: HubServer, repository: Repository, oid: str, size: int)
     return {"upload": {"href": complete, "header": {"chunk_size": str(hub.part_size), **header}}, "verify": verify}
 
 
-def _signed_for(hub: HubServer, request: Request) -> Repository:
-    """The repository of a signed URL, which is all that storage goes by."""
+def _repository_of_signed_url(hub: HubServer, request: Request) -> Repository:
+    """Return the repository of a signed URL. Storage accepts only the signature and no token."""
     if "Authorization" in request.headers:
-        raise Refusal(400, "Storage goes by the signature of the URL and has no use for a token")
+        raise RequestError(400, "Storage accepts only the signature of the URL and no token")
     if request.query.get("signature") != hub.signature(request.method.replace("HEAD", "GET"), request.path):
-        raise Refusal(403, "The signature is not valid")
+        raise RequestError(403, "The signature is invalid")
     return hub.repositories[request.key]
 
 
 def storage_upload(hub: HubServer, request: Request) -> Reply:
-    repository, oid, part = _signed_for(hub, request), str(request.groups["oid"]), request.groups["part"]
+    repository, oid, part = _repository_of_signed_url(hub, request), str(request.groups["oid"]), request.groups["part"]
     if part is None:
         _store(repository, oid, request.body)
     else:
@@ -276,11 +277,11 @@ def storage_upload(hub: HubServer, request: Request) -> Reply:
 
 
 def lfs_complete(hub: HubServer, request: Request) -> Reply:
-    repository, oid = _signed_for(hub, request), str(request.groups["oid"])
+    repository, oid = _repository_of_signed_url(hub, request), str(request.groups["oid"])
     parts = repository.parts[oid]
     etags = {part["partNumber"]: part["etag"].strip('"') for part in request.json["parts"]}
     if etags != {number: hashlib.sha1(part).hexdigest() for number, part in parts.items()}:
-        raise Refusal(400, "The parts are not those that were uploaded")
+        raise RequestError(400, "The parts differ from the uploaded parts")
     _store(repository, oid, b"".join(parts[number] for number in sorted(parts)))
     del repository.parts[oid]
     return Reply({})
@@ -289,64 +290,66 @@ def lfs_complete(hub: HubServer, request: Request) -> Reply:
 def _store(repository: Repository, oid: str, content: bytes) -> None:
     blob = Blob(content, is_lfs=True)
     if blob.sha256 != oid:
-        raise Refusal(400, f"The content of {oid} has another hash: {blob.sha256}")
+        raise RequestError(400, f"The content of {oid} has the hash {blob.sha256}")
     repository.objects[oid] = blob
 
 
 def lfs_verify(hub: HubServer, request: Request) -> Reply:
-    blob = _writable(hub, request).objects.get(request.json["oid"])
+    blob = _writable_repository(hub, request).objects.get(request.json["oid"])
     if blob is None or len(blob.content) != request.json["size"]:
-        raise Refusal(404, f"{request.json['oid']} was not uploaded")
+        raise RequestError(404, f"{request.json['oid']} was not uploaded")
     return Reply({})
 
 
 def commit(hub: HubServer, request: Request) -> Reply:
-    repository, name = _writable(hub, request), request.revision
+    repository, name = _writable_repository(hub, request), request.revision
     if name not in repository.branches:
-        raise Refusal(404, f"There is no branch {name}", "RevisionNotFound")
+        raise RequestError(404, f"There is no branch {name}", "RevisionNotFound")
     if "create_pr" in request.query:
-        raise Refusal(400, "This server has no pull requests")
+        raise RequestError(400, "This server does not support pull requests")
     assert request.user is not None
     header, *changes = (json.loads(line) for line in request.body.splitlines())
     parent = header["value"].get("parentCommit")
     if parent is not None and not repository.branches[name].startswith(parent):
-        raise Refusal(412, f"{name} has moved on from {parent}")
+        raise RequestError(412, f"The latest commit of {name} is not {parent}")
     files = dict(repository.at(name).files)
     for change in changes:
-        _apply(change["key"], change["value"], files, repository.objects)
-    told = header["value"]
-    done = repository.commit(name, files, request.user.name, told["summary"], told.get("description", ""))
-    return Reply({"commitOid": done.oid, "commitUrl": f"{hub.endpoint}/{repository.key}/commit/{done.oid}"})
+        _apply_change(change["key"], change["value"], files, repository.objects)
+    fields = header["value"]
+    new_commit = repository.commit(name, files, request.user.name, fields["summary"], fields.get("description", ""))
+    return Reply(
+        {"commitOid": new_commit.oid, "commitUrl": f"{hub.endpoint}/{repository.key}/commit/{new_commit.oid}"}
+    )
 
 
-def _apply(key: str, value: dict[str, Any], files: dict[str, Blob], objects: Mapping[str, Blob]) -> None:
+def _apply_change(key: str, value: dict[str, Any], files: dict[str, Blob], objects: Mapping[str, Blob]) -> None:
     path = value["path"]
     if key == "file":
         files[path] = Blob(base64.b64decode(value["content"]))
     elif key == "lfsFile":
         if value["oid"] not in objects:
-            raise Refusal(400, f"{path} points to an LFS object that does not exist: {value['oid']}")
+            raise RequestError(400, f"{path} points to an LFS object that does not exist: {value['oid']}")
         files[path] = objects[value["oid"]]
     elif key in ("deletedFile", "deletedFolder"):
         folder = path.rstrip("/") + "/"
-        doomed = [old for old in files if (old == path if key == "deletedFile" else old.startswith(folder))]
-        if not doomed:
-            raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-        for old in doomed:
-            del files[old]
+        deleted = [name for name in files if (name == path if key == "deletedFile" else name.startswith(folder))]
+        if not deleted:
+            raise RequestError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
+        for name in deleted:
+            del files[name]
     else:
-        raise Refusal(400, f"There is no change of the kind {key}")
+        raise RequestError(400, f"Unknown operation {key}")
 
 
 def resolve(hub: HubServer, request: Request) -> Reply:
-    repository, path = _readable(hub, request), str(request.groups["path"])
-    commit = _at(repository, request.revision)
+    repository, path = _readable_repository(hub, request), str(request.groups["path"])
+    commit = _commit_at(repository, request.revision)
     blob, headers = commit.files.get(path), {"X-Repo-Commit": commit.oid}
     if blob is None:
-        raise Refusal(404, f"{path} does not exist", "EntryNotFound", **headers)
+        raise RequestError(404, f"{path} does not exist", "EntryNotFound", **headers)
     headers["ETag"] = f'"{blob.etag}"'
     if not blob.is_lfs:
-        return _ranged(request, blob.content, headers)
+        return _range_reply(request, blob.content, headers)
     location = hub.signed("GET", hub.storage, f"/storage/{repository.key}/{blob.sha256}")
     linked = {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.content))}
     return Reply(b"", 302, {**headers, **linked, "Location": location})
@@ -354,10 +357,10 @@ def resolve(hub: HubServer, request: Request) -> Reply:
 
 def storage_download(hub: HubServer, request: Request) -> Reply:
     oid = str(request.groups["oid"])
-    return _ranged(request, _signed_for(hub, request).objects[oid].content, {"ETag": f'"{oid}"'})
+    return _range_reply(request, _repository_of_signed_url(hub, request).objects[oid].content, {"ETag": f'"{oid}"'})
 
 
-def _ranged(request: Request, content: bytes, headers: dict[str, str]) -> Reply:
+def _range_reply(request: Request, content: bytes, headers: dict[str, str]) -> Reply:
     headers = {**headers, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("Range", ""))
     if match is None:
@@ -366,7 +369,7 @@ def _ranged(request: Request, content: bytes, headers: dict[str, str]) -> Reply:
     start = int(first) if first else max(len(content) - int(last), 0)
     end = min(int(last) + 1 if first and last else len(content), len(content))
     if start >= end:
-        raise Refusal(416, "The range is not in the file", **{"Content-Range": f"bytes */{len(content)}"})
+        raise RequestError(416, "The range is outside the file", **{"Content-Range": f"bytes */{len(content)}"})
     headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
     return Reply(content[start:end], 206, headers)
 
@@ -375,7 +378,7 @@ REPOSITORY = r"(?P<type>models|datasets|spaces)/(?P<name>[^/]+/[^/]+)"
 PAGE = r"(?:(?P<type>datasets|spaces)/)?(?P<name>[^/]+/[^/]+?)"
 REVISION = r"(?P<revision>[^/]+)"
 STORED = rf"{PAGE}/(?P<oid>[0-9a-f]{{64}})"
-# By the kind that a log and a fault name: the methods, the path and what to do.
+# Maps the kind of a request, as used in the log and in faults, to its HTTP methods, path and function.
 ENDPOINTS: dict[str, tuple[str, str, Callable[[HubServer, Request], Reply]]] = {
     "whoami": ("GET", r"/api/whoami-v2", whoami),
     "create-repo": ("POST", r"/api/repos/create", create_repo),

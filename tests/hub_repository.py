@@ -1,4 +1,4 @@
-"""What a Hub holds: repositories, their commits and files. For the server in `hub_server.py`."""
+"""Repositories of the local Hub, their commits and files. Used by the server in `hub_server.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIT_ATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for 
 
 @dataclass(frozen=True)
 class Blob:
-    """The content of a file; git holds a pointer in the place of an LFS file."""
+    """The content of a file. For an LFS file, git stores a pointer instead of the content."""
 
     content: bytes
     is_lfs: bool = False
@@ -42,7 +42,7 @@ class Blob:
         return self.sha256 if self.is_lfs else self.oid
 
     def lfs(self, name: str) -> dict[str, Any]:
-        """What a listing adds for an LFS file, whose hash it calls `name`."""
+        """Return the LFS fields of a listing, with the hash under the key `name`. Empty for a regular file."""
         sizes = {"size": len(self.content), "pointerSize": len(self.pointer)}
         return {"lfs": {name: self.sha256, **sizes}} if self.is_lfs else {}
 
@@ -61,35 +61,35 @@ class Commit:
     @cached_property
     def oid(self) -> str:
         files = sorted((path, blob.oid) for path, blob in self.files.items())
-        told = [self.parent, self.author, self.title, self.description, str(self.created_at), files]
-        return hashlib.sha1(json.dumps(told).encode()).hexdigest()
+        fields = [self.parent, self.author, self.title, self.description, str(self.created_at), files]
+        return hashlib.sha1(json.dumps(fields).encode()).hexdigest()
 
     @property
     def date(self) -> str:
         return self.created_at.strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
     def entries(self, folder: str = "", recursive: bool = True) -> list[dict[str, Any]]:
-        """The files and folders below a folder, as the Hub lists them."""
-        start = f"{folder}/" if folder else ""
+        """Return the files and folders below a folder in the format of the Hub."""
+        prefix = f"{folder}/" if folder else ""
         entries: dict[str, dict[str, Any]] = {}
         trees: dict[str, Any] = defaultdict(hashlib.sha1)
-        for path in sorted(path for path in self.files if path.startswith(start)):
-            blob, parts = self.files[path], path[len(start) :].split("/")
+        for path in sorted(path for path in self.files if path.startswith(prefix)):
+            blob, parts = self.files[path], path[len(prefix) :].split("/")
             for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
-                above = start + "/".join(parts[:depth])
-                trees[above].update(f"{path} {blob.oid}\n".encode())
-                entries.setdefault(above, {"type": "directory", "size": 0, "path": above})
+                parent = prefix + "/".join(parts[:depth])
+                trees[parent].update(f"{path} {blob.oid}\n".encode())
+                entries.setdefault(parent, {"type": "directory", "size": 0, "path": parent})
             if recursive or len(parts) == 1:
-                about = {"type": "file", "oid": blob.oid, "size": len(blob.content), "path": path}
-                entries[path] = {**about, **blob.lfs("oid")}
-        for above, tree in trees.items():
-            entries[above]["oid"] = tree.hexdigest()
+                entry = {"type": "file", "oid": blob.oid, "size": len(blob.content), "path": path}
+                entries[path] = {**entry, **blob.lfs("oid")}
+        for parent, tree in trees.items():
+            entries[parent]["oid"] = tree.hexdigest()
         return list(entries.values())
 
 
 @dataclass
 class Repository:
-    """`key` is the path of its page: `"datasets/anna/voices"`, or `"anna/bert"` for a model."""
+    """A repository. `key` is the path of its page: `"datasets/anna/voices"`, or `"anna/bert"` for a model."""
 
     key: str
     owner: str
@@ -115,15 +115,15 @@ class Repository:
 
     def at(self, revision: str) -> Commit:
         """
-        Of a branch, a tag or a commit.
+        Return the commit of a branch, a tag or a commit hash.
 
         Raises:
-            `KeyError`: If there is none.
+            `KeyError`: If the revision does not exist.
         """
         return self.commits[self.branches.get(revision) or self.tags.get(revision) or revision]
 
     def history(self, revision: str = "main") -> list[Commit]:
-        """The commits behind a revision, the latest first."""
+        """Return the commits up to a revision, latest first."""
         commits = [self.at(revision)]
         while (parent := commits[-1].parent) is not None:
             commits.append(self.commits[parent])

@@ -1,13 +1,13 @@
-"""
-A small Hugging Face Hub on loopback, for tests with the real and unpatched `huggingface_hub` and `datasets`.
+"""A small Hugging Face Hub on the loopback interface, for tests with the unpatched `huggingface_hub` and `datasets`.
 
-It speaks the protocol of the Hub for repositories of files: accounts, creation, commits with regular and LFS files,
-branches and tags, listings in pages, downloads by revision. Storage answers on another host name than the endpoint,
-as on the Hub, so that a test sees whether a token leaks to it. Everything is in memory. A test reads the log of the
-requests and asks for faults: a status, a connection that ends half-way, a reply that gets lost, a concurrent push.
+The server implements the protocol of the Hub for file repositories: accounts, creation, commits with regular and LFS
+files, branches and tags, paginated listings, and downloads by revision. As on the Hub, storage has a different host
+name than the endpoint, so a test can detect whether a token leaks to storage. All data is in memory. A test can read
+the request log and inject faults: an error status, a connection that is closed half-way, a lost reply, or a concurrent
+push.
 
-It does not do Xet, pull requests, organizations, gated repositories, `expand`, copies between repositories or limits
-on rates and sizes, and it does not look into a card's YAML.
+The server does not support Xet, pull requests, organizations, gated repositories, `expand`, copies between
+repositories, or limits on rates and sizes. It does not parse the YAML of a card.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hub_endpoints import ENDPOINTS, Refusal, Reply, Request, User
+from hub_endpoints import ENDPOINTS, Reply, Request, RequestError, User
 from hub_repository import LFS_SUFFIXES, Blob, Commit, Repository
 
 
-# The clients know storage by its host, and keep their token from it.
+# The clients recognize storage by its host name and send no token to it.
 ENDPOINT_HOST, STORAGE_HOST = "127.0.0.1", "localhost"
 
 
@@ -45,14 +45,14 @@ class LoggedRequest:
     A request and its reply.
 
     Args:
-        kind (`str`): One of `ENDPOINTS`, or `"unknown"`.
-        method (`str`): Of HTTP.
-        path (`str`): Without the query, unquoted.
+        kind (`str`): A key of `ENDPOINTS`, or `"unknown"`.
+        method (`str`): The HTTP method.
+        path (`str`): The unquoted path, without the query.
         host (`str`): `ENDPOINT_HOST` or `STORAGE_HOST`.
-        has_token (`bool`): Whether it came with an `Authorization` header.
-        received (`int`): Bytes of its body.
-        status (`int`): Of the reply, 0 if it was not sent in full.
-        sent (`int`): Bytes of the reply's body.
+        has_token (`bool`): Whether the request had an `Authorization` header.
+        received (`int`): Size of the request body in bytes.
+        status (`int`): Status of the reply, 0 if the reply was not sent completely.
+        sent (`int`): Size of the sent reply body in bytes.
     """
 
     kind: str
@@ -74,16 +74,18 @@ class Fault:
 
 class HubServer:
     """
-    The server, which runs from the start of a `with` block to its end.
+    The Hub server. It runs during a `with` block.
 
     Args:
-        page_size (`int`, *optional*, defaults to `1000`): Entries of a listing that come in one reply.
-        lfs_threshold (`int`, *optional*, defaults to 10 MiB): A file of as many bytes goes to LFS; `LFS_SUFFIXES` do
-            at any size.
-        part_size (`int`, *optional*, defaults to 64 MiB): A larger LFS file is uploaded in parts of as many bytes.
+        page_size (`int`, *optional*, defaults to `1000`): Number of entries per page of a listing.
+        lfs_threshold (`int`, *optional*, defaults to 10 MiB): Files of at least this size in bytes are LFS files.
+            Files with a suffix in `LFS_SUFFIXES` are always LFS files.
+        part_size (`int`, *optional*, defaults to 64 MiB): Larger LFS files are uploaded in parts of this size in
+            bytes.
 
     Raises:
-        `AssertionError`: At the end, if a fault was asked for that no request met, or if an endpoint had an error.
+        `AssertionError`: At the end of the block, if an injected fault was not used, or if an endpoint raised an
+            unexpected error.
 
     Example:
 
@@ -116,34 +118,34 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
         if error is None:
-            unmet = [kind for kind, faults in self._faults.items() if faults]
-            assert not unmet, f"no request met the faults asked for: {unmet}"
-            assert not self.errors, f"endpoints had errors: {self.errors}"
+            unused = [kind for kind, faults in self._faults.items() if faults]
+            assert not unused, f"no request used the injected faults: {unused}"
+            assert not self.errors, f"endpoints raised errors: {self.errors}"
 
     def add_user(self, name: str, token: str, write: bool = True) -> None:
-        """Lets `token` act for `name`; a user may have several tokens, of which some only read."""
+        """Add a token for a user. A user can have several tokens, and tokens with `write=False` are read-only."""
         with self._lock:
             self.users[token] = User(name, write)
 
     def repository(self, repo_id: str, repo_type: str = "dataset") -> Repository:
-        """What the server holds, past the protocol."""
+        """Return a repository of the server, without a request."""
         with self._lock:
             return self.repositories[repo_id if repo_type == "model" else f"{repo_type}s/{repo_id}"]
 
     def files(self, repo_id: str, revision: str = "main", repo_type: str = "dataset") -> dict[str, bytes]:
-        """The contents at a revision, by path, without `.gitattributes`."""
+        """Return the contents of the files at a revision, by path, without `.gitattributes`."""
         with self._lock:
             files = self.repository(repo_id, repo_type).at(revision).files
             return {path: blob.content for path, blob in files.items() if path != ".gitattributes"}
 
     def create(self, repo_id: str, private: bool = False, repo_type: str = "dataset") -> Repository:
-        """A repository without the request for it."""
+        """Create a repository without a request."""
         key = repo_id if repo_type == "model" else f"{repo_type}s/{repo_id}"
         with self._lock:
             return self.repositories.setdefault(key, Repository(key, repo_id.split("/")[0], private))
 
     def push(self, repo_id: str, files: Mapping[str, bytes | None], repo_type: str = "dataset") -> Commit:
-        """A commit to main past the protocol, as by somebody else; `None` deletes."""
+        """Commit to the main branch without a request, as another user would. `None` deletes a file."""
         with self._lock:
             repository = self.repository(repo_id, repo_type)
             merged = dict(repository.at("main").files)
@@ -154,10 +156,10 @@ class HubServer:
                 blob = merged[path] = Blob(content, path.endswith(LFS_SUFFIXES) or len(content) >= self.lfs_threshold)
                 if blob.is_lfs:
                     repository.objects[blob.sha256] = blob
-            return repository.commit("main", merged, repository.owner, "A push by somebody else")
+            return repository.commit("main", merged, repository.owner, "A push by another user")
 
     def requests(self, kind: str | None = None, prefix: str = "", method: str | None = None) -> list[LoggedRequest]:
-        """Those of a kind and a method whose path starts so, in order."""
+        """Return the logged requests with this kind, method and path prefix, in order."""
         with self._lock:
             log = list(self.log)
         return [
@@ -177,24 +179,24 @@ class HubServer:
             self.log.clear()
 
     def fail_next(self, kind: str, times: int = 1, status: int = 503) -> None:
-        """The next requests of a kind (one of `ENDPOINTS`) are answered with a status and not carried out."""
-        self._ask_for(kind, Fault("status", status), times)
+        """Answer the next requests of a kind (a key of `ENDPOINTS`) with an error status, without executing them."""
+        self._add_fault(kind, Fault("status", status), times)
 
     def drop_connection_next(self, kind: str, times: int = 1) -> None:
-        """The connection ends in the middle of a request's body, or, if it has none, in the middle of the reply's."""
-        self._ask_for(kind, Fault("drop"), times)
+        """Close the connection in the middle of the request body, or of the reply body if the request has no body."""
+        self._add_fault(kind, Fault("drop"), times)
 
     def lose_reply_to(self, kind: str, times: int = 1) -> None:
-        """The next requests are carried out, and the connection ends before the reply."""
-        self._ask_for(kind, Fault("lose"), times)
+        """Execute the next requests of a kind, and close the connection before the reply."""
+        self._add_fault(kind, Fault("lose"), times)
 
     def before_commit(self, callback: Callable[[], Any]) -> None:
-        """Calls a function once, when the next commit has arrived and before it is looked at."""
-        self._ask_for("commit", Fault("call", callback=callback), 1)
+        """Call a function once, after the next commit request arrives and before it is processed."""
+        self._add_fault("commit", Fault("call", callback=callback), 1)
 
-    def _ask_for(self, kind: str, fault: Fault, times: int) -> None:
+    def _add_fault(self, kind: str, fault: Fault, times: int) -> None:
         if kind not in ENDPOINTS:
-            raise ValueError(f"kind is {kind!r}; it has to be one of {', '.join(ENDPOINTS)}")
+            raise ValueError(f"kind={kind!r} is unknown. Use one of {', '.join(ENDPOINTS)}")
         with self._lock:
             self._faults[kind].extend([fault] * times)
 
@@ -206,23 +208,23 @@ class HubServer:
         return hmac.new(self._secret, f"{method} {path}".encode(), "sha256").hexdigest()
 
     def signed(self, method: str, host: str, path: str) -> str:
-        """A URL that needs no token."""
+        """Return a signed URL, which needs no token."""
         return f"{host}{path}?signature={self.signature(method, path)}"
 
     def answer(self, kind: str, request: Request, fault: Fault | None) -> Reply:
-        """Carries a request out, unless a fault says not to."""
+        """Execute a request, unless a fault prevents it."""
         if fault is not None and fault.mode == "status":
-            return Refusal(fault.status, "A fault that the test asked for").reply
+            return RequestError(fault.status, "A fault that the test injected").reply
         try:
             if fault is not None and fault.callback is not None:
                 fault.callback()
             with self._lock:
                 return ENDPOINTS[kind][2](self, request)
-        except Refusal as refusal:
-            return refusal.reply
+        except RequestError as request_error:
+            return request_error.reply
         except Exception as error:
             self.errors.append(error)
-            return Reply({"error": repr(error)}, 501)  # which the clients do not retry, as they would a 500
+            return Reply({"error": repr(error)}, 501)  # the clients retry a 500, but not a 501
 
     def record(self, request: LoggedRequest) -> None:
         with self._lock:
@@ -232,7 +234,7 @@ class HubServer:
 class _Server(ThreadingHTTPServer):
     hub: HubServer
     daemon_threads = True
-    block_on_close = False  # the clients' connections stay open
+    block_on_close = False  # connections of clients stay open
     request_queue_size = 128
 
 
@@ -240,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wbufsize = -1  # a reply's headers and body in one packet
+    wbufsize = -1  # headers and body of a reply in one packet
 
     def do_GET(self) -> None:
         hub, url = self.server.hub, urlsplit(self.path)
@@ -250,27 +252,27 @@ class _Handler(BaseHTTPRequestHandler):
         drop = fault is not None and fault.mode == "drop"
         length = int(self.headers.get("Content-Length") or 0)
         chunked = self.headers.get("Transfer-Encoding") == "chunked"
-        cut = drop and (length > 0 or chunked)
-        body = b"".join(self._chunks(cut)) if chunked else self.rfile.read(length // 2 if cut else length)
-        reply = self._reply(kind, groups, host, body, fault) if not cut else Reply(b"")
+        truncate = drop and (length > 0 or chunked)
+        body = b"".join(self._chunks(truncate)) if chunked else self.rfile.read(length // 2 if truncate else length)
+        reply = self._reply(kind, groups, host, body, fault) if not truncate else Reply(b"")
         content = b"" if self.command == "HEAD" else reply.content
-        in_full = fault is None or fault.mode in ("status", "call")
-        if not in_full:
+        is_complete = fault is None or fault.mode in ("status", "call")
+        if not is_complete:
             content = content[: len(content) // 2] if drop else b""
         has_token = "Authorization" in self.headers
-        status = reply.status if in_full else 0
-        # Before the reply, after which the test may look at the log.
+        status = reply.status if is_complete else 0
+        # The request is logged before the reply, because the test may read the log after the reply.
         hub.record(
             LoggedRequest(kind, self.command, unquote(url.path), host, has_token, len(body), status, len(content))
         )
-        if in_full or (drop and content):
+        if is_complete or (drop and content):
             self.send_response(reply.status)
             for name, value in {**reply.headers, "Content-Length": str(len(reply.content))}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
             self.wfile.flush()
-        if not in_full:
+        if not is_complete:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -284,17 +286,17 @@ class _Handler(BaseHTTPRequestHandler):
         if header is not None and not kind.startswith("storage-"):
             user = hub.users.get(header.removeprefix("Bearer "))
             if user is None:
-                return Refusal(401, "Invalid credentials in Authorization header").reply
+                return RequestError(401, "Invalid credentials in Authorization header").reply
         query = dict(parse_qsl(url.query, keep_blank_values=True))
         return hub.answer(kind, Request(self.command, url.path, groups, query, self.headers, body, user), fault)
 
-    def _chunks(self, cut: bool) -> list[bytes]:
-        """The body of a request that does not tell its length; of one to cut, the first chunk."""
+    def _chunks(self, truncate: bool) -> list[bytes]:
+        """Read the chunks of a request body without a content length; only the first chunk if `truncate` is true."""
         chunks = []
         while size := int(self.rfile.readline(), 16):
             chunks.append(self.rfile.read(size))
             self.rfile.readline()
-            if cut:
+            if truncate:
                 return chunks
         self.rfile.readline()
         return chunks
@@ -313,7 +315,7 @@ def _endpoint(method: str, path: str) -> tuple[str, dict[str, str | None]]:
 
 @dataclass(frozen=True)
 class ClientRun:
-    """What a process did; `value` is what its function returned."""
+    """The result of a client process. `value` is the return value of its function."""
 
     returncode: int
     stdout: str
@@ -331,16 +333,16 @@ def run_client(
     check: bool = True,
 ) -> ClientRun:
     """
-    Runs code in a fresh process whose Hub is `hub`: the clients read their settings when they are imported.
+    Run code in a new process that uses `hub` as its Hub. The client libraries read their settings on import.
 
     Args:
         hub ([`HubServer`]): The server.
-        client (`str` or `Callable`): Code, or a function, of which the process sees the source alone: it imports
-            what it needs itself.
-        home (`Path`): Holds the clients' caches; a new folder is an empty cache.
-        token (`str`, *optional*): The clients' token.
-        arguments (`Mapping`, *optional*): Of the function; they and what it returns go through JSON.
-        check (`bool`, *optional*, defaults to `True`): Whether a process that fails fails the test.
+        client (`str` or `Callable`): Code or a function. The process receives only the source of the function, so the
+            function must contain its imports.
+        home (`Path`): Folder for the caches of the client libraries. A new folder is an empty cache.
+        token (`str`, *optional*): The token of the client.
+        arguments (`Mapping`, *optional*): Arguments of the function. Arguments and return value are encoded as JSON.
+        check (`bool`, *optional*, defaults to `True`): Whether a failed process fails the test.
     """
     answer = home / "answer.json"
     home.mkdir(parents=True, exist_ok=True)
@@ -368,14 +370,14 @@ def run_client(
 
 class HubClient:
     """
-    A process whose Hub is `hub` and that runs one function after the other: imports take seconds, and only once.
+    A client process that uses `hub` as its Hub and runs several functions, so that slow imports are done only once.
 
-    Its caches and what it has imported last as long as it does; a function that needs an empty cache passes a
-    `cache_dir`. Use as a context manager.
+    Caches and imported modules are kept until the process ends. A function that needs an empty cache must pass a
+    `cache_dir`. Use it as a context manager.
 
     Args:
         hub ([`HubServer`]): The server.
-        home (`Path`): Holds the clients' caches.
+        home (`Path`): Folder for the caches of the client libraries.
     """
 
     def __init__(self, hub: HubServer, home: Path) -> None:
@@ -401,12 +403,13 @@ class HubClient:
 
     def run(self, function: Callable[..., Any], token: str | None = None, **arguments: Any) -> Any:
         """
-        What a function returns there; it sees its own source alone. An exception fails the test.
+        Run a function in the process and return its return value. An exception fails the test.
 
         Args:
-            function (`Callable`): Imports what it needs itself.
-            token (`str`, *optional*): The clients' token.
-            arguments: Of the function; they and what it returns go through JSON.
+            function (`Callable`): The process receives only the source of the function, so it must contain its
+                imports.
+            token (`str`, *optional*): The token of the client.
+            arguments: Arguments of the function. Arguments and return value are encoded as JSON.
         """
         source = "from __future__ import annotations\n" + textwrap.dedent(inspect.getsource(function))
         task = {"source": source, "name": function.__name__, "token": token, "arguments": arguments}

@@ -1,4 +1,4 @@
-"""The Hub of our tests behaves like the Hub, to clients that know nothing of it: no code of ours is in between."""
+"""The local Hub behaves like the Hub for the unpatched `huggingface_hub` and `datasets`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hub_server import STORAGE_HOST, HubServer, run_client
 
 
 REPOSITORY = "anna/voices"
-LARGE = bytes(range(256)) * 10  # 2560 bytes: LFS by its size, in three parts
-PARQUET = b"PAR1" + bytes(100)  # LFS by its name, in one part
+LARGE = bytes(range(256)) * 10  # 2560 bytes: an LFS file because of its size, uploaded in three parts
+PARQUET = b"PAR1" + bytes(100)  # an LFS file because of its suffix, uploaded in one part
 
 
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
-    """Anna may write, with one of her tokens; bert is somebody else. Pages, large files and parts are small."""
+    """Anna has a write token and a read-only token; Bert is another user. Pages, LFS files and parts are small."""
     with HubServer(page_size=3, lfs_threshold=2000, part_size=1000) as hub:
         hub.add_user("anna", token="hf_anna")
         hub.add_user("anna", token="hf_anna_reads", write=False)
@@ -30,7 +30,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def upload(repository: str, files: dict[str, str], parent: str | None = None) -> dict[str, object]:
-    """A client: one commit of files, whose contents are latin-1."""
+    """Create one commit in the client process. The file contents are encoded as latin-1."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     additions = [CommitOperationAdd(path, content.encode("latin-1")) for path, content in files.items()]
@@ -45,12 +45,12 @@ def upload(repository: str, files: dict[str, str], parent: str | None = None) ->
 
 
 def commit(hub: HubServer, home: Path, files: dict[str, bytes], parent: str | None = None) -> dict[str, object]:
-    sent = {path: content.decode("latin-1") for path, content in files.items()}
-    arguments = {"repository": REPOSITORY, "files": sent, "parent": parent}
+    texts = {path: content.decode("latin-1") for path, content in files.items()}
+    arguments = {"repository": REPOSITORY, "files": texts, "parent": parent}
     return run_client(hub, upload, home, token="hf_anna", arguments=arguments).value
 
 
-def test_revisions_list_and_read_back_what_was_committed(hub, tmp_path) -> None:
+def test_listings_and_downloads_return_the_committed_files(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     files = {"README.md": b"---\nlicense: mit\n---\n", "data/a/x.parquet": PARQUET, "data/a b/y.txt": b"y", "z": LARGE}
     first = commit(hub, tmp_path, files)["commit"]
@@ -66,24 +66,30 @@ def test_revisions_list_and_read_back_what_was_committed(hub, tmp_path) -> None:
             snapshot_download,
         )
 
-        api, of = HfApi(), {"repo_id": repository, "repo_type": "dataset"}
+        api, dataset = HfApi(), {"repo_id": repository, "repo_type": "dataset"}
         changes = [CommitOperationAdd("new.txt", b"new"), CommitOperationDelete("z"), CommitOperationDelete("data/a/")]
-        second = api.create_commit(operations=changes, commit_message="Second", parent_commit=first, **of).oid
-        folder = Path(snapshot_download(revision=first, **of))
+        second = api.create_commit(operations=changes, commit_message="Second", parent_commit=first, **dataset).oid
+        folder = Path(snapshot_download(revision=first, **dataset))
         return {
-            "listed": {file.path: vars(file) for file in api.list_repo_tree(revision=first, recursive=True, **of)},
-            "below": sorted(entry.path for entry in api.list_repo_tree(path_in_repo="data", revision=first, **of)),
-            "paths": [entry.path for entry in api.get_paths_info(paths=["z", "data/a", "none"], revision=first, **of)],
-            "latest": api.list_repo_files(**of),
-            "shas": [api.repo_info(**of).sha, api.repo_info(revision=first, **of).sha, second],
-            "sizes": {file.rfilename: file.size for file in api.repo_info(files_metadata=True, **of).siblings},
+            "listed": {
+                file.path: vars(file) for file in api.list_repo_tree(revision=first, recursive=True, **dataset)
+            },
+            "below": sorted(
+                entry.path for entry in api.list_repo_tree(path_in_repo="data", revision=first, **dataset)
+            ),
+            "paths": [
+                entry.path for entry in api.get_paths_info(paths=["z", "data/a", "none"], revision=first, **dataset)
+            ],
+            "latest": api.list_repo_files(**dataset),
+            "shas": [api.repo_info(**dataset).sha, api.repo_info(revision=first, **dataset).sha, second],
+            "sizes": {file.rfilename: file.size for file in api.repo_info(files_metadata=True, **dataset).siblings},
             "snapshot": {
                 str(path.relative_to(folder)): path.read_bytes().decode("latin-1")
                 for path in folder.rglob("*")
                 if path.is_file()
             },
-            "download": Path(hf_hub_download(filename="data/a/x.parquet", revision=first, **of)).read_text(),
-            "titles": [commit.title for commit in api.list_repo_commits(**of)],
+            "download": Path(hf_hub_download(filename="data/a/x.parquet", revision=first, **dataset)).read_text(),
+            "titles": [commit.title for commit in api.list_repo_commits(**dataset)],
         }
 
     seen = run_client(
@@ -113,7 +119,7 @@ def test_revisions_list_and_read_back_what_was_committed(hub, tmp_path) -> None:
     assert not hub.requests("unknown")
 
 
-def test_storage_sees_each_byte_once_and_never_a_token(hub, tmp_path) -> None:
+def test_storage_receives_each_byte_once_and_no_token(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     commit(hub, tmp_path, {"z": LARGE, "x.parquet": PARQUET, "y": b"y"})
     uploads = hub.requests("storage-upload")
@@ -124,7 +130,7 @@ def test_storage_sees_each_byte_once_and_never_a_token(hub, tmp_path) -> None:
     assert hub.bytes_received(kind="storage-upload") == len(LARGE) + len(PARQUET)
 
 
-def test_storage_goes_by_the_signature(hub, tmp_path) -> None:
+def test_storage_requires_a_valid_signature_and_no_token(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     commit(hub, tmp_path, {"x.parquet": PARQUET})
     path = f"/storage/datasets/{REPOSITORY}/{hashlib.sha256(PARQUET).hexdigest()}"
@@ -141,7 +147,7 @@ def test_storage_goes_by_the_signature(hub, tmp_path) -> None:
         assert caught.value.code == status
 
 
-def test_what_the_hub_has_is_not_uploaded_again(hub, tmp_path) -> None:
+def test_files_already_on_the_hub_are_not_uploaded_again(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     files = {"z": LARGE, "x.parquet": PARQUET, "y": b"y"}
     first = commit(hub, tmp_path, files)
@@ -154,19 +160,19 @@ def test_what_the_hub_has_is_not_uploaded_again(hub, tmp_path) -> None:
     assert hub.files(REPOSITORY)["copy.parquet"] == PARQUET
 
 
-def test_a_commit_on_a_parent_that_is_no_longer_the_latest_is_refused(hub, tmp_path) -> None:
+def test_commit_with_outdated_parent_is_rejected(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     first = commit(hub, tmp_path, {"y": b"y"})["commit"]
     pushed = []
     hub.before_commit(lambda: pushed.append(hub.push(REPOSITORY, {"theirs": b"1"}).oid))
-    refused = commit(hub, tmp_path, {"ours": b"1"}, parent=first)
-    assert (refused["error"], refused["status"]) == ("HfHubHTTPError", 412)
+    rejected = commit(hub, tmp_path, {"ours": b"1"}, parent=first)
+    assert (rejected["error"], rejected["status"]) == ("HfHubHTTPError", 412)
     assert hub.files(REPOSITORY) == {"y": b"y", "theirs": b"1"}
     assert "commit" in commit(hub, tmp_path, {"ours": b"1"}, parent=pushed[0])
     assert hub.files(REPOSITORY) == {"y": b"y", "theirs": b"1", "ours": b"1"}
 
 
-def test_who_may_read_and_write(hub, tmp_path) -> None:
+def test_permissions_by_token(hub, tmp_path) -> None:
     hub.create(REPOSITORY, private=True)
     commit(hub, tmp_path, {"x.parquet": PARQUET, "y": b"y"})
 
@@ -196,7 +202,7 @@ def test_who_may_read_and_write(hub, tmp_path) -> None:
             }
         return seen
 
-    # With anna's token in the environment, to which a client must not fall back.
+    # The environment contains the token of Anna. A client with an explicit token must not use it.
     seen = run_client(hub, client, tmp_path / "new", token="hf_anna", arguments={"repository": REPOSITORY}).value
     readable = dict.fromkeys(("info", "list", "regular", "large"), ["ok"])
     assert seen["hf_anna"] == {"whoami": ["ok"], **readable, "write": ["ok"], "create": ["ok"], "exists": ["ok"]}
@@ -216,7 +222,7 @@ def test_who_may_read_and_write(hub, tmp_path) -> None:
     assert list(hub.files(REPOSITORY)) == ["x.parquet", "y", "by hf_anna"]
 
 
-def test_what_does_not_exist_has_its_own_error(hub, tmp_path) -> None:
+def test_missing_repositories_revisions_and_files_raise_specific_errors(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
 
     def client(repository: str) -> list[str]:
@@ -255,7 +261,7 @@ def test_what_does_not_exist_has_its_own_error(hub, tmp_path) -> None:
     ]
 
 
-def test_branches_and_tags_of_a_model(hub, tmp_path) -> None:
+def test_branches_and_tags_of_a_model_repository(hub, tmp_path) -> None:
     def client() -> dict[str, object]:
         from pathlib import Path
 
@@ -288,15 +294,15 @@ def test_branches_and_tags_of_a_model(hub, tmp_path) -> None:
     }
 
 
-def test_a_pointer_to_nothing_is_refused(hub, tmp_path) -> None:
+def test_commit_with_missing_lfs_object_is_rejected(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     hub.before_commit(lambda: hub.repository(REPOSITORY).objects.clear())
-    refused = commit(hub, tmp_path, {"x.parquet": PARQUET})
-    assert (refused["error"], refused["status"]) == ("BadRequestError", 400)
+    rejected = commit(hub, tmp_path, {"x.parquet": PARQUET})
+    assert (rejected["error"], rejected["status"]) == ("BadRequestError", 400)
     assert hub.files(REPOSITORY) == {}
 
 
-def test_an_upload_that_is_cut_off_is_retried(hub, tmp_path) -> None:
+def test_interrupted_upload_is_retried(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     hub.drop_connection_next("storage-upload")
     assert "commit" in commit(hub, tmp_path, {"z": LARGE})
@@ -309,7 +315,7 @@ def test_an_upload_that_is_cut_off_is_retried(hub, tmp_path) -> None:
     assert hub.files(REPOSITORY) == {"z": LARGE}
 
 
-def test_a_rerun_after_a_failed_upload_sends_what_is_missing(hub, tmp_path) -> None:
+def test_rerun_after_failed_upload_uploads_only_missing_files(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     files = {f"{number}.parquet": PARQUET + bytes([number]) for number in range(6)}
     hub.fail_next("storage-upload", status=403)
@@ -323,7 +329,7 @@ def test_a_rerun_after_a_failed_upload_sends_what_is_missing(hub, tmp_path) -> N
     assert hub.files(REPOSITORY) == files
 
 
-def test_a_commit_that_fails_is_not_carried_out_and_one_with_a_lost_reply_is(hub, tmp_path) -> None:
+def test_failed_commit_has_no_effect_and_commit_with_lost_reply_has_an_effect(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     hub.fail_next("commit", status=503)
     failed = commit(hub, tmp_path, {"x.parquet": PARQUET})
@@ -337,11 +343,10 @@ def test_a_commit_that_fails_is_not_carried_out_and_one_with_a_lost_reply_is(hub
     assert not hub.requests("storage-upload") and not hub.requests("commit")
 
 
-def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, tmp_path) -> None:
+def test_interrupted_download_resumes(hub, tmp_path) -> None:
     mebibyte = 2**20
-    content = bytes(range(256)) * (
-        22 * mebibyte // 256
-    )  # half of it is more than the 10 MiB that a client writes at once
+    # Half of the content is more than the 10 MiB that a client writes at once.
+    content = bytes(range(256)) * (22 * mebibyte // 256)
     hub.create(REPOSITORY)
     hub.push(REPOSITORY, {"z": content})
     hub.drop_connection_next("storage-download")
@@ -365,7 +370,7 @@ def test_a_download_that_is_cut_off_goes_on_where_it_stopped(hub, tmp_path) -> N
     assert hub.bytes_served(f"/storage/datasets/{REPOSITORY}") == 23 * mebibyte + 5
 
 
-def test_datasets_pushes_and_loads(hub, tmp_path) -> None:
+def test_datasets_can_push_and_load(hub, tmp_path) -> None:
     def client(repository: str) -> dict[str, object]:
         from datasets import Dataset, load_dataset
 
@@ -386,7 +391,7 @@ def test_datasets_pushes_and_loads(hub, tmp_path) -> None:
     assert not hub.requests("unknown")
 
 
-def test_datasets_loads_the_configurations_of_a_card(hub, tmp_path) -> None:
+def test_load_dataset_uses_the_configurations_of_the_card(hub, tmp_path) -> None:
     hub.create(REPOSITORY, private=True)
     card = """---
 configs:
@@ -433,7 +438,7 @@ configs:
     assert "DatasetNotFoundError" in run.stderr
 
 
-def test_many_files_are_one_commit_of_two_requests_each(hub, tmp_path) -> None:
+def test_many_files_are_one_commit_with_two_requests_per_file(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     files = {f"data/{number}/train-00000-of-00001.parquet": PARQUET + b"%d" % number for number in range(300)}
     hub.clear_log()
@@ -448,7 +453,7 @@ def test_many_files_are_one_commit_of_two_requests_each(hub, tmp_path) -> None:
     assert hub.files(REPOSITORY) == files
 
 
-def test_a_fault_that_no_request_met_is_an_error() -> None:
+def test_unused_or_unknown_fault_raises_an_error() -> None:
     with pytest.raises(AssertionError, match="commit"), HubServer() as hub:
         hub.fail_next("commit")
     with pytest.raises(ValueError, match="'commits-typo'.*preupload"), HubServer() as hub:

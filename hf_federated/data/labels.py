@@ -188,7 +188,7 @@ def _check_known(codes: np.ndarray, num_names: int, column: str) -> None:
 def _check_type(arrow_type: pa.DataType, column: str, prefix: str = "") -> None:
     if not is_categorical(arrow_type):
         raise TypeError(
-            f"The column {column!r} has the type {prefix}{arrow_type}, whose values are not class labels. Use a column"
+            f"The column {column!r} has the type {prefix}{arrow_type}, whose values are no class labels. Use a column"
             " of ClassLabel, strings, integers, booleans, dates, or sequences of tags. Convert quantities to"
             f' classes first: dataset.map(lambda row: {{"class": int(row[{column!r}] > 0.5)}}).'
         )

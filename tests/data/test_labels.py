@@ -164,7 +164,7 @@ def test_label_number_without_a_name_raises_value_error():
 
 @pytest.mark.parametrize("values", [[0.5, 1.0], [[0.5], []], [{"a": 1}], [[["a"]]]])
 def test_column_type_that_cannot_name_classes_raises_type_error(values):
-    with pytest.raises(TypeError, match="'label' has the type .* whose values are not class labels"):
+    with pytest.raises(TypeError, match="'label' has the type .* whose values are no class labels"):
         read_labels(Dataset.from_dict({"label": values}), "label")
 
 
