@@ -333,7 +333,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             split (`str`, *optional*, defaults to `"train"`):
                 Name of the split.
             label_column (`str`, *optional*):
-                Write the number of rows of each client per label of this column into `partition.json` and the card.
+                The column with the labels. The number of rows per client and label is written to `partition.json` and
+                the card.
             index_only (`bool`, *optional*, defaults to `False`):
                 Write row numbers instead of rows, for data that must not be copied.
             max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
@@ -379,8 +380,8 @@ class FederatedDataset(Mapping[str, ClientData]):
             commit_message (`str`, *optional*):
                 Message of the commit.
             label_column (`str`, *optional*):
-                Publish the number of rows of each client per label of this column. Label counts reveal information
-                about each client, so check that private data permits this.
+                The column with the labels. The number of rows per client and label is published. These counts reveal
+                information about each client, so set this argument with care for private data.
             index_only (`bool`, *optional*, defaults to `False`):
                 Publish row numbers instead of rows.
             max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
