@@ -10,12 +10,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset
-from huggingface_hub import CommitInfo
 
 from .client_datasets import (
     ClientData,
@@ -26,18 +24,17 @@ from .client_datasets import (
     check_same_schema,
 )
 from .column_values import check_columns
+from .federated_dataset_storage import FederatedDatasetStorageMixin
 from .fednlp import read_fednlp
-from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partition, Partitioner, check_client_ids
 from .partitioners.flower import adopt
 from .partitioners.natural import NaturalPartitioner
 from .source import DatasetSource
-from .storage.folder import SplitToStore, open_folder, open_split
+from .storage.folder import SplitToStore
 from .storage.partition_file import PartitionFile
-from .storage.publishing import push_splits, save_splits
 
 
-class FederatedDataset(Mapping[str, ClientData]):
+class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
     """
     A lazy mapping from client id to the `datasets.Dataset` of this client.
 
@@ -200,82 +197,6 @@ class FederatedDataset(Mapping[str, ClientData]):
         return cls(SeparateDatasets(clients))
 
     @classmethod
-    def load_from_disk(
-        cls,
-        path: str | os.PathLike[str],
-        clients: Sequence[str] | None = None,
-        split: str = "train",
-        source: Dataset | None = None,
-    ) -> FederatedDataset:
-        """
-        Load a folder that was written by [`~FederatedDataset.save_to_disk`].
-
-        The rows of a client are read when the client is opened. The files of the requested clients are verified
-        against their hashes.
-
-        Args:
-            path (`str`):
-                The folder.
-            clients (`Sequence[str]`, *optional*):
-                Ids of the clients to load, in this order. Defaults to all clients.
-            split (`str`, *optional*, defaults to `"train"`):
-                The split.
-            source (`datasets.Dataset`, *optional*):
-                The rows that were partitioned. Required if the folder holds only row numbers and the rows are not on
-                the Hub.
-
-        Raises:
-            `FileNotFoundError`: If the folder does not contain a federated dataset.
-            `PartitionFileError`: If a file is missing or was changed, or if `source` has different rows.
-            `KeyError`: If a client does not exist.
-        """
-        partition_file = open_folder(path)
-        return cls.from_stored(partition_file, split, open_split(partition_file, Path(path), split, clients, source))
-
-    @classmethod
-    def from_hub(
-        cls,
-        repo_id: str,
-        clients: Sequence[str] | None = None,
-        split: str = "train",
-        revision: str | None = None,
-        token: bool | str | None = None,
-        cache_dir: str | None = None,
-        source: Dataset | None = None,
-    ) -> FederatedDataset:
-        """
-        Download some or all clients of a federated dataset from the Hub.
-
-        The method reads `partition.json` first. It then downloads only the files of the requested clients, at the
-        commit of `partition.json`.
-
-        Args:
-            repo_id (`str`):
-                The repository on the Hub.
-            clients (`Sequence[str]`, *optional*):
-                Ids of the clients to download, in this order. Defaults to all clients.
-            split (`str`, *optional*, defaults to `"train"`):
-                The split.
-            revision (`str`, *optional*):
-                A branch, tag or commit.
-            token (`bool` or `str`, *optional*):
-                As in `huggingface_hub`.
-            cache_dir (`str`, *optional*):
-                As in `huggingface_hub`.
-            source (`datasets.Dataset`, *optional*):
-                The rows that were partitioned. Required if the repository holds only row numbers and the rows are not
-                on the Hub.
-
-        Raises:
-            `FileNotFoundError`: If the repository does not contain a federated dataset.
-            `PartitionFileError`: If a file differs from the pushed file, or if `source` has different rows.
-            `KeyError`: If a client does not exist.
-        """
-        partition_file, snapshot = read_hub_partition(repo_id, revision, token, cache_dir)
-        rows = fetch_split(repo_id, partition_file, snapshot, split, clients, token, cache_dir, source)
-        return cls.from_stored(partition_file, split, rows)
-
-    @classmethod
     def from_fednlp_h5(
         cls,
         data_file: str | os.PathLike[str],
@@ -312,100 +233,6 @@ class FederatedDataset(Mapping[str, ClientData]):
     def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> FederatedDataset:
         """Create a federated dataset from one stored split and the metadata in `partition.json`."""
         return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
-
-    def save_to_disk(
-        self,
-        path: str | os.PathLike[str],
-        split: str = "train",
-        label_column: str | None = None,
-        index_only: bool = False,
-        max_shard_size: int | str = "500MB",
-    ) -> None:
-        """
-        Write the federated dataset to a folder that `load_from_disk` and `datasets.load_dataset` can read.
-
-        The folder contains `data/<client>/<split>-*.parquet`, `partition.json` and a dataset card. An existing
-        federated dataset in the folder is kept until the new dataset is complete, so the folder is never incomplete.
-
-        Args:
-            path (`str`):
-                The folder. It must be new, be empty or contain only a federated dataset.
-            split (`str`, *optional*, defaults to `"train"`):
-                Name of the split.
-            label_column (`str`, *optional*):
-                The column with the labels. The number of rows per client and label is written to `partition.json` and
-                the card.
-            index_only (`bool`, *optional*, defaults to `False`):
-                Write row numbers instead of rows, for data that must not be copied.
-            max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-                Approximate size in memory of the rows in one file. The rows of a larger client are written to several
-                files.
-
-        Raises:
-            `FileExistsError`: If the folder contains files that do not belong to a federated dataset.
-            `TypeError`: If a client is an `IterableDataset`.
-        """
-        save_splits({split: self}, path, label_column, index_only, max_shard_size)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        split: str = "train",
-        private: bool | None = None,
-        revision: str | None = None,
-        token: bool | str | None = None,
-        commit_message: str | None = None,
-        label_column: str | None = None,
-        index_only: bool = False,
-        max_shard_size: int | str = "500MB",
-    ) -> CommitInfo | None:
-        """
-        Push the files that [`~FederatedDataset.save_to_disk`] writes to the Hub, in one commit.
-
-        A second push uploads only the changed files. It removes the files of clients and splits that are not part of
-        the new push. To publish several splits, push them together as a [`FederatedDatasetDict`].
-
-        Args:
-            repo_id (`str`):
-                The repository. It is created if it does not exist.
-            split (`str`, *optional*, defaults to `"train"`):
-                Name of the split.
-            private (`bool`, *optional*):
-                Whether a new repository is private. Defaults to the setting of its owner. With `True`, a push to an
-                existing public repository is an error.
-            revision (`str`, *optional*):
-                A branch. It is created if it does not exist.
-            token (`bool` or `str`, *optional*):
-                As in `huggingface_hub`.
-            commit_message (`str`, *optional*):
-                Message of the commit.
-            label_column (`str`, *optional*):
-                The column with the labels. The number of rows per client and label is published. These counts reveal
-                information about each client, so set this argument with care for private data.
-            index_only (`bool`, *optional*, defaults to `False`):
-                Publish row numbers instead of rows.
-            max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-                Approximate size in memory of the rows in one file. The rows of a larger client are written to several
-                files.
-
-        Returns:
-            `CommitInfo` or `None`: The commit, or `None` if the repository is already up to date.
-
-        Raises:
-            `ValueError`: If the repository contains other data, or is public although `private=True`.
-            `ConcurrentPushError`: If the repository received another commit during the push. Nothing is published.
-        """
-        return push_splits(
-            {split: self},
-            repo_id,
-            private,
-            revision,
-            token,
-            commit_message,
-            label_column,
-            index_only,
-            max_shard_size,
-        )
 
     def split_to_store(self) -> SplitToStore:
         """Return the content that `storage` writes for this federated dataset."""
