@@ -269,7 +269,7 @@ def write_fednlp(
 def _attributes(pooled: Mapping[str, Dataset], numbers: Mapping[str, np.ndarray], task_type: str) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "task_type": task_type,
-        "index_list": [number for of_split in numbers.values() for number in of_split.tolist()],
+        "index_list": [number for split_numbers in numbers.values() for number in split_numbers.tolist()],
         "train_index_list": numbers["train"].tolist(),
         "test_index_list": numbers["test"].tolist() if "test" in numbers else [],
     }

@@ -143,9 +143,9 @@ def _hash_array(digest: Any, array: pa.Array) -> None:
     elif pa.types.is_fixed_size_list(kind):
         _hash_array(digest, array.flatten())
     elif pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
-        _hash_texts(digest, array.cast(pa.large_binary()))
+        _hash_strings(digest, array.cast(pa.large_binary()))
     elif pa.types.is_large_binary(kind):
-        _hash_texts(digest, array)
+        _hash_strings(digest, array)
     elif pa.types.is_boolean(kind):
         digest.update(array.fill_null(False).cast(pa.uint8()).to_numpy(zero_copy_only=False).tobytes())
     elif pa.types.is_primitive(kind):
@@ -155,7 +155,7 @@ def _hash_array(digest: Any, array: pa.Array) -> None:
         digest.update(json.dumps(array.to_pylist(), default=str).encode())
 
 
-def _hash_texts(digest: Any, array: pa.LargeBinaryArray) -> None:
+def _hash_strings(digest: Any, array: pa.LargeBinaryArray) -> None:
     if array.null_count:
         array = array.fill_null(b"")
     digest.update(_integers(pc.binary_length(array)).tobytes())

@@ -165,8 +165,8 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
     foreign = _foreign_file(target)
     if foreign is not None:
         raise FileExistsError(
-            f"{target} contains files that do not belong to a federated dataset ({foreign}) and would be replaced."
-            " Choose another folder, or remove it first."
+            f"{target} is or contains something else than a federated dataset ({foreign}), which would be replaced."
+            " Choose another folder, or remove the content first."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

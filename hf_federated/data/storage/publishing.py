@@ -76,8 +76,8 @@ def _write(
     stored = {split: clients.split_to_store() for split, clients in splits.items()}
     partition_file = write_files(folder, stored, counts, max_shard_size, index_only, token)
     split, clients = next(iter(splits.items()))
-    of_split = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
-    pictures = draw_pictures(folder, clients, of_split, split)
+    split_counts = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
+    pictures = draw_pictures(folder, clients, split_counts, split)
     text = render_dataset_card(partition_file, repo_id, pictures, state.card, state.client_names)
     (folder / README).write_text(text, encoding="utf-8")
     return partition_file

@@ -353,14 +353,14 @@ def test_save_replaces_a_federated_dataset_but_no_foreign_files(clients, tmp_pat
     (tmp_path / "other" / "thesis.tex").write_text("...")
     (tmp_path / "file").write_text("...")
     for place in ("other", "file"):
-        with pytest.raises(FileExistsError, match="contains files that do not belong to a federated dataset"):
+        with pytest.raises(FileExistsError, match="is or contains something else than a federated dataset"):
             clients.save_to_disk(tmp_path / place)
     # A foreign file in the folder of a federated dataset, and a file of another tool with the name partition.json.
     (tmp_path / "clients" / "data" / "codebook.csv").write_text("...")
     with pytest.raises(FileExistsError, match="data/codebook.csv"):
         clients.save_to_disk(tmp_path / "clients")
     (tmp_path / "other" / "partition.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="contains files that do not belong to a federated dataset"):
+    with pytest.raises(FileExistsError, match="is or contains something else than a federated dataset"):
         clients.save_to_disk(tmp_path / "other")
     assert (tmp_path / "other" / "thesis.tex").read_text() == "..."
     assert (tmp_path / "clients" / "data" / "codebook.csv").read_text() == "..."
