@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_federated import SplitModel
 from hf_federated.security.encryption import ClientSession, Identity, ServerSession
 from hf_federated.security.sealed import SealedLink, SealedServer
-from hf_federated.split import LocalLink, Meeting
+from hf_federated.split import ClientBatchRunner, LocalLink
 
 
 def build(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -96,7 +96,7 @@ def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[
     """A step of a server whose clients meet, with heads and tails of their own."""
     clients = {str(number): split_model(options, client_id=str(number)) for number in range(num_clients)}
     server = clients["0"].boundary.link.server
-    meeting = Meeting(server)
+    meeting = ClientBatchRunner(server)
     inputs = {name: batch(options, int(name)) for name in clients}
     for name, client in clients.items():
         if name != "0":

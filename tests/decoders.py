@@ -1,4 +1,4 @@
-"""Tiny decoder models of every family that can be split."""
+"""Tiny decoder models of all model types that can be split."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ DECODERS: dict[str, Any] = {
 
 
 def decoder(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model of one of `DECODERS`, in evaluation mode."""
+    """Create a model of one of `DECODERS`, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(DECODERS[name]()).eval()
 
 
 def batch(padding: str | None, rows: int = 3, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Token ids, mask and labels; the first row is three tokens shorter where there is padding."""
+    """Create token ids, mask and labels. With padding, the first sequence is three tokens shorter."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     inputs = {"input_ids": ids, "labels": ids.clone()}
@@ -81,6 +81,6 @@ def batch(padding: str | None, rows: int = 3, length: int = 9, seed: int = 0) ->
         inputs["attention_mask"] = mask
         inputs["labels"][mask == 0] = -100
         if padding == "left":
-            # Otherwise a pad position would predict the row's first token.
+            # Without this, a padding position would predict the first token of the sequence.
             inputs["labels"][0, 3] = -100
     return inputs

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.security.certificates import create_certificates
-from hf_federated.split import Cut, ModelFingerprint, Terms, Wire
+from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
 from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
 
 
 CLIENTS = ["north", "south", "Zoë/2"]
-TERMS = Terms(ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32"))
+TERMS = SplitSessionConfig(ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32"))
 
 
 def certificates(folder: Path, clients: list[str] = CLIENTS) -> Path:

@@ -252,7 +252,7 @@ def _check_disjoint(attacker_examples: TokenizedExamples, victim_examples: Token
 
 def _check_same_shapes(head: Part, source: Part) -> None:
     attacker_shapes, victim_shapes = (
-        {name: value.shape for name, value in part.originals()} for part in (head, source)
+        {name: value.shape for name, value in part.named_original_parameters()} for part in (head, source)
     )
     if attacker_shapes != victim_shapes:
         names = sorted(attacker_shapes | victim_shapes)

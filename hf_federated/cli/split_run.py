@@ -26,7 +26,7 @@ from hf_federated.security.encryption import ClientSession, Identity, ServerSess
 from hf_federated.security.envelope import PeerEnvelopes
 from hf_federated.security.keys import check_fingerprint, fingerprint
 from hf_federated.security.sealed import SealedLink
-from hf_federated.split import ModelFingerprint, SplitModel, Terms, Wire
+from hf_federated.split import ModelFingerprint, SplitModel, SplitSessionConfig, Wire
 from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
 from hf_federated.split_training.digest import run_digest, run_settings
@@ -262,10 +262,10 @@ def _own_rows(recipe: Recipe, rows: str | None) -> Recipe:
 
 def _terms(
     recipe: Recipe, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None, cut: Any, wire: Any
-) -> Terms:
+) -> SplitSessionConfig:
     files = file_arguments(_model_arguments(recipe.model))
     model = ModelFingerprint.from_checkpoint(recipe.model.name_or_path, **files)
-    return Terms(model, cut, wire, adapter, run_settings(split, args))
+    return SplitSessionConfig(model, cut, wire, adapter, run_settings(split, args))
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

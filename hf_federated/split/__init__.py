@@ -1,30 +1,32 @@
-"""Split language models: the first and last blocks are a client's, the others a server's (FL-GLM)."""
+"""Split language models (FL-GLM): a client holds the first and last blocks, and a server holds the other blocks."""
 
-from .adapters import adapter_state, add_adapter, load_adapter, merge_adapters, save_adapter, take_adapter
+from .adapters import adapter_state, add_adapter, copy_adapter, load_adapter, merge_adapters, save_adapter
 from .body import BodyServer
 from .boundary import Boundary, Link, LocalLink
 from .cache import SplitCache
+from .client_batch import ClientBatchRunner
 from .cut import Cut
 from .families import LAYOUTS, layout_of
 from .fingerprint import ModelFingerprint
-from .layouts import BlockRunner, Layout, Places
+from .layouts import AttentionInputs, BlockRunner, Layout
 from .loading import load_parts
-from .meeting import Meeting
 from .messages import Backward, Forget, Forward, Gradient, Hidden
 from .model import SplitModel
 from .parts import Part
 from .prefix import Prefix
 from .saving import load_saved_parts, merge_parts, save_parts
-from .terms import Terms
+from .session_config import SplitSessionConfig
 from .wire import Wire
 
 
 __all__ = [
     "LAYOUTS",
+    "AttentionInputs",
     "Backward",
     "BlockRunner",
     "BodyServer",
     "Boundary",
+    "ClientBatchRunner",
     "Cut",
     "Forget",
     "Forward",
@@ -33,17 +35,16 @@ __all__ = [
     "Layout",
     "Link",
     "LocalLink",
-    "Meeting",
     "ModelFingerprint",
     "Part",
-    "Places",
     "Prefix",
     "SplitCache",
     "SplitModel",
-    "Terms",
+    "SplitSessionConfig",
     "Wire",
     "adapter_state",
     "add_adapter",
+    "copy_adapter",
     "layout_of",
     "load_adapter",
     "load_parts",
@@ -52,5 +53,4 @@ __all__ = [
     "merge_parts",
     "save_adapter",
     "save_parts",
-    "take_adapter",
 ]

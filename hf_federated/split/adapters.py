@@ -1,8 +1,8 @@
-"""Adapters of a split model: each part owns, trains and saves those of its own blocks.
+"""Adapters of a split model. Each part owns, trains and saves the adapters of its blocks.
 
-An adapter is described once, by PEFT's config for the whole model. What it means for a part follows from the names of
-the modules that it would adapt there, so `layers_to_transform`, patterns and regular expressions keep their meaning
-although a part's blocks are numbered from 0. Parts' adapters together are one PEFT adapter of the whole model.
+One PEFT config describes the adapter of the full model. The module names that this adapter has in the full model
+determine the adapters of each part, so `layers_to_transform`, patterns and regular expressions keep their meaning
+although a part numbers its blocks from 0. The adapters of all parts together form one PEFT adapter of the full model.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .parts import Part
 from .prefix import Prefix
 
 
-# What PEFT puts before a name of the model that it adapts.
+# The prefix that PEFT adds to the parameter names of the adapted model.
 _PEFT_PREFIX = "base_model.model."
 _PROMPT = "prompt_embeddings"
 _DEFAULT = "default"
-# Settings of a LoraConfig that mean for a part what they mean for the whole model, and those that only describe it.
+# Fields of a LoraConfig that apply to a part as they apply to the full model, and fields that are only descriptive.
 _LORA_SETTINGS = {
     "alpha_pattern",
     "auto_mapping",
@@ -62,40 +62,43 @@ _LORA_SETTINGS = {
     "task_type",
     "use_rslora",
 }
-# Ways to begin that look at nothing but the shapes of the weights.
+# Initializations that depend only on the shapes of the weights.
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
 def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
     """
-    Give every part the adapters of its blocks, and freeze everything else.
+    Add an adapter to the blocks of every part, and freeze all other parameters.
 
     Args:
-        parts (`Iterable[Part]`): Of one model: all of them, or those that a party holds.
-        config (`PretrainedConfig`): The whole model's.
-        peft_config (`PeftConfig`): For the whole model: a `LoraConfig` or a `PrefixTuningConfig`. It is not changed.
+        parts (`Iterable[Part]`): All parts of a model, or the parts of one party.
+        config (`PretrainedConfig`): The config of the full model.
+        peft_config (`PeftConfig`):
+            The adapter config for the full model: a `LoraConfig` or a `PrefixTuningConfig`. It is not modified.
 
     Raises:
-        ValueError: If the method is another one, trains more than adapters of blocks, or begins with values that are
-            computed from the whole model's weights or from data.
+        ValueError: If the method is neither LoRA nor prefix tuning, trains other parameters than adapters of blocks,
+            or initializes the adapters from the weights of the full model or from data.
     """
     parts = list(parts)
     check_adapter(peft_config)
     init = getattr(peft_config, "init_lora_weights", True)
     if init not in _INITS:
         raise ValueError(
-            f"init_lora_weights={init!r} changes the weights that the adapters are for, or looks at data: make the "
-            "whole model's adapter with get_peft_model, and split that."
+            f"init_lora_weights={init!r} changes the base weights or uses data, which the parts of a split model do "
+            f"not support (supported: {', '.join(map(repr, _INITS))}). Create the adapter of the full model with "
+            "get_peft_model, and split the PEFT model."
         )
     _add_adapter(parts, config, peft_config)
 
 
 def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
     if isinstance(peft_config, PrefixTuningConfig):
-        if parts[0].cut.head_blocks == 0 and "zero" in parts[0].layout.of_head.values():
+        if parts[0].cut.head_blocks == 0 and "zero" in parts[0].layout.head_modules.values():
             raise ValueError(
-                f"Positions of {config.model_type} are looked up before the first block, and begin behind the prefix, "
-                "of which a head without blocks knows nothing: set head_blocks to 1 or more, or use LoRA."
+                f"Prefix tuning with head_blocks=0 is not supported for {config.model_type}: the head embeds the "
+                "positions, which start after the prefix, but a head without blocks has no prefix. Set head_blocks to "
+                "at least 1, or use LoRA."
             )
         for part in parts:
             part.requires_grad_(False)
@@ -105,91 +108,105 @@ def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftC
         return
     assert isinstance(peft_config, LoraConfig)
     with init_empty_weights():
-        whole = get_peft_model(type(parts[0].model)(config), copy.deepcopy(peft_config))
-    layers = [(name, module) for name, module in whole.named_modules() if isinstance(module, LoraLayer)]
-    adapted = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
+        full_model = get_peft_model(type(parts[0].model)(config), copy.deepcopy(peft_config))
+    layers = [(name, module) for name, module in full_model.named_modules() if isinstance(module, LoraLayer)]
+    lora_layers = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
     for part in parts:
         part.requires_grad_(False)
-        _inject(part, peft_config, adapted)
+        _inject_lora(part, peft_config, lora_layers)
 
 
 def check_adapter(peft_config: PeftConfig) -> None:
     """
-    Refuse what the parts of a split model cannot have.
+    Check that the parts of a split model support an adapter config.
 
     Raises:
-        ValueError: If the method is neither LoRA nor prefix tuning, or has settings that would mean something else in
-            the parts, or nothing.
+        ValueError: If the method is neither LoRA nor prefix tuning, or a field would have a different effect, or no
+            effect, in the parts.
     """
     if not isinstance(peft_config, (LoraConfig, PrefixTuningConfig)):
         raise ValueError(
-            f"{type(peft_config).__name__}: the parts of a split model take LoRA or prefix tuning (p-tuning v2)."
+            f"{type(peft_config).__name__} is not supported in a split model. Use LoRA or prefix tuning (p-tuning v2)."
         )
     if isinstance(peft_config, PrefixTuningConfig):
         if peft_config.modules_to_save:
-            raise ValueError("modules_to_save of a PrefixTuningConfig is not supported in a split: leave it out.")
+            raise ValueError(
+                f"modules_to_save={peft_config.modules_to_save!r} of a PrefixTuningConfig is not supported in a split "
+                "model. Remove it."
+            )
         return
-    plain = LoraConfig()
+    default_config = LoraConfig()
     for field in dataclasses.fields(peft_config):
-        value, default = getattr(peft_config, field.name), getattr(plain, field.name, None)
+        value, default = getattr(peft_config, field.name), getattr(default_config, field.name, None)
         if field.name not in _LORA_SETTINGS and value and value != default:
-            raise ValueError(f"{field.name}={value!r} of a LoraConfig is not supported in a split: leave it out.")
+            raise ValueError(f"{field.name}={value!r} of a LoraConfig is not supported in a split model. Remove it.")
 
 
 def check_peft_model(model: PeftModel) -> None:
     """
-    Refuse a PEFT model whose adapter the parts could not have as it is.
+    Check that the adapter of a PEFT model can be copied to the parts of a split model.
 
     Raises:
-        ValueError: If it has no one active adapter, or that one is merged, disabled or of another kind.
+        ValueError: If the number of active adapters is not one, or the active adapter is merged, disabled or of an
+            unsupported method.
     """
     if len(model.active_adapters) != 1:
-        raise ValueError(f"A PEFT model with one active adapter can be split, this one has {model.active_adapters}.")
+        raise ValueError(
+            f"A PEFT model must have exactly one active adapter to be split, but its active adapters are "
+            f"{model.active_adapters}. Activate one adapter with set_adapter()."
+        )
     check_adapter(model.active_peft_config)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if any(layer.merged or layer.disable_adapters for layer in layers):
-        raise ValueError("The adapter is merged or disabled: call unmerge_adapter() or enable_adapter_layers() first.")
+        raise ValueError(
+            "The adapter of the PEFT model is merged or disabled. Call unmerge_adapter() or enable_adapter_layers() "
+            "before splitting the model."
+        )
 
 
-def take_adapter(parts: Iterable[Part], model: PeftModel) -> None:
+def copy_adapter(parts: Iterable[Part], model: PeftModel) -> None:
     """
-    Give every part the adapters of its blocks with the weights that they have in a PEFT model.
+    Copy the adapter of a PEFT model to the parts of its base model.
 
     Args:
-        parts (`Iterable[Part]`): Of the model that `model` adapts.
-        model (`PeftModel`): With LoRA or prefix tuning.
+        parts (`Iterable[Part]`): The parts of the base model.
+        model (`PeftModel`): A model with LoRA or prefix tuning.
+
+    Raises:
+        ValueError: If a split model does not support the adapter.
     """
     check_peft_model(model)
     parts = list(parts)
     config = copy.deepcopy(model.active_peft_config)
     if isinstance(config, LoraConfig):
-        # Others look at the weights of the base, and change them.
+        # Other initializations use the base weights and change them. The adapter weights are loaded below.
         config.init_lora_weights = True
     add_adapter(parts, model.get_base_model().config, config)
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     load_adapter(parts, state)
-    # One that was not cast for its base, as it was asked for, is trained in the base's dtype here too.
+    # Keep the dtype of the PEFT model's adapter, which is not float32 with autocast_adapter_dtype=False.
     dtype = next(iter(state.values())).dtype
     for part in parts:
-        for own in part.parameters():
-            if own.requires_grad:
-                own.data = own.data.to(dtype)
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
 
 def adapter_state(part: Part) -> dict[str, torch.Tensor]:
     """
-    The adapters of a part, by the names that PEFT gives them in an adapter of the whole model.
+    Return the adapter weights of a part, with their names in a PEFT adapter of the full model.
 
     Args:
         part ([`Part`]): The part.
 
     Returns:
-        `dict[str, torch.Tensor]`: Copies. Prefixes have one name each block, `prompt_embeddings.<number>`, of shape
-        `(length, 2 · token_dim)`: PEFT has them side by side in one matrix.
+        `dict[str, torch.Tensor]`: Copies of the weights. The prefix of each block has a separate name,
+        `prompt_embeddings.<block index>`, and shape `(length, 2 · token_dim)`. PEFT concatenates the prefixes of all
+        blocks in one matrix.
     """
     if part.prefix is not None:
         columns = part.prefix.embeddings().detach().chunk(len(part.blocks), dim=1)
-        return {f"{_PROMPT}.{number}": own.clone() for number, own in zip(part.blocks, columns, strict=True)}
+        return {f"{_PROMPT}.{number}": prefix.clone() for number, prefix in zip(part.blocks, columns, strict=True)}
     if not any(isinstance(module, LoraLayer) for module in part.model.modules()):
         return {}
     state = get_peft_model_state_dict(part.model)
@@ -198,14 +215,15 @@ def adapter_state(part: Part) -> dict[str, torch.Tensor]:
 
 def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> None:
     """
-    Take adapters' weights from an adapter of the whole model.
+    Load adapter weights of the full model into the parts.
 
     Args:
-        parts (`Iterable[Part]`): With adapters.
-        state (`Mapping[str, torch.Tensor]`): As PEFT names it, or as `adapter_state` does.
+        parts (`Iterable[Part]`): The parts, to which an adapter was added.
+        state (`Mapping[str, torch.Tensor]`): Adapter weights with the names of PEFT or of `adapter_state`.
 
     Raises:
-        ValueError: If a weight is missing or has another shape, or prefixes come from an encoder that is shared.
+        ValueError: If a weight is missing or has another shape, or the parts have a prefix encoder
+            (`prefix_projection=True`).
     """
     state = dict(state)
     with torch.no_grad():
@@ -217,35 +235,38 @@ def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> No
                 original = _PEFT_PREFIX + part.original_name(name.replace(f".{_DEFAULT}", ""))
                 if "lora_" in name:
                     if original not in state or state[original].shape != parameter.shape:
-                        raise ValueError(f"{original} of shape {tuple(parameter.shape)} is missing in this adapter.")
+                        raise ValueError(
+                            f"The adapter has no weight {original} of shape {tuple(parameter.shape)}. Load an adapter "
+                            "of the same model with the same config."
+                        )
                     parameter.copy_(state[original])
 
 
 def merge_adapters(states: Iterable[Mapping[str, torch.Tensor]], num_blocks: int) -> dict[str, torch.Tensor]:
     """
-    One ordinary PEFT adapter from those of all parts.
+    Merge the adapters of all parts into one PEFT adapter of the full model.
 
     Args:
-        states (`Iterable[Mapping[str, torch.Tensor]]`): What `adapter_state` gave for each part.
-        num_blocks (`int`): Blocks of the whole model.
+        states (`Iterable[Mapping[str, torch.Tensor]]`): The output of `adapter_state` for each part.
+        num_blocks (`int`): Number of blocks of the full model.
 
     Returns:
-        `dict[str, torch.Tensor]`: As PEFT saves it.
+        `dict[str, torch.Tensor]`: The adapter weights with the names that PEFT uses in a file.
 
     Raises:
-        ValueError: If a block's prefix is missing or two parts have the same weight.
+        ValueError: If the prefix of a block is missing, or two parts have the same weight.
     """
     merged: dict[str, torch.Tensor] = {}
     for state in states:
-        twice = sorted(merged.keys() & state.keys())
-        if twice:
-            raise ValueError(f"Two parts have {twice[0]}: these are not the parts of one cut.")
+        duplicates = sorted(merged.keys() & state.keys())
+        if duplicates:
+            raise ValueError(f"Two parts have the weight {duplicates[0]}. Merge only parts of the same cut.")
         merged.update(state)
     if not any(name.startswith(_PROMPT) for name in merged):
         return merged
     missing = [number for number in range(num_blocks) if f"{_PROMPT}.{number}" not in merged]
     if missing:
-        raise ValueError(f"The prefix of block {missing[0]} is missing: give the adapters of all parts.")
+        raise ValueError(f"The prefix of block {missing[0]} is missing. Pass the adapters of all parts.")
     return {_PROMPT: torch.cat([merged[f"{_PROMPT}.{number}"] for number in range(num_blocks)], dim=1)}
 
 
@@ -253,13 +274,13 @@ def save_adapter(
     parts: Iterable[Part], config: PretrainedConfig, peft_config: PeftConfig, directory: str | os.PathLike[str]
 ) -> None:
     """
-    Write the parts' adapters as one that `PeftModel.from_pretrained` loads onto the whole model.
+    Save the adapters of all parts as one adapter that `PeftModel.from_pretrained` loads for the full model.
 
     Args:
-        parts (`Iterable[Part]`): All parts.
-        config (`PretrainedConfig`): The whole model's.
-        peft_config (`PeftConfig`): The one that the adapters were made from.
-        directory (`str` or `os.PathLike`): Where to. It is created.
+        parts (`Iterable[Part]`): All parts of the model.
+        config (`PretrainedConfig`): The config of the full model.
+        peft_config (`PeftConfig`): The config from which the adapters were created.
+        directory (`str` or `os.PathLike`): The output directory. It is created if it does not exist.
     """
     parts = list(parts)
     os.makedirs(directory, exist_ok=True)
@@ -269,17 +290,17 @@ def save_adapter(
         os.path.join(directory, SAFETENSORS_WEIGHTS_NAME),
         metadata={"format": "pt"},
     )
-    whole_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(directory))
+    full_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(directory))
 
 
-def whole_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: Part) -> PeftConfig:
+def full_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: Part) -> PeftConfig:
     """
-    The config that belongs to a saved adapter of the whole model.
+    Create the config that is saved with an adapter of the full model.
 
     Args:
-        peft_config (`PeftConfig`): The one that the adapters were made from. It is not changed.
-        config (`PretrainedConfig`): The whole model's.
-        part ([`Part`]): One of its parts.
+        peft_config (`PeftConfig`): The config from which the adapters were created. It is not modified.
+        config (`PretrainedConfig`): The config of the full model.
+        part ([`Part`]): Any part of the model.
     """
     saved = copy.deepcopy(peft_config)
     if isinstance(saved, PrefixTuningConfig):
@@ -288,63 +309,73 @@ def whole_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: P
     return saved
 
 
-def _inject(part: Part, peft_config: LoraConfig, adapted: Mapping[str, LoraLayer]) -> None:
-    """LoRA on those modules of a part that the whole model's adapter adapts, each with its own rank."""
-    own: dict[str, LoraLayer] = {}
-    for original, layer in adapted.items():
-        name = part.own_name(original)
+def _inject_lora(part: Part, peft_config: LoraConfig, lora_layers: Mapping[str, LoraLayer]) -> None:
+    """
+    Add LoRA to the modules of a part that are adapted in the full model, with the rank and alpha of each module.
+
+    `lora_layers` are the LoRA layers of the full model, by module name.
+    """
+    part_layers: dict[str, LoraLayer] = {}
+    for original, layer in lora_layers.items():
+        name = part.part_name(original)
         if name is not None and part.owns(name):
-            own[name] = layer
-    if not own:
+            part_layers[name] = layer
+    if not part_layers:
         return
     config = copy.deepcopy(peft_config)
     config.layers_to_transform = config.layers_pattern = None
     config.exclude_modules = None
-    # Whole names, so that PEFT matches nothing else.
-    config.target_modules = set(own)
-    config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in own.items()}
-    config.alpha_pattern = {f"^{re.escape(name)}": layer.lora_alpha[_DEFAULT] for name, layer in own.items()}
+    # Full module names, so that PEFT matches no other modules.
+    config.target_modules = set(part_layers)
+    config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in part_layers.items()}
+    config.alpha_pattern = {f"^{re.escape(name)}": layer.lora_alpha[_DEFAULT] for name, layer in part_layers.items()}
     inject_adapter_in_model(config, part.model)
-    # As in a PeftModel: over a base of half precision adapters are trained in float32.
+    # As in a PeftModel, the adapters of a half-precision base model are trained in float32.
     cast_adapter_dtype(part.model, _DEFAULT)
 
 
 def _prefix_config(
     peft_config: PrefixTuningConfig, config: PretrainedConfig, num_blocks: int, layout: Layout
 ) -> PrefixTuningConfig:
-    """PEFT's config for the prefixes of so many blocks of this model."""
-    if layout.runner is not None:  # of a class that PEFT does not know
-        own = copy.deepcopy(peft_config)
-        heads, size = layout.runner.key_value_heads(config)
-        own.num_layers, own.num_attention_heads, own.token_dim = num_blocks, heads, heads * size
-        own.encoder_hidden_size = own.encoder_hidden_size or own.token_dim
-        own.num_transformer_submodules = 1
-        own.inference_mode = False
-        return own
+    """Create PEFT's config for the prefixes of `num_blocks` blocks of the model."""
+    if layout.runner is not None:  # PEFT does not support the model classes that need a runner
+        prefix_config = copy.deepcopy(peft_config)
+        num_heads, head_size = layout.runner.key_value_heads(config)
+        prefix_config.num_layers = num_blocks
+        prefix_config.num_attention_heads = num_heads
+        prefix_config.token_dim = num_heads * head_size
+        prefix_config.encoder_hidden_size = prefix_config.encoder_hidden_size or prefix_config.token_dim
+        prefix_config.num_transformer_submodules = 1
+        prefix_config.inference_mode = False
+        return prefix_config
     with init_empty_weights():
-        # PEFT derives the sizes of keys and values, also of grouped queries.
-        whole: PeftModel = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
-    own = copy.deepcopy(whole.active_peft_config)
-    own.num_layers = num_blocks
-    own.inference_mode = False
-    return own
+        # PEFT computes the sizes of keys and values, including grouped-query attention.
+        full_model: PeftModel = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
+    prefix_config = copy.deepcopy(full_model.active_peft_config)
+    prefix_config.num_layers = num_blocks
+    prefix_config.inference_mode = False
+    return prefix_config
 
 
 def _load_prefix(part: Part, state: dict[str, torch.Tensor]) -> None:
     assert part.prefix is not None
     if part.prefix.config.prefix_projection:
         raise ValueError(
-            "Prefixes that one encoder makes for all blocks (prefix_projection=True) have no parts: set "
-            "prefix_projection=False, or call add_adapter of a SplitModel, whose parts have an encoder each."
+            "An adapter with prefix_projection=True cannot be loaded into parts, because one encoder computes the "
+            "prefixes of all blocks. Set prefix_projection=False, or call SplitModel.add_adapter, which creates an "
+            "encoder for each part."
         )
     if _PROMPT in state:
         columns = state[_PROMPT].chunk(part.cut.num_blocks, dim=1)
-        state = {f"{_PROMPT}.{number}": own for number, own in enumerate(columns)}
+        state = {f"{_PROMPT}.{number}": prefix for number, prefix in enumerate(columns)}
     missing = [number for number in part.blocks if f"{_PROMPT}.{number}" not in state]
     if missing:
-        raise ValueError(f"The prefix of block {missing[0]} is missing in this adapter.")
+        raise ValueError(f"The adapter has no prefix for block {missing[0]}. Load an adapter of the same model.")
     weight = part.prefix.encoder.embedding.weight
     values = torch.cat([state[f"{_PROMPT}.{number}"] for number in part.blocks], dim=1)
     if values.shape != weight.shape:
-        raise ValueError(f"Prefixes of shape {tuple(values.shape)} came for blocks that take {tuple(weight.shape)}.")
+        raise ValueError(
+            f"The prefixes in the adapter have shape {tuple(values.shape)}, but the blocks need shape "
+            f"{tuple(weight.shape)}. Load an adapter of the same model with the same config."
+        )
     weight.copy_(values)

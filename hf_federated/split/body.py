@@ -1,7 +1,7 @@
-"""The server's side of a passage: hidden states come, hidden states go; gradients come, gradients go.
+"""The server's side of the cut layer: runs forward and backward passes of the body on clients' hidden states.
 
-A [`BodyServer`] sees bytes only. What it keeps between the two ways of a passage are the graphs of passages whose
-gradient is still to come, and the key/value caches of generations that go on.
+A [`BodyServer`] receives and returns bytes. Between messages it keeps the autograd graphs of micro-batches whose
+gradient it has not received yet, and the key/value caches of unfinished generations.
 """
 
 from __future__ import annotations
@@ -18,43 +18,52 @@ from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
 from ..utils.random import derived_seed, own_draws
-from .layouts import Places
-from .messages import Backward, Crossing, Forget, Forward, Gradient, Hidden, read_request, unpack_mask
+from .layouts import AttentionInputs
+from .messages import (
+    Backward,
+    Forget,
+    Forward,
+    Gradient,
+    Hidden,
+    MicroBatchId,
+    SplitMessage,
+    read_request,
+    unpack_mask,
+)
 from .parts import Part
 from .wire import Wire
 
 
-# Client, step and micro-step.
-Passage = tuple[str, int, int]
-# Graphs and caches that one client may leave behind before the oldest goes.
+# Maximum number of graphs and caches per client. Above it, the oldest is dropped.
 MAX_GRAPHS = 64
 MAX_CACHES = 16
 
 
 @dataclass
 class _Graph:
-    """What came and what went of clients that passed together, and how many rows of what length each has."""
+    """Autograd graph of micro-batches that went through the body together; `sizes` are `(batch, sequence)` of each."""
 
-    passages: tuple[Passage, ...]
-    came: torch.Tensor
-    went: torch.Tensor
+    micro_batch_ids: tuple[MicroBatchId, ...]
+    inputs: torch.Tensor
+    outputs: torch.Tensor
     sizes: list[tuple[int, int]]
 
 
 class BodyServer:
     """
-    Answers a client's messages with the body of a split model.
+    Answers clients' messages with the body of a split model.
 
     Args:
         body ([`Part`]): The server's blocks.
-        wire ([`Wire`]): How states travel.
-        seed (`int`, *optional*): What the body draws in training (dropout) then follows from it, the client and the
-            number of the passage; by default the process's generator is drawn from.
+        wire ([`Wire`]): The wire format of hidden states and gradients.
+        seed (`int`, *optional*):
+            Seed of the random numbers of the body in training (dropout). The numbers then depend only on the seed, the
+            client, the step and the micro-step. By default the global generator of the process is used.
 
     Attributes:
-        num_targets (`int`): Target tokens of the gradients that came since the last `average_gradients`.
+        num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.
 
-    Example: see [`SplitModel`], which makes one where both parties are in one process.
+    Example: see [`SplitModel`], which creates a `BodyServer` if both parties are in one process.
     """
 
     def __init__(self, body: Part, wire: Wire, seed: int | None = None) -> None:
@@ -62,27 +71,27 @@ class BodyServer:
         self.wire = wire
         self.seed = seed
         self.num_targets = 0
-        # Of passages whose gradient is still to come.
-        self._graphs: OrderedDict[Passage, _Graph] = OrderedDict()
+        # Micro-batches whose gradient was not received yet.
+        self._graphs: OrderedDict[MicroBatchId, _Graph] = OrderedDict()
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the same body and no passage or generation under way."""
+        """Return the state of a copy, which has no open micro-batches and no caches."""
         return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "num_targets": 0}
 
     def answer(self, blob: bytes) -> bytes:
         """
-        Do what a message asks.
+        Process a message.
 
         Args:
             blob (`bytes`): A serialised `Forward`, `Backward` or `Forget`.
 
         Returns:
-            `bytes`: The serialised answer; empty to a `Forget`.
+            `bytes`: The serialised answer. Empty for a `Forget`.
 
         Raises:
-            ValueError: If the message is damaged, of another kind, holds a field that is not declared, or does not fit
-                this body. Its weights, their gradients and other passages are as they were then.
+            ValueError: If the message is damaged, has another kind, has an undeclared field, or does not fit this
+                body. The weights, their gradients and other micro-batches are then unchanged.
         """
         message = read_request(blob)
         if isinstance(message, Forward):
@@ -94,112 +103,139 @@ class BodyServer:
         return b""
 
     def forward(self, message: Forward) -> Hidden:
-        """Hidden states behind the body's blocks."""
+        """Run the body's blocks on a client's hidden states."""
         return self.forward_batch([message])[0]
 
     def backward(self, message: Backward) -> Gradient:
-        """The gradient by what came; those of the body's parameters are added to their `grad`."""
+        """Return the gradient with respect to the received hidden states, and accumulate the body's gradients."""
         return self.backward_batch([message])[0]
 
     def forward_batch(self, messages: Sequence[Forward]) -> list[Hidden]:
         """
-        Several clients' hidden states behind the body's blocks, in one pass.
+        Run the body's blocks on the hidden states of several clients, in one forward pass.
 
-        Shorter sequences are padded on the right, behind a mask.
+        Shorter sequences are padded on the right, and the padding is masked.
 
         Args:
-            messages (`Sequence[Forward]`): One a client.
+            messages (`Sequence[Forward]`): One message per client.
+
+        Returns:
+            `list[Hidden]`: The answers, in the order of the messages.
 
         Raises:
-            ValueError: If they ask for different things, or generation is among them.
+            ValueError: If the messages differ in `training`, `grad` or `autocast`, or one of several messages uses a
+                cache.
         """
         first = messages[0]
         for message in messages[1:]:
             for name in ("training", "grad", "autocast"):
                 if getattr(message, name) != getattr(first, name):
                     raise ValueError(
-                        f"Clients of one batch must agree: {name} is {getattr(first, name)!r} of {first.client_id!r} "
-                        f"and {getattr(message, name)!r} of {message.client_id!r}."
+                        f"All clients of a server batch must have the same {name}, but {name} is "
+                        f"{getattr(first, name)!r} for client {first.client_id!r} and {getattr(message, name)!r} for "
+                        f"client {message.client_id!r}."
                     )
         if len(messages) > 1 and any(message.cache_id is not None for message in messages):
-            raise ValueError("Generation goes on with a cache, one client at a time.")
-        passages = tuple(message.passage for message in messages)
-        if len(set(passages)) != len(passages):
-            raise ValueError(f"A passage came twice in one batch: {passages}.")
+            raise ValueError(
+                f"{len(messages)} clients sent messages together, and some of them use a cache. Generate with one "
+                "client at a time."
+            )
+        micro_batch_ids = tuple(message.micro_batch_id for message in messages)
+        if len(set(micro_batch_ids)) != len(micro_batch_ids):
+            raise ValueError(f"A micro-batch occurs twice in one server batch: {micro_batch_ids}.")
         for message in messages:
-            self._check_places(message)
+            self._check_positions(message)
         states = [self._states(message, message.hidden, message.batch_size) for message in messages]
-        sizes = [(len(own), own.shape[1]) for own in states]
-        length = max(own for _, own in sizes)
-        came = _joined([functional.pad(own, (0, 0, 0, length - own.shape[1])) for own in states])
-        mask, positions, contexts = _join_places(messages, sizes, came.device)
+        sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
+        max_length = max(length for _, length in sizes)
+        inputs = _concatenate([functional.pad(tensor, (0, 0, 0, max_length - tensor.shape[1])) for tensor in states])
+        mask, positions, contexts = _join_attention_inputs(messages, sizes, inputs.device)
         cache = None if first.cache_id is None else self._cache(first)
-        if self.body.model.training != first.training:  # of many small modules this takes as long as a block
+        if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
-        came.requires_grad_(first.grad)
-        draws: Any = contextlib.nullcontext()
+        inputs.requires_grad_(first.grad)
+        random_numbers: Any = contextlib.nullcontext()
         if self.seed is not None and first.training:
-            draws = own_draws(derived_seed(self.seed, "body", *first.passage))
-        with draws, torch.set_grad_enabled(first.grad), _autocast(came.device, first.autocast):
-            went = self.body(came, mask, positions, cache, contexts, use_cache=cache is not None).logits
+            random_numbers = own_draws(derived_seed(self.seed, "body", *first.micro_batch_id))
+        with random_numbers, torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
+            outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
-            self._keep(_Graph(passages, came, went, sizes))
-        answers = _cut(went, sizes)
-        return [Hidden(*m.passage, hidden=self.wire.encode(own)) for m, own in zip(messages, answers, strict=True)]
+            self._keep(_Graph(micro_batch_ids, inputs, outputs, sizes))
+        return [
+            Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
+            for message, client_outputs in zip(messages, _split_by_client(outputs, sizes), strict=True)
+        ]
 
     def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
         """
-        The gradients by what came of clients that went through the body together.
+        Run one backward pass for clients whose hidden states went through the body together.
 
-        Of a client whose gradient does not come the rows are left out: theirs are zero.
+        The gradient of a client that sends no message is zero.
 
         Args:
-            messages (`Sequence[Backward]`): At most one of each client of the batch.
+            messages (`Sequence[Backward]`): At most one message per client of the server batch.
+
+        Returns:
+            `list[Gradient]`: Gradients with respect to the received hidden states, in the order of the messages.
 
         Raises:
-            ValueError: If a passage does not wait for its gradient, or they are not of one batch.
+            ValueError: If a micro-batch does not wait for its gradient, or the micro-batches are from different server
+                batches.
         """
         graph = self._graph(messages[0])
-        gradient = torch.zeros_like(graph.went)
-        own = _cut(gradient, graph.sizes)
-        places = []
+        gradient = torch.zeros_like(graph.outputs)
+        client_gradients = _split_by_client(gradient, graph.sizes)  # views of `gradient`
+        micro_batch_ids = []
         for message in messages:
-            if message.passage not in graph.passages or message.passage in places:
-                raise ValueError(f"{message.passage} is not of the batch of {messages[0].passage}, or came twice.")
-            places.append(message.passage)
-            place = own[graph.passages.index(message.passage)]
-            states = self._states(message, message.gradient, len(place))
-            if states.shape != place.shape:
+            if message.micro_batch_id not in graph.micro_batch_ids or message.micro_batch_id in micro_batch_ids:
                 raise ValueError(
-                    f"The gradient has shape {tuple(states.shape)}; what was sent has {tuple(place.shape)}."
+                    f"Micro-batch {message.micro_batch_id} is not in the server batch of micro-batch "
+                    f"{messages[0].micro_batch_id}, or its gradient was sent twice."
                 )
-            place.copy_(states)
-        counted = [message.num_targets for message in messages if message.num_targets is not None]
-        if len(counted) not in (0, len(messages)):
-            raise ValueError("Either all clients of a batch tell their target tokens, or none.")
+            micro_batch_ids.append(message.micro_batch_id)
+            client_gradient = client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)]
+            states = self._states(message, message.gradient, len(client_gradient))
+            if states.shape != client_gradient.shape:
+                raise ValueError(
+                    f"The gradient has shape {tuple(states.shape)}, but the hidden states have shape "
+                    f"{tuple(client_gradient.shape)}."
+                )
+            client_gradient.copy_(states)
+        num_targets = [message.num_targets for message in messages if message.num_targets is not None]
+        if len(num_targets) not in (0, len(messages)):
+            raise ValueError(
+                f"{len(num_targets)} of {len(messages)} clients of a server batch sent num_targets. Either all "
+                "clients or no client must send it."
+            )
         self._drop(graph)
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(graph.went, [graph.came, *trained], gradient, allow_unused=True)
-        if not _are_finite([own for own in gradients if own is not None]):
-            lengths = {
-                one.client_id: float(own[graph.passages.index(one.passage)].double().norm()) for one in messages
+        gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
+        if not _are_finite([tensor for tensor in gradients if tensor is not None]):
+            norms = {
+                message.client_id: float(
+                    client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)].double().norm()
+                )
+                for message in messages
             }
             raise ValueError(
-                "The gradients that came make gradients of the server's blocks that are not finite; the longest is "
-                f"that of client {max(lengths, key=lengths.__getitem__)!r}."
+                "The received gradients lead to gradients of the server's blocks that are not finite. The received "
+                f"gradient with the largest norm is from client {max(norms, key=norms.__getitem__)!r}."
             )
-        for parameter, own_gradient in zip(trained, gradients[1:], strict=True):
-            if own_gradient is not None:
+        for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
+            if parameter_gradient is not None:
                 if parameter.grad is None:
-                    parameter.grad = own_gradient
+                    parameter.grad = parameter_gradient
                 else:
-                    parameter.grad += own_gradient
-        self.num_targets += sum(counted)
-        answers = dict(zip(graph.passages, _cut(gradients[0], graph.sizes), strict=True))
-        return [Gradient(*m.passage, gradient=self.wire.encode(answers[m.passage])) for m in messages]
+                    parameter.grad += parameter_gradient
+        self.num_targets += sum(num_targets)
+        answers = dict(zip(graph.micro_batch_ids, _split_by_client(gradients[0], graph.sizes), strict=True))
+        return [
+            Gradient(*message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id]))
+            for message in messages
+        ]
 
     def average_gradients(self) -> None:
-        """Make sums of gradients over target tokens, where clients sent such, means over those that arrived."""
+        """Divide the gradients by the number of received target tokens, if clients sent gradients of summed losses."""
         if self.num_targets:
             for parameter in self.body.parameters():
                 if parameter.grad is not None:
@@ -208,170 +244,199 @@ class BodyServer:
 
     def check_forward(self, message: Forward) -> None:
         """
-        Refuse hidden states that this body cannot take, whoever sends others beside them.
+        Check that the body can process a client's hidden states, independently of the other clients.
 
         Raises:
-            ValueError: If they are of another model or wire dtype, not finite, too long, or at impossible positions.
+            ValueError: If the hidden states have another hidden size or wire dtype, are not finite, are too long, or
+                have invalid positions.
         """
-        self._check_places(message)
-        self._decoded(message, message.hidden, message.batch_size)
+        self._check_positions(message)
+        self._decode(message, message.hidden, message.batch_size)
 
     def check_backward(self, message: Backward) -> None:
         """
-        Refuse a gradient that this body cannot take.
+        Check that the body can process a client's gradient.
 
         Raises:
-            ValueError: If no passage waits for it, or it has another shape, another wire dtype, or is not finite.
+            ValueError: If its micro-batch does not wait for a gradient, or the gradient has another shape or wire
+                dtype, or is not finite.
         """
         graph = self._graph(message)
-        batch_size, length = graph.sizes[graph.passages.index(message.passage)]
-        states = self._decoded(message, message.gradient, batch_size)
+        batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
+        states = self._decode(message, message.gradient, batch_size)
         expected = (batch_size, length, self.body.model.config.hidden_size)
         if states.shape != expected:
-            raise ValueError(f"The gradient has shape {tuple(states.shape)}; what was sent has {expected}.")
+            raise ValueError(
+                f"The gradient has shape {tuple(states.shape)}, but the hidden states have shape {expected}."
+            )
 
-    def _states(self, message: Crossing, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
-        return self._decoded(message, encoded, batch_size).to(next(self.body.model.parameters()).device)
+    def _states(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+        return self._decode(message, encoded, batch_size).to(next(self.body.model.parameters()).device)
 
-    def _decoded(self, message: Crossing, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+    def _decode(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         width, expected = encoded["values"].shape[1], self.body.model.config.hidden_size
         if width != expected:
-            raise ValueError(f"Hidden states of {width} numbers came to a body of {expected}: another model's.")
+            raise ValueError(
+                f"Received hidden states of size {width}, but the body has hidden size {expected}. Load client and "
+                "server parts from the same model."
+            )
         try:
             return self.wire.decode(encoded, batch_size, self.body.dtype)
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
 
     def _graph(self, message: Backward) -> _Graph:
-        if message.passage not in self._graphs:
+        if message.micro_batch_id not in self._graphs:
             raise ValueError(
-                f"No passage {message.passage[1:]} of client {message.client_id!r} waits for its gradient: it was "
-                "answered already, or came before this server was started."
+                f"Micro-batch {message.micro_batch_id[1:]} of client {message.client_id!r} does not wait for a "
+                "gradient: its gradient was already received, or its hidden states were sent before a restart of the "
+                "server."
             )
-        return self._graphs[message.passage]
+        return self._graphs[message.micro_batch_id]
 
-    def _check_places(self, message: Forward) -> None:
-        """Refuse what would end inside the model, where an error says little and on a GPU ends the process."""
+    def _check_positions(self, message: Forward) -> None:
+        """
+        Check length and positions before the model uses them.
+
+        Inside the model the error message would be unspecific, and on a GPU the error would end the process.
+        """
         length = len(message.hidden["values"]) // message.batch_size
         limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
         runner = self.body.layout.runner
         prefix = 0 if self.body.prefix is None or runner is not None else self.body.prefix.length
         positions = message.position_ids
-        # Of sequences packed into one row each has positions of its own; runners count otherwise.
+        # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
+        # positions differently: for them the length of a row must not exceed the limit.
         if (positions is None or runner is not None) and limit is not None and prefix + message.seen + length > limit:
-            raise ValueError(f"{prefix + message.seen + length} positions came to a model of {limit}.")
+            raise ValueError(
+                f"A sequence has {prefix + message.seen + length} positions, but the model supports at most {limit}. "
+                "Shorten it."
+            )
         if positions is not None:
             if positions.ndim == 3 and runner is None:
-                raise ValueError("Positions in two dimensions came to a model that counts in one.")
+                raise ValueError(
+                    "position_ids has two dimensions per token, but the model has one-dimensional positions."
+                )
             if positions.min() < 0 or (limit is not None and int(positions.max()) + prefix >= limit):
-                raise ValueError(f"position_ids reach from {int(positions.min())} to {int(positions.max())}.")
+                raise ValueError(
+                    f"position_ids range from {int(positions.min())} to {int(positions.max())}, but they must be at "
+                    f"least 0 and the model supports at most {limit} positions, of which {prefix} are a prefix."
+                )
         if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
-            raise ValueError("context_lengths are not for this model, or below zero.")
+            raise ValueError("context_lengths contains negative values, or the model does not support it.")
         if runner is not None:
-            runner.check(Places(message.mask, positions, message.context_lengths))
+            runner.check(AttentionInputs(message.mask, positions, message.context_lengths))
 
-    def forget_passages(self, client_ids: Collection[str]) -> None:
-        """Drop the passages of clients that wait for a gradient."""
+    def drop_micro_batches(self, client_ids: Collection[str]) -> None:
+        """Drop the graphs of clients' micro-batches that wait for a gradient."""
         for graph in list(self._graphs.values()):
-            if any(passage[0] in client_ids for passage in graph.passages):
+            if any(client_id in client_ids for client_id, _, _ in graph.micro_batch_ids):
                 self._drop(graph)
 
     def _drop(self, graph: _Graph) -> None:
-        for passage in graph.passages:
-            if self._graphs.get(passage) is graph:
-                del self._graphs[passage]
+        for micro_batch_id in graph.micro_batch_ids:
+            if self._graphs.get(micro_batch_id) is graph:
+                del self._graphs[micro_batch_id]
 
     def _keep(self, graph: _Graph) -> None:
-        for passage in graph.passages:
-            self._graphs[passage] = graph
-        for client_id in {passage[0] for passage in graph.passages}:
-            own = [old for old in self._graphs.values() if any(passage[0] == client_id for passage in old.passages)]
-            for old in own[: max(len(own) - MAX_GRAPHS, 0)]:
-                self._drop(old)
+        for micro_batch_id in graph.micro_batch_ids:
+            self._graphs[micro_batch_id] = graph
+        for client_id in {client_id for client_id, _, _ in graph.micro_batch_ids}:
+            client_graphs = [
+                kept
+                for kept in self._graphs.values()
+                if any(micro_batch_id[0] == client_id for micro_batch_id in kept.micro_batch_ids)
+            ]
+            for oldest in client_graphs[: max(len(client_graphs) - MAX_GRAPHS, 0)]:
+                self._drop(oldest)
 
     def _cache(self, message: Forward) -> DynamicCache:
-        """The cache that a message goes on with."""
+        """Return the cache that a message uses."""
         assert message.cache_id is not None
-        name = (message.client_id, message.cache_id)
+        key = (message.client_id, message.cache_id)
         if message.seen == 0:
-            self._caches[name] = self.body.new_cache()
-            own = [other for other in self._caches if other[0] == message.client_id]
-            for other in own[: max(len(own) - MAX_CACHES, 0)]:
-                del self._caches[other]
-            return self._caches[name]
+            self._caches[key] = self.body.new_cache()
+            client_keys = [kept for kept in self._caches if kept[0] == message.client_id]
+            for oldest in client_keys[: max(len(client_keys) - MAX_CACHES, 0)]:
+                del self._caches[oldest]
+            return self._caches[key]
         prefix = 0 if self.body.prefix is None else self.body.prefix.length
-        cache = self._caches.get(name)
+        cache = self._caches.get(key)
         if cache is None or cache.get_seq_length() != prefix + message.seen:
             raise ValueError(
-                f"The server has no cache of {message.seen} positions for this generation: it was dropped, or went on "
-                "otherwise. Generate from the beginning."
+                f"The server has no cache of {message.seen} positions for this generation: the cache was dropped, or "
+                "has another length. Generate from the beginning."
             )
         if len(cache.layers[0].keys) != message.batch_size:
-            raise ValueError(f"{message.batch_size} rows came to a cache of {len(cache.layers[0].keys)}.")
+            raise ValueError(
+                f"The message has {message.batch_size} sequences, but the cache has {len(cache.layers[0].keys)} "
+                "sequences. Generate from the beginning."
+            )
         return cache
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are: of hundreds of small tensors (adapters) without asking each, which takes long."""
+    """Whether all values are finite. One norm of all tensors is faster than a check of hundreds of small adapters."""
     if bool(get_total_norm(tensors).isfinite()):
         return True
-    # A norm may overflow where no value did.
-    return all(bool(own.isfinite().all()) for own in tensors)
+    # The norm may overflow although all values are finite.
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _cut(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Each client's rows of a batch, without the padding of the batch."""
-    rows = states.split([own for own, _ in sizes])
-    return [own[:, :length] for own, (_, length) in zip(rows, sizes, strict=True)]
+def _split_by_client(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return views of each client's hidden states in a server batch, without the padding of the server batch."""
+    by_client = states.split([batch_size for batch_size, _ in sizes])
+    return [client_states[:, :length] for client_states, (_, length) in zip(by_client, sizes, strict=True)]
 
 
-def _join_places(
+def _join_attention_inputs(
     messages: Sequence[Forward], sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Mask, positions and context lengths of a batch; none where no client needs one."""
+    """Join masks, positions and context lengths of a server batch. Each is `None` if no client needs it."""
     width = max(length for _, length in sizes)
     masks: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
-    for message, (rows, length) in zip(messages, sizes, strict=True):
+    for message, (batch_size, length) in zip(messages, sizes, strict=True):
         if message.mask is None:
-            mask = torch.ones(rows, length, dtype=torch.long)
+            mask = torch.ones(batch_size, length, dtype=torch.long)
         else:
             mask = unpack_mask(message.mask, message.mask_width)
-        # Alone, a client may have a cache before its sequence.
+        # The mask of a single client may be wider than its sequence, because it also covers the cache.
         masks.append(functional.pad(mask, (0, width - length)))
         if message.position_ids is not None:
-            own = message.position_ids.long()
-            own = own if len(messages) == 1 else own.expand(rows, *own.shape[1:])
+            client_positions = message.position_ids.long()
+            if len(messages) > 1:
+                client_positions = client_positions.expand(batch_size, *client_positions.shape[1:])
         else:
-            own = torch.arange(length).expand(rows, -1)
-        positions.append(functional.pad(own, (0, width - length)))
-    masked = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
-    told = any(message.position_ids is not None for message in messages)
+            client_positions = torch.arange(length).expand(batch_size, -1)
+        positions.append(functional.pad(client_positions, (0, width - length)))
+    has_mask = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
+    has_positions = any(message.position_ids is not None for message in messages)
     packed = [message.client_id for message in messages if message.num_sequences > message.batch_size]
-    if packed and masked and len(messages) > 1:
-        # Rows packed into one are told apart by their positions only where there is no mask. Without one the padding
-        # of the batch, at position 0 each, is as many sequences of their own behind the others.
+    if packed and has_mask and len(messages) > 1:
+        # Positions separate packed sequences only if there is no mask. Without a mask, each padding token of the
+        # server batch is at position 0 and counts as a separate sequence after the real sequences.
         if any(message.mask is not None for message in messages):
             raise ValueError(
-                f"Client {packed[0]!r} sends several sequences packed into one row, and others padded ones: let all "
-                "clients pack their rows, or none."
+                f"Client {packed[0]!r} sends several sequences packed into one row, but another client of the same "
+                "server batch sends padded sequences. Enable packing for all clients, or for no client."
             )
-        masked = False
+        has_mask = False
     contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
     return (
-        _joined(masks).to(device) if masked else None,
-        _joined(positions).to(device) if told else None,
-        _joined(contexts).to(device) if contexts else None,
+        _concatenate(masks).to(device) if has_mask else None,
+        _concatenate(positions).to(device) if has_positions else None,
+        _concatenate(contexts).to(device) if contexts else None,
     )
 
 
 @contextlib.contextmanager
 def _autocast(device: torch.device, dtype: str | None) -> Iterator[None]:
-    """The client's autocast, or none, whatever the thread that serves it has."""
+    """Apply the client's autocast setting, independently of the autocast state of the server thread."""
     if dtype is None:
         with torch.autocast(device.type, enabled=False):
             yield

@@ -1,7 +1,8 @@
-"""The boundary between a client and a server inside a model's graph.
+"""The client's side of the cut layer, as a node in the model's autograd graph.
 
-Forward, hidden states leave as bytes and hidden states come back; backward, their gradients do the same. In one
-process and between two machines the same bytes pass; what differs is the [`Link`] that carries them.
+In the forward pass, the client sends hidden states as bytes and receives hidden states. In the backward pass, it sends
+and receives gradients in the same way. The bytes are the same within one process and between two machines. Only the
+[`Link`] that carries them differs.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any, Protocol
 import torch
 
 from .body import BodyServer
-from .messages import Backward, Forget, Forward, Gradient, Hidden, pack_mask
+from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId, pack_mask
 from .wire import Wire
 
 
 class Link(Protocol):
-    """What carries a message to a server and its answer back."""
+    """Carries a message to a server and returns the server's answer."""
 
     def exchange(self, blob: bytes) -> bytes:
         """
+        Send a message and wait for the answer.
+
         Args:
             blob (`bytes`): A serialised message.
 
@@ -31,7 +34,7 @@ class Link(Protocol):
         """
 
     def end_step(self) -> None:
-        """An optimizer step ended."""
+        """Notify the link that an optimizer step ended."""
 
 
 class LocalLink:
@@ -40,7 +43,7 @@ class LocalLink:
 
     Args:
         server ([`BodyServer`]): The server.
-        watch (`Callable[[bytes, bytes], None]`, *optional*): Called with every message and its answer.
+        watch (`Callable[[bytes, bytes], None]`, *optional*): A callback that gets every message and its answer.
     """
 
     def __init__(self, server: BodyServer, watch: Callable[[bytes, bytes], None] | None = None) -> None:
@@ -48,31 +51,34 @@ class LocalLink:
         self.watch = watch
 
     def exchange(self, blob: bytes) -> bytes:
-        """Hand the message over and take the answer."""
+        """Pass the message to the server and return the answer."""
         answer = self.server.answer(blob)
         if self.watch is not None:
             self.watch(blob, answer)
         return answer
 
     def end_step(self) -> None:
-        """Nothing."""
+        """Do nothing at the end of an optimizer step."""
 
 
 class Boundary:
     """
-    A client's end of the boundary.
+    The client's side of the cut layer.
 
     Args:
-        link ([`Link`]): To the server.
-        wire ([`Wire`]): How states travel.
-        client_id (`str`): Whose end it is.
+        link ([`Link`]): The link to the server.
+        wire ([`Wire`]): The wire format of hidden states and gradients.
+        client_id (`str`): The client.
 
     Attributes:
-        step (`int`): Optimizer steps done. What trains the model counts it.
-        total_targets (`int`, *optional*): Where several clients share a server's step: this client's target tokens of
-            the whole step, by which its loss is divided. Gradients then travel as those of the summed loss.
-        defers_backward (`bool`): Whether a backward pass ends behind the boundary, and `finish_backward` takes it on.
-            A client that waits for others must not do so inside a backward pass: on a GPU one thread runs them all.
+        step (`int`): Number of completed optimizer steps. The training loop sets it with `begin_step`.
+        total_targets (`int`, *optional*):
+            Number of this client's target tokens in the whole step, by which its loss is divided. It is set if several
+            clients share a server step. The client then sends the gradients of the summed loss.
+        defers_backward (`bool`):
+            Whether a backward pass ends after the cut layer, so that `finish_backward` must complete it. A client that
+            waits for other clients must not wait inside a backward pass, because on a GPU one thread runs the backward
+            passes of all clients.
     """
 
     def __init__(self, link: Link, wire: Wire, client_id: str) -> None:
@@ -83,20 +89,28 @@ class Boundary:
         self.total_targets: int | None = None
         self.defers_backward = False
         self._micro_step = 0
-        self._num_told = 0
+        self._num_targets = 0
+        # Server output in the graph, detached leaf after the cut layer, and client hidden states of each micro-batch.
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-        self._dropped: collections.deque[int] = collections.deque()
+        self._dropped_caches: collections.deque[int] = collections.deque()
 
     def begin_step(self, step: int, total_targets: int | None = None) -> None:
-        """Passages from now on belong to this optimizer step, of so many target tokens where they must be told."""
+        """
+        Start an optimizer step.
+
+        Args:
+            step (`int`): Number of optimizer steps before this step.
+            total_targets (`int`, *optional*):
+                Number of target tokens of the step, if the server needs the number of targets.
+        """
         if step != self.step:
             self.link.end_step()
         self.step = step
         self.total_targets = total_targets
-        self._micro_step = self._num_told = 0
+        self._micro_step = self._num_targets = 0
         self._deferred.clear()
 
-    def cross(
+    def run_body(
         self,
         hidden: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -108,22 +122,25 @@ class Boundary:
         num_targets: int | None = None,
     ) -> torch.Tensor:
         """
-        Hidden states behind the server's blocks, in the graph.
+        Run the server's blocks on hidden states. The result is part of the autograd graph.
 
         Args:
-            hidden (`torch.Tensor`): Shape `(batch, sequence, hidden)`, behind the client's first blocks.
+            hidden (`torch.Tensor`):
+                Hidden states after the client's first blocks, shape `(batch, sequence, hidden)`.
             attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`.
-            position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, where they cannot be derived.
-            training (`bool`): Whether dropout is on.
-            cache_id (`int`, *optional*): The server's cache to go on with.
-            seen (`int`, *optional*, defaults to `0`): Positions that the cache holds.
-            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout's runner asks for them.
-            num_targets (`int`, *optional*): Target tokens of this passage; told where `total_targets` is given.
+            position_ids (`torch.Tensor`, *optional*):
+                Shape `(batch or 1, sequence)`, if the server cannot derive the positions.
+            training (`bool`): Whether dropout is active.
+            cache_id (`int`, *optional*): The server's cache to use.
+            seen (`int`, *optional*, defaults to `0`): Number of positions that the cache holds.
+            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, if the layout's runner requires them.
+            num_targets (`int`, *optional*):
+                Number of target tokens of this micro-batch. It is sent to the server if `total_targets` is set.
 
         Returns:
-            `torch.Tensor`: Of the shape and dtype of `hidden`.
+            `torch.Tensor`: Hidden states after the server's blocks, with the shape and dtype of `hidden`.
         """
-        self._tell_dropped()
+        self._send_dropped_caches()
         autocast = None
         if torch.is_autocast_enabled(hidden.device.type):
             autocast = str(torch.get_autocast_dtype(hidden.device.type)).removeprefix("torch.")
@@ -142,83 +159,91 @@ class Boundary:
             "cache_id": cache_id,
             "seen": seen,
         }
-        # Without a gradient nothing comes back, and nothing is counted.
+        # Without a gradient there is no backward pass, so the micro-batch is not counted.
         self._micro_step += header["grad"]
-        self._num_told += num_targets or 0
-        # Where the client's first blocks are frozen nothing before the boundary asks for a gradient, and the server's
-        # blocks would get none.
+        self._num_targets += num_targets or 0
+        # If the client's first blocks are frozen, `hidden` requires no gradient. The anchor makes autograd call the
+        # backward pass anyway. Otherwise the server's blocks would get no gradient.
         anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
-        went = _Passage.apply(hidden, anchor, self, header, num_targets)
+        output = _ServerBody.apply(hidden, anchor, self, header, num_targets)
         if not (self.defers_backward and header["grad"]):
-            return went
-        received = went.detach().requires_grad_()
-        self._deferred.append((went, received, hidden))
+            return output
+        received = output.detach().requires_grad_()
+        self._deferred.append((output, received, hidden))
         return received
 
     def finish_backward(self) -> None:
-        """Send the gradients of the passages that wait, and take what comes back to the client's first blocks."""
+        """Send the deferred gradients, and backpropagate the received gradients through the client's first blocks."""
         deferred, self._deferred = self._deferred, []
-        for went, received, hidden in deferred:
+        for output, received, hidden in deferred:
             if received.grad is None:
-                raise ValueError("finish_backward() comes after the backward pass of every passage.")
-            states = self.exchange_gradient(went.grad_fn, received.grad)
+                raise ValueError(
+                    "A micro-batch has no gradient yet. Call finish_backward() after the backward pass of every "
+                    "micro-batch."
+                )
+            states = self.exchange_gradient(output.grad_fn, received.grad)
             if hidden.requires_grad:
                 hidden.backward(states)
 
     def check_targets(self) -> None:
         """
+        Check that the micro-batches of the step had `total_targets` target tokens.
+
         Raises:
-            ValueError: If the passages of the step had other target tokens than `total_targets`: the server's
-                gradients would be divided by another number than the loss.
+            ValueError: If the number differs. The gradients of the server and the loss would have different divisors.
         """
-        if self.total_targets not in (None, self._num_told):
+        if self.total_targets not in (None, self._num_targets):
             raise ValueError(
-                f"The model was called on {self._num_told} target tokens in a step of {self.total_targets}. Where "
-                "clients meet, the loss calls the model once for each batch: use another strategy than 'client_batch'."
+                f"The model was called on {self._num_targets} target tokens in a step of {self.total_targets}. With "
+                "strategy='client_batch' the loss must call the model exactly once for each batch. Change the loss, "
+                "or use another strategy."
             )
 
-    def exchange_gradient(self, passage: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def exchange_gradient(self, context: Any, gradient: torch.Tensor) -> torch.Tensor:
         """
-        Send the gradient of a passage.
+        Send the gradient of a micro-batch to the server, and return the server's gradient.
 
         Args:
-            passage (`Any`): The node of the graph that `cross` made.
-            gradient (`torch.Tensor`): Of the loss by what came back; shape `(batch, sequence, hidden)`.
+            context (`Any`): The autograd node that `run_body` created.
+            gradient (`torch.Tensor`):
+                Gradient of the loss with respect to the received hidden states, shape `(batch, sequence, hidden)`.
 
         Returns:
-            `torch.Tensor`: The gradient by what was sent, of the same shape.
+            `torch.Tensor`: Gradient of the loss with respect to the sent hidden states, of the same shape.
         """
-        client_id, step, micro_step = passage.name_of_passage
+        client_id, step, micro_step = context.micro_batch_id
         total = self.total_targets
         if total is None:
             message = Backward(client_id, step, micro_step, self.wire.encode(gradient))
         else:
             summed = self.wire.encode(gradient * total)
-            message = Backward(client_id, step, micro_step, summed, num_targets=passage.num_targets)
+            message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
         answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
-        _check_passage(answer.passage, passage.name_of_passage)
-        states = self.wire.decode(answer.gradient, len(gradient), passage.dtype).to(passage.device)
+        _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
+        states = self.wire.decode(answer.gradient, len(gradient), context.dtype).to(context.device)
         return states if total is None else states / max(total, 1)
 
     def drop(self, cache_id: int) -> None:
         """
-        The server may drop a cache; it is told before the next passage, or by `flush`. A collection of garbage calls
-        this, in any thread and also in the midst of an exchange: nothing is sent here.
+        Mark a cache of the server as no longer needed.
+
+        The garbage collector calls this method in any thread, possibly during an exchange, so it sends nothing. The
+        next `run_body` or `flush` sends the message.
         """
-        self._dropped.append(cache_id)
+        self._dropped_caches.append(cache_id)
 
     def flush(self) -> None:
-        """Tell the server which caches it may drop; a link that is gone says so when it is used again."""
-        with contextlib.suppress(Exception):  # what was generated is not lost for it
-            self._tell_dropped()
+        """Notify the server of the caches that it can drop. Errors of the link are ignored until its next use."""
+        with contextlib.suppress(Exception):  # a failure must not discard the generated text
+            self._send_dropped_caches()
 
-    def _tell_dropped(self) -> None:
-        while self._dropped:
-            self.link.exchange(Forget(self.client_id, self._dropped.popleft()).to_bytes())
+    def _send_dropped_caches(self) -> None:
+        while self._dropped_caches:
+            self.link.exchange(Forget(self.client_id, self._dropped_caches.popleft()).to_bytes())
 
 
-class _Passage(torch.autograd.Function):
-    """Hidden states there and back; their gradients there and back."""
+class _ServerBody(torch.autograd.Function):
+    """Sends hidden states to the server in the forward pass, and their gradients in the backward pass."""
 
     @staticmethod
     def forward(
@@ -231,8 +256,8 @@ class _Passage(torch.autograd.Function):
     ) -> torch.Tensor:
         message = Forward(hidden=boundary.wire.encode(hidden), **header)
         answer = Hidden.from_bytes(boundary.link.exchange(message.to_bytes()))
-        _check_passage(answer.passage, message.passage)
-        ctx.boundary, ctx.name_of_passage, ctx.num_targets = boundary, message.passage, num_targets
+        _check_micro_batch(answer.micro_batch_id, message.micro_batch_id)
+        ctx.boundary, ctx.micro_batch_id, ctx.num_targets = boundary, message.micro_batch_id, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
         return boundary.wire.decode(answer.hidden, len(hidden), hidden.dtype).to(hidden.device)
 
@@ -241,6 +266,9 @@ class _Passage(torch.autograd.Function):
         return ctx.boundary.exchange_gradient(ctx, gradient), None, None, None, None
 
 
-def _check_passage(answered: tuple[str, int, int], asked: tuple[str, int, int]) -> None:
-    if answered != asked:
-        raise ValueError(f"The server answered passage {answered}, and {asked} was sent: the link mixes messages up.")
+def _check_micro_batch(answered: MicroBatchId, sent: MicroBatchId) -> None:
+    if answered != sent:
+        raise ValueError(
+            f"The server answered micro-batch {answered}, but the client sent micro-batch {sent}. The link mixes "
+            "messages up: it must return the answer to each message."
+        )

@@ -1,4 +1,4 @@
-"""The key/value cache of a generation, a part of it with each part of the model."""
+"""Key/value cache for generation with a split model. Each part of the model holds its part of the cache."""
 
 from __future__ import annotations
 
@@ -15,73 +15,84 @@ from .parts import Part
 
 class SplitCache(DynamicCache):
     """
-    What `generate` passes from token to token of a split model.
+    The cache that `generate` passes from token to token.
 
-    Head and tail have caches of their own here; the server's lies with the server, which is told to drop it when this
-    object is gone: at the end of `generate`, or before the next passage. Its length is that of the tokens, without
-    prefixes.
+    This object holds the caches of head and tail. The server holds the cache of the body. When this object is deleted,
+    the client notifies the server to drop its cache, at the end of `generate` or with the next call of the model. The
+    length of the cache is the number of tokens, without prefixes.
 
     Args:
         head ([`Part`]): The client's first part.
         tail ([`Part`]): The client's last part.
-        boundary ([`Boundary`]): To the server.
+        boundary ([`Boundary`]): The client's side of the cut layer.
     """
 
     def __init__(self, head: Part, tail: Part, boundary: Boundary) -> None:
         super().__init__()
         self.head = head.new_cache()
         self.tail = tail.new_cache()
-        # Not counted: a client that was started again must not meet what it left behind.
-        self.number = secrets.randbits(62)
+        # Random, because a counter would repeat the ids of old caches after a restart of the client.
+        self.cache_id = secrets.randbits(62)
         self.length = 0
-        self.num_rows: int | None = None
-        # Whether some parts hold what others do not: a call with it did not come to its end.
+        self.num_sequences: int | None = None
+        # Whether a call failed, so that the parts may hold different tokens.
         self.is_broken = False
-        # All tokens, where a layout's runner makes positions of them. They stay here.
+        # All tokens, if the layout's runner computes positions from them. They stay with the client.
         self.tokens: torch.Tensor | None = None
-        weakref.finalize(self, boundary.drop, self.number)
+        weakref.finalize(self, boundary.drop, self.cache_id)
 
-    def begin(self, num_rows: int) -> None:
+    def begin_call(self, num_sequences: int) -> None:
         """
-        Before a call that adds to it; `end` comes after.
+        Prepare for a call that appends to the cache. Call `end_call` afterwards.
 
         Args:
-            num_rows (`int`): Rows of the call.
+            num_sequences (`int`): Number of sequences of the call.
 
         Raises:
-            ValueError: If the call before did not come to its end, was of other rows, or gradients are on.
+            ValueError: If the previous call failed, had another number of sequences, or gradients are enabled.
         """
         if self.is_broken:
-            raise ValueError("A call with this cache failed, so its parts differ: generate from the beginning.")
-        if self.num_rows not in (None, num_rows):
-            raise ValueError(f"{num_rows} rows came to a cache of {self.num_rows}: generate from the beginning.")
+            raise ValueError(
+                "A previous call with this cache failed, so its parts differ. Create a new cache and generate from "
+                "the beginning."
+            )
+        if self.num_sequences not in (None, num_sequences):
+            raise ValueError(
+                f"The call has {num_sequences} sequences, but the cache has {self.num_sequences} sequences. Create a "
+                "new cache and generate from the beginning."
+            )
         if torch.is_grad_enabled():
-            raise ValueError("A cache is for generation, without gradients: call the model under torch.no_grad().")
+            raise ValueError(
+                "A cache is for generation, but gradients are enabled. Call the model under torch.no_grad()."
+            )
         self.is_broken = True
 
-    def end(self, num_rows: int, length: int, tokens: torch.Tensor | None) -> None:
+    def end_call(self, num_sequences: int, length: int, tokens: torch.Tensor | None) -> None:
         """
-        After a call: what all parts hold now.
+        Record the content of all parts after a successful call.
 
         Args:
-            num_rows (`int`): Rows.
-            length (`int`): Tokens of each, with those before.
-            tokens (`torch.Tensor`, *optional*): Shape `(num_rows, length)`, where a layout's runner asks for them.
+            num_sequences (`int`): Number of sequences.
+            length (`int`): Number of tokens of each sequence, including previous tokens.
+            tokens (`torch.Tensor`, *optional*):
+                Token ids of shape `(num_sequences, length)`, if the layout's runner needs them.
         """
-        self.num_rows, self.length, self.tokens, self.is_broken = num_rows, length, tokens, False
+        self.num_sequences, self.length, self.tokens, self.is_broken = num_sequences, length, tokens, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen."""
+        """Return the number of tokens in the cache."""
         return self.length
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _raise_unsupported(self, *args: Any, **kwargs: Any) -> Any:
         """
+        Raise an error for operations that rearrange the cache.
+
         Raises:
-            ValueError: Always: the server keeps its part of the rows where they are.
+            ValueError: Always. The server cannot rearrange its part of the cache.
         """
         raise ValueError(
-            "The rows of a split model's cache cannot be copied, cut or put into another order: the server has its "
-            "part of them. Generate greedily or by sampling, from the beginning."
+            "The cache of a split model cannot be copied, cut or reordered, because the server holds a part of it. "
+            "Generate with greedy search or sampling, from the beginning."
         )
 
-    reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _refuse
+    reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _raise_unsupported

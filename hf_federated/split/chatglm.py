@@ -1,13 +1,16 @@
-"""ChatGLM's own layouts, whose classes come with their checkpoints and not with `transformers`.
+"""Layouts and block runners for ChatGLM, whose model classes are not part of `transformers`.
 
-Their blocks take hidden states sequence first and return tuples, and their models make masks and positions from token
-ids, so that no class of theirs can be cut by giving it `inputs_embeds`. The runners below do block by block what those
-models do, from what may cross to a server: the first generation's context lengths and two-dimensional positions, the
-others' mask. `GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs none of this; the
-older ones' own classes, whose states are batch first, are refused.
+The model classes are in the checkpoint repositories. Their blocks take hidden states with the sequence dimension first
+and return tuples. The models compute masks and positions from token ids, so a part cannot be run by passing
+`inputs_embeds` to its model class. The runners in this module run the blocks one by one, as the models do, from inputs
+that the client may send to the server: context lengths and two-dimensional positions for the first generation, the
+attention mask for the second and third generation.
 
-Keys and values lie in a cache of `transformers`, `(batch, heads, sequence, size)`, and go to a block and come from it
-sequence first, as these models have them. A prefix stands before the tokens and takes no positions.
+`GlmForCausalLM` of `transformers`, which loads the newer GLM-4 checkpoints, needs no runner. The model classes of the
+older GLM-4 checkpoints, whose hidden states have the batch dimension first, are not supported and raise an error.
+
+Keys and values are in a `transformers` cache with shape `(batch, heads, sequence, size)`. The blocks take and return
+them with the sequence dimension first. A prefix precedes the tokens and takes no positions.
 """
 
 from __future__ import annotations
@@ -19,103 +22,114 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
-from .layouts import Layout, Past, Places
+from .layouts import AttentionInputs, Layout, PastKeyValues
 
 
 class ChatGlmRunner:
     """
-    Blocks of ChatGLM-6B, the first generation: a prefix language model with positions in two dimensions.
+    Runs the blocks of ChatGLM-6B, the first generation: a prefix language model with two-dimensional positions.
 
-    The tokens before the first start token (`bos_token_id`) are the context and see one another; those from there on
-    see what is before them. A position counts the context, and from the start token on stays at the mask token; the
-    second one counts from the start token on (Du et al. 2022, GLM, section 2.2).
+    The tokens before the first start token (`bos_token_id`) are the context and attend to each other in both
+    directions. The start token and the tokens after it attend only to previous tokens. The first position of a token
+    is its index in the context; from the start token on it is the index of the mask token. The second position is 0 in
+    the context and counts from 1 at the start token (Du et al. 2022, GLM, section 2.2).
     """
 
     def check_model(self, model: nn.Module) -> None:
-        """Its config tells it apart."""
+        """Accept any model: the config already identifies the first generation."""
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
+    def attention_inputs(
+        self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
+    ) -> AttentionInputs:
         """
-        Context lengths and positions of token ids, whatever positions were given.
+        Compute context lengths and positions from token ids. `inputs.position_ids` is ignored.
 
         Raises:
-            ValueError: If a row has no start token or no mask token, or a mask is given, which this model has not.
+            ValueError: If a sequence has no start token or no mask token, or an attention mask is given, which this
+                model does not support.
         """
-        if places.attention_mask is not None:
-            raise ValueError("ChatGLM-6B masks no padding: give rows of one length, or one at a time.")
+        if inputs.attention_mask is not None:
+            raise ValueError(
+                "ChatGLM-6B does not support padding, but an attention mask with zeros was passed. Pass sequences of "
+                "equal length, or one sequence at a time."
+            )
         starts = input_ids == config.bos_token_id
         gmasks, masks = input_ids == config.gmask_token_id, input_ids == config.mask_token_id
         has_gmask = gmasks.any(1)
         for row in range(len(input_ids)):
             if not starts[row].any() or not (gmasks[row] | masks[row]).any():
                 raise ValueError(
-                    f"Row {row} has no start token (id {config.bos_token_id}) or no mask token (id "
-                    f"{config.gmask_token_id} or {config.mask_token_id}): encode it with the model's own tokenizer."
+                    f"Sequence {row} has no start token (id {config.bos_token_id}) or no mask token (id "
+                    f"{config.gmask_token_id} or {config.mask_token_id}). Encode the text with the model's tokenizer."
                 )
         contexts = starts.int().argmax(1)
         mask_positions = torch.where(has_gmask, gmasks.int().argmax(1), masks.int().argmax(1))
         index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        behind = index >= contexts.unsqueeze(1)
+        after_context = index >= contexts.unsqueeze(1)
         if config.position_encoding_2d:
-            first = torch.where(behind, mask_positions.unsqueeze(1), index)
-            second = torch.where(behind, index - contexts.unsqueeze(1) + 1, 0)
+            first = torch.where(after_context, mask_positions.unsqueeze(1), index)
+            second = torch.where(after_context, index - contexts.unsqueeze(1) + 1, 0)
             positions = torch.stack((first, second), dim=1)  # (batch, 2, sequence)
         else:
-            at_mask = behind & ~has_gmask.unsqueeze(1)
+            at_mask = after_context & ~has_gmask.unsqueeze(1)
             positions = torch.where(at_mask, mask_positions.unsqueeze(1), index)
-        return Places(None, positions[..., seen:], contexts)
+        return AttentionInputs(None, positions[..., seen:], contexts)
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
-        """As many as there are heads of queries."""
+        """Return the number of query heads and their size: each query head has its own key/value head."""
         return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
-    def check(self, places: Places) -> None:
+    def check(self, inputs: AttentionInputs) -> None:
         """
+        Check that context lengths and positions are given, and no attention mask.
+
         Raises:
-            ValueError: If context lengths or positions are missing, or a mask is given.
+            ValueError: If context lengths or positions are missing, or an attention mask is given.
         """
-        if places.context_lengths is None or places.position_ids is None or places.attention_mask is not None:
-            raise ValueError("ChatGLM-6B needs context lengths and positions, and has no mask of padding.")
+        if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
+            raise ValueError("ChatGLM-6B requires context_lengths and position_ids, and does not support a mask.")
 
     def run(
         self,
         model: nn.Module,
         blocks: Sequence[int],
         states: torch.Tensor,
-        places: Places,
-        past: Past | None = None,
+        inputs: AttentionInputs,
+        past: PastKeyValues | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
-        assert places.context_lengths is not None
+        assert inputs.context_lengths is not None
         if not blocks:
             return states
-        later = _later(states.shape[1], past, states.device)  # (sequence, seen + sequence)
-        in_context = torch.arange(later.shape[1], device=states.device) < places.context_lengths.view(-1, 1, 1)
-        unseen = _behind_prefix(later & ~in_context, past)
+        later = _is_later(states.shape[1], past, states.device)  # (sequence, seen + sequence)
+        in_context = torch.arange(later.shape[1], device=states.device) < inputs.context_lengths.view(-1, 1, 1)
+        masked = _with_prefix(later & ~in_context, past)
         layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
-        for own, (number, block) in enumerate(zip(blocks, cast(nn.ModuleList, layers), strict=True)):
+        for index, (layer_id, block) in enumerate(zip(blocks, cast(nn.ModuleList, layers), strict=True)):
             hidden, *present = block(
                 hidden,
-                position_ids=places.position_ids,
-                attention_mask=unseen.unsqueeze(1),
-                layer_id=torch.tensor(number),
-                layer_past=_past(past, own),
-                use_cache=past is not None and past.grows,
+                position_ids=inputs.position_ids,
+                attention_mask=masked.unsqueeze(1),
+                layer_id=torch.tensor(layer_id),
+                layer_past=_layer_past(past, index),
+                use_cache=past is not None and past.update_cache,
             )
-            if past is not None and past.grows:
-                _append(past.cache, own, present[0])
+            if past is not None and past.update_cache:
+                _append(past.cache, index, present[0])
         return hidden.transpose(0, 1)
 
 
 class ChatGlm2Runner:
-    """Blocks of ChatGLM2-6B and ChatGLM3-6B: causal, with one rotary table for all blocks."""
+    """Runs the blocks of ChatGLM2-6B and ChatGLM3-6B: causal, with one rotary table for all blocks."""
 
     def check_model(self, model: nn.Module) -> None:
         """
+        Check that the embedding returns hidden states with the sequence dimension first.
+
         Raises:
-            ValueError: If its embedding gives states batch first, as that of the first GLM-4 checkpoints does, whose
-                config has the same type.
+            ValueError: If the embedding returns hidden states with the batch dimension first. The first GLM-4
+                checkpoints do so, and their config has the same model type.
         """
         weight = next(model.get_submodule("transformer.embedding").parameters())
         tokens = torch.zeros(1, 2, dtype=torch.long, device=weight.device)
@@ -123,78 +137,83 @@ class ChatGlm2Runner:
             states = model.get_submodule("transformer.embedding")(tokens)
         if states.shape[:2] != (2, 1):
             raise ValueError(
-                f"The embedding of {type(model).__name__} makes states of shape {tuple(states.shape)} of a row of 2 "
-                "tokens, and ChatGLM2's blocks take them sequence first. For GLM-4 take a checkpoint in the layout of "
-                "`transformers` (GlmForCausalLM; THUDM/glm-4-9b-chat-hf), or give SplitModel a layout of your own."
+                f"The embedding of {type(model).__name__} returns hidden states of shape {tuple(states.shape)} for "
+                "one sequence of 2 tokens, but ChatGLM2's blocks expect the sequence dimension first. For GLM-4 use a "
+                "checkpoint for GlmForCausalLM of `transformers` (such as THUDM/glm-4-9b-chat-hf), or pass `layout` "
+                "to SplitModel.from_model."
             )
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
-        """What the caller gave."""
-        return places
+    def attention_inputs(
+        self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
+    ) -> AttentionInputs:
+        """Return the inputs unchanged."""
+        return inputs
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
-        """Those of groups, where queries have such."""
+        """Return the number of key/value heads (of groups, with grouped queries) and their size."""
         grouped = getattr(config, "multi_query_attention", False)
         return config.multi_query_group_num if grouped else config.num_attention_heads, config.kv_channels
 
-    def check(self, places: Places) -> None:
+    def check(self, inputs: AttentionInputs) -> None:
         """
+        Check that no context lengths and no two-dimensional positions are given.
+
         Raises:
-            ValueError: If context lengths or positions in two dimensions are given.
+            ValueError: If context lengths or two-dimensional positions are given.
         """
-        if places.context_lengths is not None or (places.position_ids is not None and places.position_ids.ndim != 2):
-            raise ValueError("ChatGLM2 counts positions in one dimension and has no context lengths.")
+        if inputs.context_lengths is not None or (inputs.position_ids is not None and inputs.position_ids.ndim != 2):
+            raise ValueError("ChatGLM2 supports neither context_lengths nor two-dimensional position_ids.")
 
     def run(
         self,
         model: nn.Module,
         blocks: Sequence[int],
         states: torch.Tensor,
-        places: Places,
-        past: Past | None = None,
+        inputs: AttentionInputs,
+        past: PastKeyValues | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
         if not blocks:
             return states
         config, length = cast(PretrainedConfig, model.config), states.shape[1]
         table = model.get_submodule("transformer.rotary_pos_emb")(config.seq_length)
-        later = _later(length, past, states.device)  # (sequence, seen + sequence)
+        later = _is_later(length, past, states.device)  # (sequence, seen + sequence)
         start = later.shape[1] - length
-        rotary = table[None, start : start + length] if places.position_ids is None else table[places.position_ids]
-        unseen = None
-        if places.attention_mask is not None:
-            tokens = places.attention_mask.bool()
-            # The row of a pad position sees everything, so that its softmax is one of numbers.
-            unseen = (later | ~tokens.unsqueeze(1)) & tokens[:, start:].unsqueeze(2)
-        elif past is not None:  # without a mask and a cache the blocks make it themselves
-            unseen = later.expand(len(states), -1, -1)
-        if unseen is not None:
-            unseen = _behind_prefix(unseen, past).unsqueeze(1)
+        rotary = table[None, start : start + length] if inputs.position_ids is None else table[inputs.position_ids]
+        masked = None
+        if inputs.attention_mask is not None:
+            tokens = inputs.attention_mask.bool()
+            # Padding positions attend to all positions. Otherwise their softmax would be over no values.
+            masked = (later | ~tokens.unsqueeze(1)) & tokens[:, start:].unsqueeze(2)
+        elif past is not None:  # without a mask and a cache the blocks create the causal mask
+            masked = later.expand(len(states), -1, -1)
+        if masked is not None:
+            masked = _with_prefix(masked, past).unsqueeze(1)
         hidden = states.transpose(0, 1)
         rotary = rotary.transpose(0, 1).contiguous()
-        for own, block in enumerate(cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers"))):
-            grows = past is not None and past.grows
-            hidden, present = block(hidden, unseen, rotary, kv_cache=_past(past, own), use_cache=grows)
-            if past is not None and past.grows:
-                _append(past.cache, own, present)
+        for index, block in enumerate(cast(nn.ModuleList, model.get_submodule("transformer.encoder.layers"))):
+            use_cache = past is not None and past.update_cache
+            hidden, present = block(hidden, masked, rotary, kv_cache=_layer_past(past, index), use_cache=use_cache)
+            if past is not None and past.update_cache:
+                _append(past.cache, index, present)
         return hidden.transpose(0, 1)
 
 
-def _later(length: int, past: Past | None, device: torch.device) -> torch.Tensor:
-    """Which tokens come after the one that looks: shape `(sequence, seen + sequence)`, without the prefix."""
+def _is_later(length: int, past: PastKeyValues | None, device: torch.device) -> torch.Tensor:
+    """Mark the keys that come after each query, shape `(sequence, seen + sequence)`, without the prefix."""
     seen = 0 if past is None else past.cache.get_seq_length() - past.prefix_length
     column = torch.arange(seen + length, device=device)
     return column > column[seen:].unsqueeze(1)
 
 
-def _behind_prefix(unseen: torch.Tensor, past: Past | None) -> torch.Tensor:
-    """The same of keys of which a prefix comes first, that everybody sees."""
+def _with_prefix(masked: torch.Tensor, past: PastKeyValues | None) -> torch.Tensor:
+    """Extend the mask by the keys of the prefix, to which all queries attend."""
     prefix_length = 0 if past is None else past.prefix_length
-    return torch.cat((unseen.new_zeros(*unseen.shape[:2], prefix_length), unseen), dim=2)
+    return torch.cat((masked.new_zeros(*masked.shape[:2], prefix_length), masked), dim=2)
 
 
-def _past(past: Past | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values of a block, `(sequence, batch, heads, size)`."""
+def _layer_past(past: PastKeyValues | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the cached keys and values of a block, each of shape `(sequence, batch, heads, size)`."""
     if past is None or past.cache.get_seq_length(block) == 0:
         return None
     layer = past.cache.layers[block]
@@ -202,11 +221,11 @@ def _past(past: Past | None, block: int) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 def _append(cache: DynamicCache, block: int, present: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Keep what is new of a block's keys and values, `(past + sequence, batch, heads, size)`."""
-    if isinstance(present, torch.Tensor):  # as some checkpoints' classes have them where there was no past
+    """Append a block's new keys and values to the cache; `present` is `(past + sequence, batch, heads, size)`."""
+    if isinstance(present, torch.Tensor):  # some checkpoints' classes return one tensor if there was no past
         present = cast(tuple[torch.Tensor, torch.Tensor], present.squeeze(0).unbind(0))
-    past = cache.get_seq_length(block)
-    keys, values = (states[past:].permute(1, 2, 0, 3) for states in present)
+    num_cached = cache.get_seq_length(block)
+    keys, values = (states[num_cached:].permute(1, 2, 0, 3) for states in present)
     cache.update(keys, values, block)
 
 
@@ -214,8 +233,8 @@ CHATGLM = Layout(
     blocks="transformer.layers",
     embedding="transformer.word_embeddings",
     output="lm_head",
-    of_head={"transformer.word_embeddings": "identity"},
-    of_tail={"transformer.final_layernorm": "identity", "lm_head": "identity"},
+    head_modules={"transformer.word_embeddings": "identity"},
+    tail_modules={"transformer.final_layernorm": "identity", "lm_head": "identity"},
     num_blocks="num_layers",
     max_positions="max_sequence_length",
     norm="transformer.final_layernorm",
@@ -226,8 +245,8 @@ CHATGLM2 = Layout(
     blocks="transformer.encoder.layers",
     embedding="transformer.embedding.word_embeddings",
     output="transformer.output_layer",
-    of_head={"transformer.embedding": "identity"},
-    of_tail={"transformer.encoder.final_layernorm": "identity", "transformer.output_layer": "identity"},
+    head_modules={"transformer.embedding": "identity"},
+    tail_modules={"transformer.encoder.final_layernorm": "identity", "transformer.output_layer": "identity"},
     num_blocks="num_layers",
     max_positions="seq_length",
     norm="transformer.encoder.final_layernorm",

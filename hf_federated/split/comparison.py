@@ -1,4 +1,4 @@
-"""Two parties' settings side by side."""
+"""Comparison of the settings of two parties."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ from collections.abc import Mapping
 from typing import Any
 
 
-# Whose values are whose.
-Names = tuple[str, str]
-HERE_AND_THERE: Names = ("here", "there")
+# The words that follow the first and the second party's value in a message.
+PartyNames = tuple[str, str]
+LOCAL_AND_REMOTE: PartyNames = ("locally", "remotely")
 _MAX_CHARACTERS = 60
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str, names: Names) -> list[str]:
+def differences(local: Mapping[str, Any], remote: Mapping[str, Any], prefix: str, names: PartyNames) -> list[str]:
     """
-    What two mappings have otherwise, in words.
+    List the settings in which two mappings differ, one message per setting.
 
     Args:
-        mine (`Mapping[str, Any]`): Values as JSON holds them, mappings among them.
-        theirs (`Mapping[str, Any]`): The other party's.
-        prefix (`str`): Before every name.
-        names (`tuple[str, str]`): Whose values are whose, such as `("here", "there")`.
+        local (`Mapping[str, Any]`): JSON values. Nested mappings are compared setting by setting.
+        remote (`Mapping[str, Any]`): The other party's values.
+        prefix (`str`): Text before the name of each setting.
+        names (`tuple[str, str]`):
+            The words that follow the values of `local` and `remote`, such as `("at the server", "at the client")`.
     """
-    own, others = flat(mine, prefix), flat(theirs, prefix)
+    first, second = flatten(local, prefix), flatten(remote, prefix)
     return [
-        side_by_side(key, _shown(own, key), _shown(others, key), names)
-        for key in sorted(own.keys() | others.keys())
-        # True == 1, and here they differ.
-        if repr(own.get(key)) != repr(others.get(key)) or (key in own) is not (key in others)
+        format_difference(key, _shorten(first, key), _shorten(second, key), names)
+        for key in sorted(first.keys() | second.keys())
+        # `repr` distinguishes True from 1, which compare equal in Python.
+        if repr(first.get(key)) != repr(second.get(key)) or (key in first) is not (key in second)
     ]
 
 
-def side_by_side(what: str, mine: object, theirs: object, names: Names) -> str:
-    """Both values of one thing, in words."""
-    return f"{what}: {mine} {names[0]}, {theirs} {names[1]}"
+def format_difference(setting: str, local: object, remote: object, names: PartyNames) -> str:
+    """Format the two values of one setting as a message."""
+    return f"{setting}: {local} {names[0]}, {remote} {names[1]}"
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Mappings within mappings as one, with dotted names."""
-    found: dict[str, Any] = {}
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Convert nested mappings to one mapping with dotted names."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _shorten(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return "not given"
     text = repr(values[key])

@@ -1,4 +1,4 @@
-"""Where a model is cut: how many blocks each party holds."""
+"""Position of the cuts of a split model: the number of blocks that each party holds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ ROLES: tuple[Role, ...] = ("head", "body", "tail")
 @dataclass(frozen=True)
 class Cut:
     """
-    How many blocks of a model lie before, on and behind the server.
+    Number of blocks in the head, the body and the tail of a split model.
 
     Args:
-        num_blocks (`int`): Blocks of the whole model.
+        num_blocks (`int`): Number of blocks of the full model.
         head_blocks (`int`, *optional*, defaults to `1`):
-            First blocks, which the client keeps behind the embedding. 0 sends embeddings themselves, from which a
-            server reads the text: for audits only.
-        tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which the client keeps; at least 1.
+            Number of first blocks, which the client keeps together with the embedding. With 0 the client sends the
+            embeddings themselves, from which the server can read the text. Use 0 for audits only.
+        tail_blocks (`int`, *optional*, defaults to `1`):
+            Number of last blocks, which the client keeps. At least 1.
 
     Raises:
-        ValueError: If a number is out of range, or the server is left without a block.
+        ValueError: If a number is out of range, or no block is left for the server.
 
     Example:
 
@@ -42,20 +43,20 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.head_blocks < 0:
-            raise ValueError(f"head_blocks must not be negative, got {self.head_blocks}.")
+            raise ValueError(f"head_blocks={self.head_blocks}, but it must be at least 0.")
         if self.tail_blocks < 1:
             raise ValueError(
-                f"tail_blocks must be at least 1, got {self.tail_blocks}: without a block behind the server's, the "
-                "server would hold the hidden states that the labels are predicted from."
+                f"tail_blocks={self.tail_blocks}, but it must be at least 1. Without a client block after the "
+                "server's blocks, the server holds the hidden states from which the model predicts the labels."
             )
         if self.head_blocks + self.tail_blocks >= self.num_blocks:
             raise ValueError(
-                f"A model of {self.num_blocks} blocks cannot leave {self.head_blocks} + {self.tail_blocks} with the "
-                f"client: the server needs at least one. Lower head_blocks or tail_blocks."
+                f"head_blocks={self.head_blocks} and tail_blocks={self.tail_blocks} leave no block for the server: "
+                f"the model has {self.num_blocks} blocks. Lower head_blocks or tail_blocks."
             )
 
     def blocks(self, role: Role) -> range:
-        """The numbers, in the whole model, of the blocks of a part."""
+        """Return the indices of a part's blocks in the full model."""
         first_of_tail = self.num_blocks - self.tail_blocks
         return {
             "head": range(self.head_blocks),

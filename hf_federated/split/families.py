@@ -1,4 +1,4 @@
-"""The models that can be split, by their type: a new one is one entry."""
+"""Layouts of the model types that can be split. To support a new model type, add one entry to `LAYOUTS`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LLAMA = Layout(
     blocks="model.layers",
     embedding="model.embed_tokens",
     output="lm_head",
-    of_head={"model.embed_tokens": "identity"},
-    of_tail={"model.norm": "identity", "lm_head": "identity"},
+    head_modules={"model.embed_tokens": "identity"},
+    tail_modules={"model.norm": "identity", "lm_head": "identity"},
 )
 
 LAYOUTS: dict[str, Layout] = {
@@ -25,9 +25,9 @@ LAYOUTS: dict[str, Layout] = {
         blocks="transformer.h",
         embedding="transformer.wte",
         output="lm_head",
-        of_head={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
-        of_tail={"transformer.ln_f": "identity", "lm_head": "identity"},
-        by_number=("scale_attn_by_inverse_layer_idx",),
+        head_modules={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
+        tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
+        index_dependent_settings=("scale_attn_by_inverse_layer_idx",),
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -35,12 +35,12 @@ LAYOUTS: dict[str, Layout] = {
         blocks="model.decoder.layers",
         embedding="model.decoder.embed_tokens",
         output="lm_head",
-        of_head={
+        head_modules={
             "model.decoder.embed_tokens": "identity",
             "model.decoder.embed_positions": "zero",
             "model.decoder.project_in": "none",
         },
-        of_tail={
+        tail_modules={
             "model.decoder.final_layer_norm": "none",
             "model.decoder.project_out": "none",
             "lm_head": "identity",
@@ -53,29 +53,29 @@ LAYOUTS: dict[str, Layout] = {
 
 def layout_of(config: PretrainedConfig) -> Layout:
     """
-    The layout of a model.
+    Return the layout of a model.
 
     Args:
-        config (`PretrainedConfig`): The model's.
+        config (`PretrainedConfig`): The config of the full model.
 
     Raises:
-        ValueError: If no entry of `LAYOUTS` has this model type, or a setting of the config makes its blocks depend
-            on their numbers.
+        ValueError: If `LAYOUTS` has no entry for this model type, or a setting of the config makes the blocks depend
+            on their index.
     """
     name = config.model_type
-    # All generations have one model type; the first alone knows of positions in two dimensions.
+    # All ChatGLM generations share one model type. Only the first generation has two-dimensional positions.
     if name == "chatglm" and "position_encoding_2d" not in config.to_dict():
         name = "chatglm2"
     layout = LAYOUTS.get(name)
     if layout is None:
         raise ValueError(
-            f"No layout for models of type {config.model_type!r}: known are {sorted(LAYOUTS)}. Add one to "
-            "hf_federated.split.LAYOUTS, or give it: SplitModel.from_model(..., layout=Layout(...))."
+            f"Model type {config.model_type!r} has no layout. Supported model types: {sorted(LAYOUTS)}. Add a layout "
+            "to hf_federated.split.LAYOUTS, or pass one: SplitModel.from_model(..., layout=Layout(...))."
         )
-    for setting in layout.by_number:
+    for setting in layout.index_dependent_settings:
         if getattr(config, setting):
             raise ValueError(
-                f"{setting}=True makes a block of {config.model_type!r} depend on its own number, which splitting "
-                f"changes: this model cannot be split. Set {setting}=False."
+                f"{setting}=True makes each block of {config.model_type!r} depend on its index. Splitting a model "
+                f"renumbers its blocks, so this model cannot be split. Set {setting}=False."
             )
     return layout

@@ -1,22 +1,32 @@
-"""Whether two parties that hold different parts of a checkpoint hold parts of the same one.
+"""Fingerprint of a checkpoint, which shows whether two parties hold parts of the same checkpoint.
 
-A client opens the files of the first and last blocks, the server those of the others, so no hash of the whole model is
-at hand on both sides. What both can know:
+A client opens the files of the first and last blocks, and the server opens the files of the other blocks. Neither
+party has all files, so they cannot compare a hash of the full model. They compare:
 
-- `config.json`, without what changes whenever it is saved;
-- which file holds which weight, which is in `model.safetensors.index.json`. Two revisions of one model mostly agree in
-  both, so they tell the architecture alone;
-- files that both have. A checkpoint in one file is such a file; of one in several, the file in which a block of the
-  client's lies beside a block of the server's. A file is compared by its header and by samples of every tensor in it,
-  which takes milliseconds, or if both wish by all its bytes;
-- the commit, where the checkpoint is from the Hub. It stands for all files, also those that only one party has.
+- `config.json`, without the settings that change when a config is saved;
+- the weight map from `model.safetensors.index.json`, which lists the file of each weight. Two revisions of a model
+  usually have the same config and the same weight map, so these two identify only the architecture;
+- the files that both parties have: the only file of an unsharded checkpoint, or the shards that contain both client
+  blocks and server blocks. A file is compared by its header and by samples of every tensor in it, which takes
+  milliseconds. If both parties request it, all bytes of the file are compared;
+- the commit of a checkpoint from the Hub. It identifies all files, including the files that only one party has.
 
-**Found**: other sizes, layers or vocabularies; other weights, if a tensor in a file that both have differs in one of
-its samples, which training changes; another commit. **Not found**: a file that both have and whose samples are equal,
-such as a few rows set in the middle of an embedding, unless `whole_files` is set; files that only one party has,
-unless both know the commit; a party that lies, for nobody can prove here which weights it computes with; adapters and
-whatever was trained since. Where the parties have no file in common and not both a commit, nothing is known, and they
-are refused.
+**Detected**:
+
+- different sizes, layers or vocabularies;
+- different weights, if a tensor in a shared file differs in one of its samples, as it does after training;
+- a different commit.
+
+**Not detected**:
+
+- changes in a shared file that leave the samples equal, such as a few changed rows in the middle of an embedding,
+  unless `whole_files` is set;
+- changes in files that only one party has, unless both parties know the commit;
+- a dishonest party, because a fingerprint does not prove which weights the party uses;
+- adapters, and any training after the checkpoint was saved.
+
+If the parties have no file in common and at least one party has no commit, the checkpoints cannot be compared, and the
+comparison reports a difference.
 """
 
 from __future__ import annotations
@@ -33,28 +43,30 @@ from typing import Any, BinaryIO
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from .comparison import HERE_AND_THERE, Names, differences, side_by_side
+from .comparison import LOCAL_AND_REMOTE, PartyNames, differences, format_difference
 
 
-# What saving a config changes although the model is the same.
+# Settings that change when a config is saved, although the model is the same.
 _VOLATILE = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "use_cache"})
-# Read at the start, in the middle and at the end of every tensor.
+# Number of bytes to read at the start, in the middle and at the end of every tensor.
 SAMPLE_BYTES = 1024
-# As safetensors' own limit of a header.
+# The maximum header size of the safetensors format.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class ModelFingerprint:
     """
-    What a party can say of the checkpoint that its parts are from. The module says what it finds and what not.
+    Fingerprint of the checkpoint from which a party loaded its parts.
+
+    The module docstring of `fingerprint.py` lists the differences that a comparison detects.
 
     Args:
-        config (`dict[str, Any]`): Of `config.json`.
-        weight_map (`str`): Digest of which file holds which weight.
-        samples (`dict[str, str]`): By name of a file that is here, the digest of its header and samples.
-        whole_files (`dict[str, str]`, *optional*): By name of a file that is here, its SHA-256.
-        commit (`str`, *optional*): The revision.
+        config (`dict[str, Any]`): Settings of `config.json`.
+        weight_map (`str`): Digest of the map from weight names to file names.
+        samples (`dict[str, str]`): Digest of the header and the samples of each local file, by file name.
+        whole_files (`dict[str, str]`, *optional*): SHA-256 of each local file, by file name.
+        commit (`str`, *optional*): The revision of the checkpoint.
 
     Example:
 
@@ -71,7 +83,7 @@ class ModelFingerprint:
     >>> model.model.norm.weight.data += 1
     >>> model.save_pretrained("checkpoint")
     >>> before.differences(ModelFingerprint.from_checkpoint("checkpoint"))
-    ["the weights in 'model.safetensors': ... here, ... there"]
+    ["the weights in 'model.safetensors': ... locally, ... remotely"]
     ```
     """
 
@@ -86,95 +98,103 @@ class ModelFingerprint:
         cls, name: str | os.PathLike[str], *, whole_files: bool = False, commit: str | None = None, **kwargs: Any
     ) -> ModelFingerprint:
         """
-        Of the files of a checkpoint that are on this machine. Nothing of its weights is downloaded, so load the parts
-        first.
+        Compute the fingerprint from the files of a checkpoint that are on this machine.
+
+        This method does not download weights. Load the party's parts first.
 
         Args:
             name (`str` or `os.PathLike`): A directory or a Hub id.
-            whole_files (`bool`, *optional*, defaults to `False`): Whether to hash all bytes too, about a second for
-                each GB. They count where the other party does the same.
-            commit (`str`, *optional*): A name for the revision, where it is not from the Hub.
-            kwargs: `revision`, `cache_dir`, … of a checkpoint on the Hub, as they were given to load it.
+            whole_files (`bool`, *optional*, defaults to `False`):
+                Whether to also hash all bytes of the files, which takes about one second per GB. The hashes are
+                compared only if both parties compute them.
+            commit (`str`, *optional*): A name for the revision of a checkpoint that is not from the Hub.
+            kwargs: `revision`, `cache_dir`, … with the values that were used to load the checkpoint from the Hub.
 
         Raises:
-            ValueError: If there is no safetensors file of it here.
+            ValueError: If this machine has no safetensors file of the checkpoint.
         """
         if os.path.isdir(name):
             folder = Path(name)
         else:
-            found = cached_file(os.fspath(name), CONFIG_NAME, **kwargs)
-            folder = Path(found).parent
-            commit = commit or extract_commit_hash(found, None)
-        places = _weight_map(folder)
-        here = sorted(own for own in set(places.values()) if (folder / own).is_file())
-        if not here:
-            raise ValueError(f"No weights of {os.fspath(name)} are here. Load this party's parts first.")
+            config_file = cached_file(os.fspath(name), CONFIG_NAME, **kwargs)
+            folder = Path(config_file).parent
+            commit = commit or extract_commit_hash(config_file, None)
+        weight_map = _weight_map(folder)
+        local_files = sorted(file_name for file_name in set(weight_map.values()) if (folder / file_name).is_file())
+        if not local_files:
+            raise ValueError(f"This machine has no weights of {os.fspath(name)}. Load this party's parts first.")
         with open(folder / CONFIG_NAME, encoding="utf-8") as file:
             config = {key: value for key, value in json.load(file).items() if key not in _VOLATILE}
         return cls(
             config,
-            hashlib.sha256(json.dumps(sorted(places.items())).encode()).hexdigest(),
-            {own: _sample(folder / own) for own in here},
-            {own: _hash(folder / own) for own in here} if whole_files else {},
+            hashlib.sha256(json.dumps(sorted(weight_map.items())).encode()).hexdigest(),
+            {file_name: _sample(folder / file_name) for file_name in local_files},
+            {file_name: _hash(folder / file_name) for file_name in local_files} if whole_files else {},
             commit,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Convert the fingerprint to JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: Any) -> ModelFingerprint:
+    def from_dict(cls, values: Any) -> ModelFingerprint:
         """
-        What `to_dict` gave.
+        Restore a fingerprint from the output of `to_dict`.
 
         Raises:
-            ValueError: If it is anything else.
+            ValueError: If `values` is not the output of `to_dict`.
         """
         kinds = {"config": dict, "weight_map": str, "samples": dict, "whole_files": dict, "commit": str}
-        if not isinstance(found, dict) or found.keys() != kinds.keys():
-            raise ValueError(f"A fingerprint has the fields {sorted(kinds)}.")
+        if not isinstance(values, dict) or values.keys() != kinds.keys():
+            raise ValueError(f"A fingerprint must be a dictionary with the fields {sorted(kinds)}.")
         for name, kind in kinds.items():
-            if not (isinstance(found[name], kind) or (name == "commit" and found[name] is None)):
-                raise ValueError(f"A fingerprint's {name} is a {kind.__name__}, got {type(found[name]).__name__}.")
-        return cls(**found)
+            if not (isinstance(values[name], kind) or (name == "commit" and values[name] is None)):
+                raise ValueError(
+                    f"{name} of a fingerprint must be {kind.__name__}, but is {type(values[name]).__name__}."
+                )
+        return cls(**values)
 
-    def differences(self, other: ModelFingerprint, names: Names = HERE_AND_THERE) -> list[str]:
+    def differences(self, other: ModelFingerprint, names: PartyNames = LOCAL_AND_REMOTE) -> list[str]:
         """
-        What the other party's checkpoint has otherwise, in words; empty where nothing was found.
+        List the differences to the other party's checkpoint. The list is empty if no difference was detected.
 
         Args:
-            other ([`ModelFingerprint`]): The other party's.
-            names (`tuple[str, str]`, *optional*): Whose values are whose; by default `"here"` and `"there"`.
+            other ([`ModelFingerprint`]): The other party's fingerprint.
+            names (`tuple[str, str]`, *optional*, defaults to `("locally", "remotely")`):
+                The words that follow this party's values and the other party's values.
         """
         found = differences(self.config, other.config, "config.", names)
         if self.commit is not None and other.commit is not None and self.commit != other.commit:
-            found.append(side_by_side("the revision", self.commit, other.commit, names))
+            found.append(format_difference("the revision", self.commit, other.commit, names))
         if found:
             return found
         if not self.samples.keys() & other.samples.keys():
             if self.commit is not None and self.commit == other.commit:
                 return []
-            found = [side_by_side("weight files", sorted(self.samples)[:3], sorted(other.samples)[:3], names)]
-            advice = "none is at both, so nothing tells whether they are of one revision: give commit= a common name"
-            return [f"{found[0]} ({advice})"]
+            files = format_difference("weight files", sorted(self.samples)[:3], sorted(other.samples)[:3], names)
+            advice = (
+                "the parties have no file in common, so their revisions cannot be compared: pass the same commit= on "
+                "both sides"
+            )
+            return [f"{files} ({advice})"]
         if self.weight_map != other.weight_map:
-            return [side_by_side("where weights lie", self.weight_map[:12], other.weight_map[:12], names)]
+            return [format_difference("the weight map", self.weight_map[:12], other.weight_map[:12], names)]
         return _different_files(self.samples, other.samples, names) or _different_files(
             self.whole_files, other.whole_files, names
         )
 
 
-def _different_files(mine: Mapping[str, str], theirs: Mapping[str, str], names: Names) -> list[str]:
+def _different_files(local: Mapping[str, str], remote: Mapping[str, str], names: PartyNames) -> list[str]:
     return [
-        side_by_side(f"the weights in {name!r}", mine[name][:12], str(theirs[name])[:12], names)
-        for name in sorted(mine.keys() & theirs.keys())
-        if mine[name] != theirs[name]
+        format_difference(f"the weights in {name!r}", local[name][:12], str(remote[name])[:12], names)
+        for name in sorted(local.keys() & remote.keys())
+        if local[name] != remote[name]
     ]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file holds a weight; of a checkpoint in one file, `""`."""
+    """Map weight names to file names. An unsharded checkpoint has the single key `""`."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {"": SAFE_WEIGHTS_NAME}
@@ -183,33 +203,33 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _sample(path: Path) -> str:
-    """Digest of a safetensors file's header and of bytes of every tensor."""
+    """Compute the digest of a safetensors file's header and of sampled bytes of every tensor."""
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is no safetensors file.")
+            raise ValueError(f"{path} is not a safetensors file.")
         header = file.read(length)
         digest = hashlib.sha256(start + header)
         try:
-            tensors = [own["data_offsets"] for name, own in json.loads(header).items() if name != "__metadata__"]
+            tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} is no safetensors file.") from None
+            raise ValueError(f"{path} is not a safetensors file.") from None
         for begin, end in sorted(tensors):
             middle = max(begin, (begin + end - SAMPLE_BYTES) // 2)
-            for place in sorted({begin, middle, max(begin, end - SAMPLE_BYTES)}):
-                digest.update(_read(file, 8 + length + place, min(SAMPLE_BYTES, end - place)))
+            for offset in sorted({begin, middle, max(begin, end - SAMPLE_BYTES)}):
+                digest.update(_read(file, 8 + length + offset, min(SAMPLE_BYTES, end - offset)))
     return digest.hexdigest()
 
 
-def _read(file: BinaryIO, place: int, num_bytes: int) -> bytes:
-    file.seek(place)
+def _read(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
+    file.seek(offset)
     return file.read(num_bytes)
 
 
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,9 +1,9 @@
-"""Where the parts of a decoder model are: the one thing that splitting must know of an architecture.
+"""Layout of a decoder model: the module paths that splitting needs to know about an architecture.
 
-A part is built as a model of the same class with fewer blocks (`parts.py`), so masks, rotary embeddings, windows and
-caches are those of `transformers`. What a layout says is only which modules the client's first part owns, which its
-last part owns, and what stands in their place elsewhere. A new architecture is one entry of
-`LAYOUTS` in `families.py`.
+A part is built as a model of the same class with fewer blocks (see `parts.py`), so `transformers` provides its masks,
+rotary embeddings, sliding windows and caches. A layout only lists which modules belong to the client's head, which
+modules belong to the client's tail, and which placeholder replaces them in the other parts. To support a new
+architecture, add one entry to `LAYOUTS` in `families.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
 
-# What stands where a part has no module: one that returns what it gets, one that adds nothing, or nothing at all.
-StandIn = Literal["identity", "zero", "none"]
+# Placeholder for a module that a part does not have: "identity" returns its input, "zero" returns a zero that changes
+# no sum, and "none" is `None`.
+Placeholder = Literal["identity", "zero", "none"]
 
 
 @dataclass(frozen=True)
-class Places:
+class AttentionInputs:
     """
-    What blocks must know of a batch beside its hidden states.
+    Inputs that the blocks need in addition to the hidden states of a batch.
 
     Args:
-        attention_mask (`torch.Tensor`, *optional*): Shape `(batch, sequence)`, 1 for tokens.
+        attention_mask (`torch.Tensor`, *optional*): Shape `(batch, sequence)`, 1 for tokens and 0 for padding.
         position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`, or `(batch, 2, sequence)`.
-        context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`: how many first tokens see one another.
+        context_lengths (`torch.Tensor`, *optional*):
+            Shape `(batch,)`. Number of first tokens that attend to each other in both directions.
     """
 
     attention_mask: torch.Tensor | None = None
@@ -38,60 +40,64 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastKeyValues:
     """
-    Keys and values that lie before those of the states.
+    Keys and values that precede the keys and values of the current hidden states.
 
     Args:
-        cache (`DynamicCache`): Of a part's blocks.
-        prefix_length (`int`, *optional*, defaults to `0`): How many of its positions are a prefix and no tokens.
-        grows (`bool`, *optional*, defaults to `False`): Whether keys and values of the states go into it.
+        cache (`DynamicCache`): The cache of a part's blocks.
+        prefix_length (`int`, *optional*, defaults to `0`):
+            Number of positions in the cache that are a trained prefix and not tokens.
+        update_cache (`bool`, *optional*, defaults to `False`):
+            Whether to append the keys and values of the current hidden states to the cache.
     """
 
     cache: DynamicCache
     prefix_length: int = 0
-    grows: bool = False
+    update_cache: bool = False
 
 
 class BlockRunner(Protocol):
-    """How the blocks of a model are run whose class takes no hidden states in place of token ids."""
+    """Runs the blocks of a model whose class does not accept hidden states in place of token ids."""
 
     def check_model(self, model: nn.Module) -> None:
         """
-        Refuse a model whose blocks these are not, for what its config does not say.
+        Check properties of a model that its config does not define.
 
         Args:
             model (`torch.nn.Module`): The head, possibly on the meta device.
 
         Raises:
-            ValueError: If it is of another class than the runner is for.
+            ValueError: If the runner does not support the class of the model.
         """
 
-    def places(self, config: PretrainedConfig, input_ids: torch.Tensor, places: Places, seen: int = 0) -> Places:
+    def attention_inputs(
+        self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
+    ) -> AttentionInputs:
         """
-        What the blocks of every part must know, from what only the client has.
+        Compute the inputs of all blocks from the token ids, which only the client has.
 
         Args:
-            config (`PretrainedConfig`): The whole model's.
-            input_ids (`torch.Tensor`): Shape `(batch, seen + sequence)`: all tokens from the first on.
-            places ([`Places`]): What the caller gave.
-            seen (`int`, *optional*, defaults to `0`): Tokens that a cache holds.
+            config (`PretrainedConfig`): The config of the full model.
+            input_ids (`torch.Tensor`): Shape `(batch, seen + sequence)`. All tokens from the first one on.
+            inputs ([`AttentionInputs`]): The inputs that the caller passed.
+            seen (`int`, *optional*, defaults to `0`): Number of tokens that a cache holds.
         """
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
         """
-        How many heads the keys of a block have, and their size.
+        Return the number of key/value heads of a block, and the size of a head.
 
         Args:
-            config (`PretrainedConfig`): The whole model's.
+            config (`PretrainedConfig`): The config of the full model.
         """
 
-    def check(self, places: Places) -> None:
+    def check(self, inputs: AttentionInputs) -> None:
         """
-        Refuse places that these blocks cannot use.
+        Check that the blocks can use these inputs.
 
         Raises:
-            ValueError: If something is missing that they need.
+            ValueError: If a required input is missing, or the blocks do not support an input.
         """
 
     def run(
@@ -99,47 +105,52 @@ class BlockRunner(Protocol):
         model: nn.Module,
         blocks: Sequence[int],
         states: torch.Tensor,
-        places: Places,
-        past: Past | None = None,
+        inputs: AttentionInputs,
+        past: PastKeyValues | None = None,
     ) -> torch.Tensor:
         """
         Run the blocks of a part.
 
         Args:
             model (`torch.nn.Module`): The part's model.
-            blocks (`Sequence[int]`): The numbers of its blocks in the whole model.
-            states (`torch.Tensor`): Shape `(batch, sequence, hidden)`.
-            places ([`Places`]): Of the batch; a mask is of the tokens before, too.
-            past ([`Past`], *optional*): Of tokens before, or a prefix.
+            blocks (`Sequence[int]`): Indices of the part's blocks in the full model.
+            states (`torch.Tensor`): Hidden states of shape `(batch, sequence, hidden)`.
+            inputs ([`AttentionInputs`]):
+                Attention inputs of the batch. The attention mask also covers the tokens in the cache.
+            past ([`PastKeyValues`], *optional*): Keys and values of previous tokens, of a prefix, or of both.
 
         Returns:
-            `torch.Tensor`: Shape `(batch, sequence, hidden)`.
+            `torch.Tensor`: Hidden states of shape `(batch, sequence, hidden)`.
         """
 
 
 @dataclass(frozen=True)
 class Layout:
     """
-    Where the parts of a decoder model are, by the paths of modules in its `...ForCausalLM` class.
+    Module paths of a decoder model in its `...ForCausalLM` class.
 
     Args:
-        blocks (`str`): The list of blocks.
-        embedding (`str`): The word embeddings.
-        output (`str`): The linear layer onto the vocabulary.
-        of_head (`Mapping[str, StandIn]`):
-            Modules before the first block, and what stands there in the other parts: `"identity"`, `"zero"` (a module
-            whose result adds nothing) or `"none"`. A path that a model does not have, or has as `None`, is passed
-            over.
-        of_tail (`Mapping[str, StandIn]`): Modules behind the last block, likewise.
-        num_blocks (`str`, *optional*, defaults to `"num_hidden_layers"`): What the config calls the number of blocks.
-        per_block (`tuple[str, ...]`, *optional*): Lists in the config with one entry a block, which are cut with it.
-        by_number (`tuple[str, ...]`, *optional*):
-            Settings that make a block depend on its own number, which changes when a model is cut: they must be off.
+        blocks (`str`): Path of the list of blocks.
+        embedding (`str`): Path of the word embeddings.
+        output (`str`): Path of the linear layer that maps hidden states to the vocabulary.
+        head_modules (`Mapping[str, Placeholder]`):
+            Modules before the first block, and their placeholder in the other parts: `"identity"`, `"zero"` (a module
+            whose output changes no sum) or `"none"`. Paths that a model does not have, or that are `None`, are
+            ignored.
+        tail_modules (`Mapping[str, Placeholder]`):
+            Modules after the last block, and their placeholder in the other parts.
+        num_blocks (`str`, *optional*, defaults to `"num_hidden_layers"`):
+            Name of the config setting that holds the number of blocks.
+        per_block_settings (`tuple[str, ...]`, *optional*):
+            Names of config lists with one entry per block. A part gets the entries of its blocks.
+        index_dependent_settings (`tuple[str, ...]`, *optional*):
+            Names of config settings that make a block depend on its index. They must be off, because splitting
+            renumbers the blocks.
         max_positions (`str`, *optional*, defaults to `"max_position_embeddings"`):
-            What the config calls the number of positions that the model has. A config may be without one.
-        norm (`str`, *optional*): The norm behind the last block. Only a `runner` needs it.
+            Name of the config setting that holds the maximum number of positions. The config may lack it.
+        norm (`str`, *optional*): Path of the norm after the last block. Required only with a `runner`.
         runner ([`BlockRunner`], *optional*):
-            Runs the blocks where the model's class takes no `inputs_embeds`, as ChatGLM's own does not.
+            Runs the blocks of a model class that does not accept `inputs_embeds`, such as ChatGLM's own classes.
 
     Example:
 
@@ -155,27 +166,29 @@ class Layout:
     blocks: str
     embedding: str
     output: str
-    of_head: Mapping[str, StandIn]
-    of_tail: Mapping[str, StandIn]
+    head_modules: Mapping[str, Placeholder]
+    tail_modules: Mapping[str, Placeholder]
     num_blocks: str = "num_hidden_layers"
-    per_block: tuple[str, ...] = ("layer_types",)
-    by_number: tuple[str, ...] = ()
+    per_block_settings: tuple[str, ...] = ("layer_types",)
+    index_dependent_settings: tuple[str, ...] = ()
     max_positions: str = "max_position_embeddings"
     norm: str = ""
     runner: BlockRunner | None = None
 
 
-class AddsNothing(nn.Module):
-    """In place of a table of positions: a scalar zero, whatever is asked."""
+class ZeroModule(nn.Module):
+    """Placeholder for a position embedding: returns a scalar zero for any input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """
+        Return a zero.
+
         Returns:
-            `torch.Tensor`: Shape `()`, zero: no sum changes with it, neither in value nor in dtype.
+            `torch.Tensor`: Shape `()`. Adding it changes neither the values nor the dtype of a sum.
         """
         return torch.zeros(())
 
 
-def stand_in(kind: StandIn) -> nn.Module | None:
-    """The module that stands where a part has none of its own."""
-    return {"identity": nn.Identity(), "zero": AddsNothing(), "none": None}[kind]
+def placeholder(kind: Placeholder) -> nn.Module | None:
+    """Create the placeholder for a module that a part does not have."""
+    return {"identity": nn.Identity(), "zero": ZeroModule(), "none": None}[kind]

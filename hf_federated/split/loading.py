@@ -1,4 +1,4 @@
-"""Parts of a checkpoint, from its safetensors, without reading the others' weights."""
+"""Loading of parts from the safetensors files of a checkpoint, without reading the weights of the other parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers.utils.hub import cached_file
 
 from .cut import Cut, Role
 from .layouts import Layout
+from .model_checks import check_not_quantized
 from .parts import Part
-from .whole import check_not_quantized
 
 
 def load_parts(
@@ -32,83 +32,89 @@ def load_parts(
     **kwargs: Any,
 ) -> dict[Role, Part]:
     """
-    Parts of a checkpoint, without reading the others' weights.
+    Load parts of a checkpoint, without reading the weights of the other parts.
 
     Args:
-        name (`str`): A directory or a Hub id, with safetensors.
-        config (`PretrainedConfig`): The whole model's.
-        cut (`Cut`): Where it is cut.
-        roles (`tuple[str, ...]`): Which parts: `("head", "tail")` for a client, `("body",)` for the server.
-        layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
-        model_class (`type[PreTrainedModel]`, *optional*): Where `AutoModelForCausalLM` has none for the config.
-        dtype (`torch.dtype`, *optional*): Of the weights; by default as they are stored.
+        name (`str`): A directory or a Hub id with safetensors files.
+        config (`PretrainedConfig`): The config of the full model.
+        cut ([`~split.Cut`]): The cuts of the model.
+        roles (`tuple[str, ...]`): The parts to load: `("head", "tail")` for a client, `("body",)` for the server.
+        layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
+        model_class (`type[PreTrainedModel]`, *optional*):
+            The model class, if `AutoModelForCausalLM` has no class for the config.
+        dtype (`torch.dtype`, *optional*): The dtype of the weights. Defaults to the stored dtype.
         kwargs: `revision`, `token`, `cache_dir`, … of a checkpoint on the Hub.
+
+    Returns:
+        `dict[str, Part]`: The parts by role.
 
     Raises:
         ValueError: If weights are missing or quantized, or do not fit the config.
     """
     check_not_quantized(config)
     parts = {role: Part(config, cut, role, layout, model_class) for role in roles}
-    wanted = {part.original_name(own) for part in parts.values() for own in part.model.state_dict()}
+    required = {part.original_name(name) for part in parts.values() for name in part.model.state_dict()}
     tied = {}
     for part in parts.values():
         if config.tie_word_embeddings and part.role == "tail":
             tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
-    weights = read_weights(name, wanted - tied.keys() | set(tied.values()), dtype, **kwargs)
+    weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, **kwargs)
     for alias, source in tied.items():
         weights[alias] = weights[source]
     for part in parts.values():
-        part.take(weights)
+        part.assign_parameters(weights)
     return parts
 
 
 def read_weights(
-    name: str, wanted: Iterable[str], dtype: torch.dtype | None = None, **kwargs: Any
+    name: str, weight_names: Iterable[str], dtype: torch.dtype | None = None, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
     """
-    Weights of a checkpoint by name.
+    Read weights of a checkpoint by name.
 
-    Of a checkpoint in several files, only those that hold a wanted weight are opened, and downloaded where it is on
-    the Hub; of one file, only the wanted parts are read.
+    If the checkpoint has several files, only the files with a requested weight are opened, and downloaded if the
+    checkpoint is on the Hub. If the checkpoint has one file, only the requested weights are read from it.
 
     Args:
         name (`str`): A directory or a Hub id.
-        wanted (`Iterable[str]`): Names of weights in the whole model. Checkpoints that were saved without the prefix
-            of their base model are understood.
-        dtype (`torch.dtype`, *optional*): Of floating weights; by default as they are stored.
-        kwargs: What `cached_file` takes: `revision`, `token`, `cache_dir`, …
+        weight_names (`Iterable[str]`):
+            Names of the weights in the full model. The names in the checkpoint may lack the prefix of the base model.
+        dtype (`torch.dtype`, *optional*): The dtype of floating-point weights. Defaults to the stored dtype.
+        kwargs: Arguments of `cached_file`: `revision`, `token`, `cache_dir`, …
 
     Returns:
-        `dict[str, torch.nn.Parameter]`: On the CPU.
+        `dict[str, torch.Tensor]`: CPU tensors by name in the full model. Floating-point weights are
+        `torch.nn.Parameter`.
 
     Raises:
-        ValueError: If a weight is not there, or the checkpoint has no safetensors.
+        ValueError: If a weight is missing, or the checkpoint has no safetensors file.
     """
-    places = _places(name, **kwargs)
-    stored = {own: _stored_name(own, places) for own in wanted}
-    missing = sorted(own for own, there in stored.items() if there is None)
+    weight_map = _weight_map(name, **kwargs)
+    stored = {weight: _stored_name(weight, weight_map) for weight in weight_names}
+    missing = sorted(weight for weight, stored_name in stored.items() if stored_name is None)
     if missing:
         raise ValueError(
-            f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}: weights and config are of "
-            "different models, or the checkpoint names its weights otherwise (save it again with save_pretrained)."
+            f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
+            "config belong to different models, or the checkpoint uses other names: save it again with "
+            "save_pretrained."
         )
     by_file: dict[str, list[tuple[str, str]]] = {}
-    for own, there in stored.items():
-        assert there is not None
-        by_file.setdefault(places[there], []).append((own, there))
+    for weight, stored_name in stored.items():
+        assert stored_name is not None
+        by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
     weights: dict[str, torch.Tensor] = {}
     for file_name, names in sorted(by_file.items()):
         with safe_open(_file(name, file_name, **kwargs), framework="pt") as file:
-            for own, there in names:
-                tensor = file.get_tensor(there)
+            for weight, stored_name in names:
+                tensor = file.get_tensor(stored_name)
                 if dtype is not None and tensor.is_floating_point():
                     tensor = tensor.to(dtype)
-                weights[own] = nn.Parameter(tensor) if tensor.is_floating_point() else tensor
+                weights[weight] = nn.Parameter(tensor) if tensor.is_floating_point() else tensor
     return weights
 
 
-def _places(name: str, **kwargs: Any) -> dict[str, str]:
-    """Which file holds a weight."""
+def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
+    """Map the names of the stored weights to file names."""
     index = _file(name, SAFE_WEIGHTS_INDEX_NAME, optional=True, **kwargs)
     if index is not None:
         with open(index, encoding="utf-8") as file:
@@ -116,7 +122,8 @@ def _places(name: str, **kwargs: Any) -> dict[str, str]:
     single = _file(name, SAFE_WEIGHTS_NAME, optional=True, **kwargs)
     if single is None:
         raise ValueError(
-            f"{name} has no {SAFE_WEIGHTS_NAME}: a part is read from safetensors. Save the model with save_pretrained."
+            f"{name} has no {SAFE_WEIGHTS_NAME}, but parts are read from safetensors files. Save the model with "
+            "save_pretrained."
         )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
@@ -129,7 +136,7 @@ def _file(name: str, file_name: str, optional: bool = False, **kwargs: Any) -> A
     return cached_file(name, file_name, _raise_exceptions_for_missing_entries=not optional, **kwargs)
 
 
-def _stored_name(name: str, places: dict[str, str]) -> str | None:
-    """A weight's name in the checkpoint, which may have been saved without the base model's prefix."""
+def _stored_name(name: str, weight_map: dict[str, str]) -> str | None:
+    """Return a weight's name in the checkpoint, which may lack the prefix of the base model; `None` if missing."""
     without_prefix = name.partition(".")[2]
-    return next((candidate for candidate in (name, without_prefix) if candidate in places), None)
+    return next((candidate for candidate in (name, without_prefix) if candidate in weight_map), None)

@@ -1,8 +1,9 @@
-"""What crosses between a split model's client and server, and nothing else.
+"""Messages between the client and the server of a split model. Nothing else is sent.
 
-Hidden states, their gradients, the mask as bits, positions where they cannot be derived, and the header that each
-class below declares. No token id, label or loss is among the fields; a blob with another field is refused by name, and
-so is a tensor whose dtype or shape is not that of what its field may hold.
+The messages contain hidden states, their gradients, the attention mask as bits, positions if the server cannot derive
+them, and the header fields that each class declares. No field contains token ids, labels or a loss. A message with an
+undeclared field raises an error that names the field. A tensor whose dtype or shape does not fit its field also raises
+an error.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from ..messages import Packed
 from ..messages.serialization import unpack
 
 
+# Client id, optimizer step and micro-step.
+MicroBatchId = tuple[str, int, int]
+
+
 def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """
-    An attention mask as bits.
+    Pack an attention mask into bits.
 
     Args:
         attention_mask (`torch.Tensor`): Shape `(batch, width)`, non-zero for tokens.
 
     Returns:
-        `torch.Tensor`: Shape `(batch, ceil(width / 8))`, uint8; the first position is the highest bit.
+        `torch.Tensor`: Shape `(batch, ceil(width / 8))`, uint8. The first position is the highest bit.
     """
     batch, width = attention_mask.shape
     bits = torch.zeros(batch, -(-width // 8) * 8, dtype=torch.uint8)
@@ -36,28 +41,30 @@ def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 def unpack_mask(bits: torch.Tensor, width: int) -> torch.Tensor:
     """
-    The mask that `pack_mask` packed.
+    Unpack a mask that `pack_mask` packed.
 
     Args:
         bits (`torch.Tensor`): Shape `(batch, ceil(width / 8))`, uint8.
-        width (`int`): Positions.
+        width (`int`): Number of positions.
 
     Returns:
-        `torch.Tensor`: Shape `(batch, width)`, int64, of zeros and ones.
+        `torch.Tensor`: Shape `(batch, width)`, int64, zeros and ones.
     """
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8)
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :width].long()
 
 
 @dataclass(frozen=True)
-class Crossing(Packed):
+class SplitMessage(Packed):
     """
-    Base of what crosses. Step and micro-step name a passage, so that a repeated message is known as one.
+    Base class of the messages about one micro-batch.
+
+    Client, step and micro-step identify the micro-batch, so that a receiver can detect a repeated message.
 
     Args:
-        client_id (`str`): The client at one end.
-        step (`int`): Optimizer steps done before it.
-        micro_step (`int`): Passages of this client since then.
+        client_id (`str`): The client that sends or receives the message.
+        step (`int`): Number of optimizer steps before this micro-batch.
+        micro_step (`int`): Number of micro-batches of this client in the current step before this micro-batch.
     """
 
     client_id: str
@@ -68,35 +75,41 @@ class Crossing(Packed):
         for name, kind in (("client_id", str), ("step", int), ("micro_step", int)):
             if type(getattr(self, name)) is not kind:
                 raise ValueError(
-                    f"{self.kind}: {name} must be {kind.__name__}, got {_described(getattr(self, name))}."
+                    f"{self.kind}: {name} must be {kind.__name__}, but is {_describe(getattr(self, name))}."
                 )
         if self.step < 0 or self.micro_step < 0:
-            raise ValueError(f"{self.kind}: steps are counted from 0, got {self.step} and {self.micro_step}.")
+            raise ValueError(
+                f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0."
+            )
 
     @property
-    def passage(self) -> tuple[str, int, int]:
-        """What a reply, or the way back, belongs to."""
+    def micro_batch_id(self) -> MicroBatchId:
+        """Identifier that a request, its answer and the messages of the backward pass share."""
         return self.client_id, self.step, self.micro_step
 
 
 @dataclass(frozen=True)
-class Forward(Crossing):
+class Forward(SplitMessage):
     """
-    Client to server: hidden states behind the client's first blocks.
+    Client to server: hidden states after the client's first blocks.
 
     Args:
-        hidden (`dict[str, torch.Tensor]`): As the wire encodes `(batch · sequence, hidden)`.
-        batch_size (`int`): Rows of the batch.
-        mask (`torch.Tensor`, *optional*): As `pack_mask` packs it; `None` where nothing is padded.
-        mask_width (`int`): Positions of the mask, those of the cache included; 0 without one.
-        seen (`int`): Positions that the cache holds already, without a prefix; 0 begins one.
-        position_ids (`torch.Tensor`, *optional*): int32 of shape `(batch or 1, sequence)` where the user gave some, or
-            `(batch, 2, sequence)` of a model that counts in two ways.
-        context_lengths (`torch.Tensor`, *optional*): int32 of shape `(batch,)`, of a model that asks for them.
-        training (`bool`): Whether dropout is on.
-        grad (`bool`): Whether the gradient will come.
+        hidden (`dict[str, torch.Tensor]`):
+            Hidden states of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+        batch_size (`int`): Number of sequences in the batch.
+        mask (`torch.Tensor`, *optional*): Attention mask packed by `pack_mask`. `None` if there is no padding.
+        mask_width (`int`): Number of positions of the mask, including the positions in the cache. 0 without a mask.
+        seen (`int`):
+            Number of positions that the cache already holds, without the prefix. 0 starts a new cache.
+        position_ids (`torch.Tensor`, *optional*):
+            int32 tensor of shape `(batch or 1, sequence)` if the user passed positions, or `(batch, 2, sequence)` for
+            a model with two-dimensional positions.
+        context_lengths (`torch.Tensor`, *optional*):
+            int32 tensor of shape `(batch,)`, for models that require context lengths.
+        training (`bool`): Whether dropout is active.
+        grad (`bool`): Whether the client will send the gradient.
         autocast (`str`, *optional*): The client's autocast dtype.
-        cache_id (`int`, *optional*): The server's key/value cache to go on with, in generation.
+        cache_id (`int`, *optional*): The server's key/value cache to use, during generation.
     """
 
     kind: ClassVar[str] = "split_forward"
@@ -115,67 +128,79 @@ class Forward(Crossing):
 
     @property
     def num_sequences(self) -> int:
-        """Rows, or of rows into which several were packed, whose positions begin anew, the sequences in them."""
-        given = self.position_ids
-        if self.mask is not None or given is None or given.ndim != 2:
+        """
+        Number of sequences, including sequences that are packed into one row.
+
+        Without packing it is the batch size. In a packed row a new sequence starts where the positions restart.
+        """
+        positions = self.position_ids
+        if self.mask is not None or positions is None or positions.ndim != 2:
             return self.batch_size
-        return self.batch_size + int((given.diff(dim=1) != 1).sum()) * (self.batch_size // len(given))
+        return self.batch_size + int((positions.diff(dim=1) != 1).sum()) * (self.batch_size // len(positions))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_states(self, "hidden", self.hidden)
-        rows = _rows(self.hidden)
-        if type(self.batch_size) is not int or self.batch_size < 1 or rows % self.batch_size:
-            raise ValueError(f"{self.kind}: {rows} hidden states do not make {self.batch_size!r} rows.")
+        num_states = _num_states(self.hidden)
+        if type(self.batch_size) is not int or self.batch_size < 1 or num_states % self.batch_size:
+            raise ValueError(
+                f"{self.kind}: {num_states} hidden states cannot be divided into batch_size={self.batch_size!r} "
+                "sequences of equal length."
+            )
         for name in ("mask_width", "seen"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{self.kind}: {name} is a count, got {getattr(self, name)!r}.")
+                raise ValueError(f"{self.kind}: {name} must be an int of at least 0, but is {getattr(self, name)!r}.")
         for name in ("training", "grad"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{self.kind}: {name} is True or False, got {getattr(self, name)!r}.")
+                raise ValueError(f"{self.kind}: {name} must be True or False, but is {getattr(self, name)!r}.")
         if self.cache_id is not None and type(self.cache_id) is not int:
-            raise ValueError(f"{self.kind}: cache_id is a number, got {self.cache_id!r}.")
+            raise ValueError(f"{self.kind}: cache_id must be an int, but is {self.cache_id!r}.")
         for name, tensor, dtype in (
             ("mask", self.mask, torch.uint8),
             ("position_ids", self.position_ids, torch.int32),
             ("context_lengths", self.context_lengths, torch.int32),
         ):
             if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype):
-                raise ValueError(f"{self.kind}: {name} must be {dtype}, got {_described(tensor)}.")
+                raise ValueError(f"{self.kind}: {name} must be {dtype}, but is {_describe(tensor)}.")
         if self.mask is not None and self.mask.shape != (self.batch_size, -(-self.mask_width // 8)):
             raise ValueError(
-                f"{self.kind}: a mask of {self.mask_width} positions for {self.batch_size} rows has shape "
-                f"{(self.batch_size, -(-self.mask_width // 8))}, got {tuple(self.mask.shape)}."
+                f"{self.kind}: mask has shape {tuple(self.mask.shape)}, but {self.batch_size} sequences with "
+                f"mask_width={self.mask_width} need shape {(self.batch_size, -(-self.mask_width // 8))}."
             )
         if self.autocast not in (None, "bfloat16", "float16"):
-            raise ValueError(f"{self.kind}: autocast is bfloat16 or float16, got {self.autocast!r}.")
-        length = rows // self.batch_size
+            raise ValueError(f"{self.kind}: autocast must be bfloat16 or float16, but is {self.autocast!r}.")
+        length = num_states // self.batch_size
         if self.mask is not None and self.mask_width != self.seen + length:
             raise ValueError(
-                f"{self.kind}: a mask of {self.mask_width} positions came with {length} behind {self.seen} others."
+                f"{self.kind}: mask_width={self.mask_width}, but the mask must cover {self.seen} cached and {length} "
+                "new positions."
             )
         if self.cache_id is None and self.seen or self.cache_id is not None and self.grad:
-            raise ValueError(f"{self.kind}: a cache is for generation, without gradients, and alone holds positions.")
+            raise ValueError(
+                f"{self.kind}: cache_id={self.cache_id}, seen={self.seen} and grad={self.grad}. seen > 0 requires a "
+                "cache, and a cache requires grad=False, because caches are for generation."
+            )
         allowed = {(1, length), (self.batch_size, length), (self.batch_size, 2, length)}
         if self.position_ids is not None and tuple(self.position_ids.shape) not in allowed:
             raise ValueError(
-                f"{self.kind}: position_ids of {self.batch_size} rows of {length} have one of the shapes "
-                f"{sorted(allowed)}, got {tuple(self.position_ids.shape)}."
+                f"{self.kind}: position_ids has shape {tuple(self.position_ids.shape)}, but {self.batch_size} "
+                f"sequences of length {length} need one of the shapes {sorted(allowed)}."
             )
         if self.context_lengths is not None and self.context_lengths.shape != (self.batch_size,):
             raise ValueError(
-                f"{self.kind}: context_lengths of {self.batch_size} rows have shape ({self.batch_size},), got "
-                f"{tuple(self.context_lengths.shape)}."
+                f"{self.kind}: context_lengths has shape {tuple(self.context_lengths.shape)}, but "
+                f"{self.batch_size} sequences need shape ({self.batch_size},)."
             )
 
 
 @dataclass(frozen=True)
-class Hidden(Crossing):
+class Hidden(SplitMessage):
     """
-    Server to client: hidden states behind the server's blocks.
+    Server to client: hidden states after the server's blocks.
 
     Args:
-        hidden (`dict[str, torch.Tensor]`): As the wire encodes `(batch · sequence, hidden)`.
+        hidden (`dict[str, torch.Tensor]`):
+            Hidden states of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
     """
 
     kind: ClassVar[str] = "split_hidden"
@@ -188,15 +213,16 @@ class Hidden(Crossing):
 
 
 @dataclass(frozen=True)
-class Backward(Crossing):
+class Backward(SplitMessage):
     """
-    Client to server: the gradient of the loss by the hidden states that the server sent.
+    Client to server: gradient of the loss with respect to the hidden states that the server sent.
 
     Args:
-        gradient (`dict[str, torch.Tensor]`): As the wire encodes `(batch · sequence, hidden)`.
+        gradient (`dict[str, torch.Tensor]`):
+            Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
         num_targets (`int`, *optional*):
-            Target tokens of this passage, where the gradient is that of the loss summed over them. `None` where it is
-            that of the mean: then the server has no need of the number.
+            Number of target tokens of the micro-batch, if the gradient is the gradient of the summed loss. `None` if
+            it is the gradient of the mean loss, in which case the server does not need the number.
     """
 
     kind: ClassVar[str] = "split_backward"
@@ -207,18 +233,24 @@ class Backward(Crossing):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_states(self, "gradient", self.gradient)
-        rows = _rows(self.gradient)
-        if self.num_targets is not None and not (type(self.num_targets) is int and 0 <= self.num_targets <= rows):
-            raise ValueError(f"{self.kind}: num_targets counts targets of {rows} positions, got another number.")
+        num_states = _num_states(self.gradient)
+        if self.num_targets is not None and not (
+            type(self.num_targets) is int and 0 <= self.num_targets <= num_states
+        ):
+            raise ValueError(
+                f"{self.kind}: num_targets must be an int from 0 to the number of positions, {num_states}, but has "
+                "another value."
+            )
 
 
 @dataclass(frozen=True)
-class Gradient(Crossing):
+class Gradient(SplitMessage):
     """
-    Server to client: the gradient of the loss by the hidden states that the client sent.
+    Server to client: gradient of the loss with respect to the hidden states that the client sent.
 
     Args:
-        gradient (`dict[str, torch.Tensor]`): As the wire encodes `(batch · sequence, hidden)`.
+        gradient (`dict[str, torch.Tensor]`):
+            Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
     """
 
     kind: ClassVar[str] = "split_gradient"
@@ -233,7 +265,7 @@ class Gradient(Crossing):
 @dataclass(frozen=True)
 class Forget(Packed):
     """
-    Client to server: a key/value cache is not needed any more.
+    Client to server: the client no longer needs a key/value cache.
 
     Args:
         client_id (`str`): The client.
@@ -247,10 +279,13 @@ class Forget(Packed):
 
     def __post_init__(self) -> None:
         if type(self.client_id) is not str or type(self.cache_id) is not int:
-            raise ValueError(f"{self.kind}: names a client and the number of a cache.")
+            raise ValueError(
+                f"{self.kind}: client_id must be str and cache_id must be int, but they are "
+                f"{_describe(self.client_id)} and {_describe(self.cache_id)}."
+            )
 
 
-# What may stand in the place of hidden states or gradients: floats, or 8-bit steps with a scale for every position.
+# Allowed dtypes of encoded hidden states and gradients: floats, or int8 with a scale and a zero point per position.
 _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
     "values": (torch.float32, torch.float16, torch.bfloat16, torch.int8),
     "scale": (torch.float32,),
@@ -260,41 +295,50 @@ _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
 
 def _check_states(message: Packed, name: str, encoded: Mapping[str, torch.Tensor]) -> None:
     if not isinstance(encoded, dict) or "values" not in encoded or not encoded.keys() <= _ENCODED.keys():
-        raise ValueError(f"{message.kind}: {name} holds {sorted(_ENCODED)} at most, got {_described(encoded)}.")
+        raise ValueError(
+            f"{message.kind}: {name} must be a dictionary with the key 'values' and other keys from "
+            f"{sorted(_ENCODED)}, but is {_describe(encoded)}."
+        )
     for part, tensor in encoded.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _ENCODED[part]:
-            raise ValueError(f"{message.kind}: {name}[{part!r}] is no such tensor: {_described(tensor)}.")
+            raise ValueError(
+                f"{message.kind}: {name}[{part!r}] must be a tensor with one of the dtypes {_ENCODED[part]}, but is "
+                f"{_describe(tensor)}."
+            )
     if encoded["values"].ndim != 2 or not encoded["values"].numel():
-        raise ValueError(f"{message.kind}: {name} is (batch · sequence, hidden), got {_described(encoded['values'])}.")
+        raise ValueError(
+            f"{message.kind}: {name} must have the shape (batch · sequence, hidden) without empty dimensions, but is "
+            f"{_describe(encoded['values'])}."
+        )
 
 
-def _rows(encoded: Mapping[str, torch.Tensor]) -> int:
+def _num_states(encoded: Mapping[str, torch.Tensor]) -> int:
     return len(encoded["values"])
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype}, shape {tuple(value.shape)}"
     return f"{sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
 
 
-# What a server reads.
+# The messages that a server accepts.
 Request = Forward | Backward | Forget
 REQUESTS: dict[str, type[Request]] = {Forward.kind: Forward, Backward.kind: Backward, Forget.kind: Forget}
 
 
 def read_request(blob: bytes) -> Request:
     """
-    What a client sent.
+    Deserialise the message of a client.
 
     Args:
         blob (`bytes`): A serialised `Forward`, `Backward` or `Forget`.
 
     Raises:
-        ValueError: If it is damaged, of another kind, or holds a field that is not declared.
+        ValueError: If the message is damaged, has another kind, or has an undeclared field.
     """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None
     if not isinstance(kind, str) or kind not in REQUESTS:
-        raise ValueError(f"A server takes messages of the kinds {sorted(REQUESTS)}, got {kind!r}.")
+        raise ValueError(f"The server accepts messages of the kinds {sorted(REQUESTS)}, but got kind {kind!r}.")
     return REQUESTS[kind]._from_tree(tree)

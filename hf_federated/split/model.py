@@ -1,11 +1,11 @@
-"""`SplitModel`: a decoder model whose first and last blocks are a client's and whose others are a server's.
+"""`SplitModel`: a decoder model whose first and last blocks a client holds and whose other blocks a server holds.
 
-FL-GLM (Zheng et al. 2024), section 3.1: `h_0 = Block_0(Embedding(x))` leaves the client, the server answers with
-`h_{N-2} = Block_{1..N-2}(h_0)`, and `Linear(Block_{N-1}(h_{N-2}))` and the loss are the client's again. Any cut may be
-chosen.
+The method is FL-GLM (Zheng et al. 2024), section 3.1. The client computes and sends `h_0 = Block_0(Embedding(x))`, the
+server computes and returns `h_{N-2} = Block_{1..N-2}(h_0)`, and the client computes `Linear(Block_{N-1}(h_{N-2}))` and
+the loss. The number of blocks on each side can be chosen.
 
-Raw text and labels stay with the client. Against a server that knows the pretrained weights, hidden states can still
-reveal text, and gradients labels: how much is a thing to measure (`hf_federated.audits`), not to claim.
+Raw text and labels stay with the client. However, hidden states can reveal text and gradients can reveal labels to a
+server that knows the pretrained weights. Measure how much they reveal with `hf_federated.audits`.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..messages.quantization import TRAVEL_DTYPES
-from .adapters import add_adapter, check_peft_model, save_adapter, take_adapter
+from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
 from .cut import ROLES, Cut
 from .families import layout_of
-from .layouts import Layout, Places
+from .layouts import AttentionInputs, Layout
 from .loading import load_parts
+from .model_checks import base_weights, check_modules, check_not_quantized
 from .parts import Part
 from .per_token import PerTokenOutput, score_targets
-from .saving import rename_whole, whole_weights
-from .whole import base_weights, check_modules, check_not_quantized
+from .saving import full_state_dict, rename_to_part_names
 from .wire import Wire
 
 
-# What a caller may pass that changes nothing here.
-_WITHOUT_EFFECT = ("return_dict", "cache_position")
-# What tells attention kernels where packed sequences begin; positions tell every part.
-_OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# What goes to the tail with the labels.
-_FOR_THE_LOSS = ("num_items_in_batch", "shift_labels")
+# Arguments of `forward` that are accepted and ignored.
+_IGNORED_ARGUMENTS = ("return_dict", "cache_position")
+# Boundaries of packed sequences for attention kernels. They are ignored, because every part derives the boundaries
+# from the positions.
+_PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Arguments of the loss, which are passed to the tail with the labels.
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 
 class SplitModel(PreTrainedModel, GenerationMixin):
     """
-    A causal language model in three parts, which talk through a boundary that only bytes cross.
+    A causal language model in three parts. Client and server exchange only serialised messages.
 
-    It is called, trained and generates as the model that it was made from, with the same logits and gradients: those
-    of `use_cache=False`, for no cache is made unless it is asked for.
+    Calls, training and generation work as with the original model, and logits and gradients are the same as with
+    `use_cache=False`. A split model creates a cache only if `use_cache=True` is passed.
 
     Args:
-        config (`PretrainedConfig`): The whole model's.
+        config (`PretrainedConfig`): The config of the full model.
         client_head ([`Part`]): The client's embedding and first blocks.
         client_tail ([`Part`]): The client's last blocks, final norm and output layer.
-        boundary ([`Boundary`]): To the server.
-        server_body ([`Part`], *optional*): The server's blocks, where they are in this process.
+        boundary ([`Boundary`]): The client's side of the cut layer, with the link to the server.
+        server_body ([`Part`], *optional*): The server's blocks, if the server is in this process.
 
     Example:
 
@@ -72,10 +73,10 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     >>> config = LlamaConfig(
     ...     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     ... )
-    >>> whole = LlamaForCausalLM(config)
-    >>> split = SplitModel.from_model(whole, head_blocks=1, tail_blocks=1)
+    >>> model = LlamaForCausalLM(config)
+    >>> split = SplitModel.from_model(model, head_blocks=1, tail_blocks=1)
     >>> tokens = torch.tensor([[1, 2, 3]])
-    >>> bool((split(tokens).logits == whole(tokens).logits).all())
+    >>> bool((split(tokens).logits == model(tokens).logits).all())
     True
     >>> split.part_bytes()
     {'head': 11392, 'body': 17664, 'tail': 11456}
@@ -100,11 +101,11 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         self.server_body = server_body
         self.client_tail = client_tail
         self.boundary = boundary
-        # What Trainer counts target tokens by; GPT-2 has none, and is counted otherwise.
+        # `Trainer` uses the loss type to count target tokens. GPT-2 has no loss type, so `Trainer` counts all labels.
         self.loss_type = client_tail.model.loss_type
         self.adapter_config: PeftConfig | None = None
-        # A Trainer's checkpoint has the whole model's names.
-        self._register_load_state_dict_pre_hook(self._rename_whole)
+        # Checkpoints of a `Trainer` contain the weights with the names of the full model.
+        self._register_load_state_dict_pre_hook(self._rename_to_part_names)
 
     @classmethod
     def from_model(
@@ -120,25 +121,29 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> SplitModel:
         """
-        Cut a model.
+        Split a model.
 
         Args:
             model_or_name (`PreTrainedModel`, `PeftModel` or `str`):
-                A model, whose parameters the parts then share, or a checkpoint: a directory or a Hub id. Of a PEFT
-                model they share the base, and have copies of its adapters.
-            head_blocks (`int`, *optional*, defaults to `1`): First blocks, which the client keeps.
-            tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which the client keeps.
-            layout ([`Layout`], *optional*): Where the parts of the model are; by default that of its type.
-            model_class (`type[PreTrainedModel]`, *optional*): Of a checkpoint, where `AutoModelForCausalLM` has none.
+                A model or a checkpoint (a directory or a Hub id). The parts share the parameters of a model. If it is
+                a PEFT model, the parts share the parameters of the base model and copy the adapters.
+            head_blocks (`int`, *optional*, defaults to `1`): Number of first blocks, which the client keeps.
+            tail_blocks (`int`, *optional*, defaults to `1`): Number of last blocks, which the client keeps.
+            layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
+            model_class (`type[PreTrainedModel]`, *optional*):
+                The model class of a checkpoint, if `AutoModelForCausalLM` has no class for it.
             wire_dtype (`str`, *optional*, defaults to `"auto"`):
-                The dtype in which hidden states travel: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. By default
-                the model's when it is split (of a wider one `"float32"`); `.to(dtype)` later does not change it.
-            client_id (`str`, *optional*, defaults to `"client"`): Whose head and tail they are.
-            kwargs: For a checkpoint: `dtype`, and what `AutoConfig.from_pretrained` takes (`revision`, `token`, …).
+                The dtype in which hidden states are sent: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. With
+                `"auto"` it is the dtype of the model at the time of the split, or `"float32"` for a wider dtype. A
+                later `.to(dtype)` does not change it.
+            client_id (`str`, *optional*, defaults to `"client"`): Id of the client that owns head and tail.
+            kwargs:
+                For a checkpoint: `dtype`, and the arguments of `AutoConfig.from_pretrained` (`revision`, `token`, …).
 
         Raises:
-            ValueError: If there is no layout for the model, the cut does not fit it, weights are missing or quantized,
-                or a module of the model is not the one that its class makes.
+            ValueError: If the model has no layout, the cut does not fit the model, weights are missing or quantized,
+                or a module of the model was replaced by a module of another class.
+            TypeError: If arguments for a checkpoint are passed together with a model.
         """
         if isinstance(model_or_name, str):
             dtype = kwargs.pop("dtype", None)
@@ -149,23 +154,26 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             )
         else:
             if kwargs:
-                raise TypeError(f"{sorted(kwargs)} are for a checkpoint, and a model was given.")
-            whole = model_or_name
+                raise TypeError(
+                    f"The arguments {sorted(kwargs)} are only for a checkpoint, but a model was passed. Remove them, "
+                    "or pass a directory or a Hub id."
+                )
+            model = model_or_name
             if isinstance(model_or_name, PeftModel):
                 check_peft_model(model_or_name)
-                whole = model_or_name.get_base_model()
-            config = whole.config
+                model = model_or_name.get_base_model()
+            config = model.config
             check_not_quantized(config)
             cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
-            parts = {role: Part(config, cut, role, layout, type(whole)) for role in ROLES}
-            weights = base_weights(whole)
+            parts = {role: Part(config, cut, role, layout, type(model)) for role in ROLES}
+            weights = base_weights(model)
             for part in parts.values():
-                part.take(weights)
-            check_modules(whole, parts.values())
-            # What was set on the model itself is no module's.
-            parts["tail"].model.loss_type = whole.loss_type
-            if hasattr(whole, "_loss_function"):
-                parts["tail"].model.loss_function = whole.loss_function
+                part.assign_parameters(weights)
+            check_modules(model, parts.values())
+            # A loss that was set on the model is not a module, so it must be copied.
+            parts["tail"].model.loss_type = model.loss_type
+            if hasattr(model, "_loss_function"):
+                parts["tail"].model.loss_function = model.loss_function
         wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
@@ -175,77 +183,95 @@ class SplitModel(PreTrainedModel, GenerationMixin):
                 split.generation_config = GenerationConfig.from_pretrained(model_or_name, **kwargs)
         else:
             if isinstance(model_or_name, PeftModel):
-                take_adapter(split.parts, model_or_name)
+                copy_adapter(split.parts, model_or_name)
                 split.adapter_config = model_or_name.active_peft_config
             split.train(model_or_name.training)
-            if whole.can_generate():
-                split.generation_config = whole.generation_config
+            if model.can_generate():
+                split.generation_config = model.generation_config
         return split
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """
+        Raise an error that refers to `from_model`.
+
         Raises:
-            TypeError: Always: `from_model` cuts a checkpoint.
+            TypeError: Always. Use `from_model` to split a checkpoint.
         """
-        raise TypeError("SplitModel.from_model(name, head_blocks, tail_blocks) cuts a checkpoint.")
+        raise TypeError(
+            "SplitModel.from_pretrained() is not supported. Split a checkpoint with SplitModel.from_model(name, "
+            "head_blocks, tail_blocks)."
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """
+        Raise an error, because the embeddings of a split model cannot be resized.
+
         Raises:
-            ValueError: Always: resize the whole model and split it then.
+            ValueError: Always. Resize the embeddings of the full model before splitting it.
         """
-        raise ValueError("Resize the embeddings of the whole model, save it, and split it then.")
+        raise ValueError(
+            "The embeddings of a SplitModel cannot be resized. Resize the embeddings of the full model, save it, and "
+            "split the saved model."
+        )
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """
-        As of the whole model, in every part that is here.
+        Enable activation checkpointing in every part that is in this process.
+
+        The arguments are the arguments of `PreTrainedModel.activation_checkpointing_enable`.
 
         Raises:
-            ValueError: If there are prefixes, which go into a cache.
+            ValueError: If the parts have prefixes, which are in a cache, or reentrant checkpointing is requested.
         """
         for part in self.parts:
             part.enable_checkpointing(*args, **kwargs)
 
     def activation_checkpointing_disable(self) -> None:
-        """As of the whole model, in every part that is here."""
+        """Disable activation checkpointing in every part that is in this process."""
         for part in self.parts:
             part.model.activation_checkpointing_disable()
 
-    def _rename_whole(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give weights under the whole model's names those of the parts."""
-        rename_whole(self.parts, state)
+    def _rename_to_part_names(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Rename weights of the full model to the names of the parts."""
+        rename_to_part_names(self.parts, state)
 
     def add_adapter(self, adapter_config: PeftConfig, adapter_name: str | None = None) -> None:
         """
-        Give every part the adapters of its blocks, and freeze everything else.
+        Add an adapter to the blocks of every part, and freeze all other parameters.
 
         Args:
-            adapter_config (`PeftConfig`): For the whole model: a `LoraConfig` or a `PrefixTuningConfig`.
-            adapter_name (`str`, *optional*): There is one adapter, and it has no name.
+            adapter_config (`PeftConfig`):
+                The adapter config for the full model: a `LoraConfig` or a `PrefixTuningConfig`.
+            adapter_name (`str`, *optional*): Must be `None`. A split model has one adapter without a name.
 
         Raises:
-            ValueError: If there is an adapter already, or the method is another one.
+            ValueError: If the model already has an adapter, a name is passed, or the method is neither LoRA nor prefix
+                tuning.
         """
         if self.adapter_config is not None or adapter_name is not None:
-            raise ValueError("A split model has one adapter without a name: this one has it already, or a name came.")
+            raise ValueError(
+                "A split model has at most one adapter, without a name, but this model already has an adapter or "
+                f"adapter_name={adapter_name!r} was passed. Add one adapter, without a name."
+            )
         add_adapter(self.parts, self.config, adapter_config)
         self.adapter_config = adapter_config
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """
-        Write the ordinary whole model, or where there is an adapter its ordinary PEFT adapter.
+        Save the full model in the standard format, or only its PEFT adapter if the model has an adapter.
 
         Args:
-            save_directory (`str` or `os.PathLike`): Where to. It is created.
-            kwargs: Nothing of what others take has an effect but `max_shard_size`.
+            save_directory (`str` or `os.PathLike`): The output directory. It is created if it does not exist.
+            kwargs: Only `max_shard_size` has an effect.
 
         Raises:
-            ValueError: If the server's blocks are not in this process: `save_parts` writes those that are.
+            ValueError: If the server's blocks are not in this process. Use `save_parts` to save the client's parts.
         """
         if self.server_body is None:
             raise ValueError(
-                "The server's blocks are elsewhere: save_parts writes the client's, split-merge joins them."
+                "The server's blocks are not in this process, so the full model cannot be saved. Save the client's "
+                "parts with save_parts, and merge them with the server's part with `hf-federated split-merge`."
             )
         if self.adapter_config is not None:
             save_adapter(self.parts, self.config, self.adapter_config, save_directory)
@@ -254,39 +280,39 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
         shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
-        save_torch_state_dict(whole_weights(self.parts, self.config), Path(save_directory), **shards)
+        save_torch_state_dict(full_state_dict(self.parts, self.config), Path(save_directory), **shards)
 
     def _get_name(self) -> str:
-        # `Trainer` asks a model's name whether a smoothed loss is of the next token.
+        # With label smoothing, `Trainer` uses the class name to decide whether to shift the labels.
         return type(self.client_tail.model).__name__
 
     @property
     def parts(self) -> list[Part]:
-        """The parts that are in this process, from the first block to the last."""
+        """The parts that are in this process, in the order of their blocks."""
         parts = (self.client_head, self.server_body, self.client_tail)
         return [part for part in parts if part is not None]
 
     @property
     def cut(self) -> Cut:
-        """Where the model is cut."""
+        """The cuts of the model."""
         return self.client_head.cut
 
     def part_bytes(self) -> dict[str, int]:
-        """Bytes of each part's parameters; a tied matrix counts with the head."""
+        """Return the size of each part's parameters in bytes. Tied embeddings count for the head."""
         counted: set[int] = set()
         sizes: dict[str, int] = {}
         for part in self.parts:
-            own = {id(parameter): parameter.nbytes for parameter in part.parameters()}
-            sizes[part.role] = sum(size for name, size in own.items() if name not in counted)
-            counted |= own.keys()
+            part_sizes = {id(parameter): parameter.nbytes for parameter in part.parameters()}
+            sizes[part.role] = sum(size for key, size in part_sizes.items() if key not in counted)
+            counted |= part_sizes.keys()
         return sizes
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The client's word embeddings."""
+        """Return the client's word embeddings."""
         return self.client_head.model.get_submodule(self.client_head.layout.embedding)
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The client's output layer."""
+        """Return the client's output layer."""
         return self.client_tail.model.get_submodule(self.client_tail.layout.output)
 
     def forward(
@@ -302,43 +328,55 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | PerTokenOutput:
         """
-        As the whole model's.
+        Run the full model: the head on the client, the body on the server, and the tail on the client.
 
         Args:
             input_ids (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
-            attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`; sent as bits where it has
-                zeros.
-            position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`; sent where they are not those
-                that the model would give. ChatGLM-6B makes its own of the tokens.
-            past_key_values ([`SplitCache`], *optional*): Of the tokens before.
+            attention_mask (`torch.Tensor`, *optional*):
+                Shape `(batch, past + sequence)`. It is sent as bits if it contains zeros.
+            position_ids (`torch.Tensor`, *optional*):
+                Shape `(batch or 1, sequence)`. They are sent if they differ from the model's default positions.
+                ChatGLM-6B ignores them and computes positions from the tokens.
+            past_key_values ([`SplitCache`], *optional*): The cache of the previous tokens.
             inputs_embeds (`torch.Tensor`, *optional*): Shape `(batch, sequence, hidden)`, in place of `input_ids`.
             labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
-            use_cache (`bool`, *optional*): Whether to make a cache where none is given. By default none is made,
-                whatever the config says: the server would have to keep it.
-            logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`): As in the whole model.
-            kwargs: `num_items_in_batch`, as the loss takes it; `fused_lm_head`, by which TRL's `SFTTrainer` asks for
-                [`~split.per_token.PerTokenOutput`] in place of logits.
+            use_cache (`bool`, *optional*):
+                Whether to create a cache if none is passed. By default no cache is created, even if the config enables
+                it, because the server would have to keep it.
+            logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`):
+                Number or indices of the positions for which to compute logits, as in the full model.
+            kwargs:
+                `num_items_in_batch` and `shift_labels`, which are arguments of the loss, and `fused_lm_head`, with
+                which TRL's `SFTTrainer` requests [`~split.per_token.PerTokenOutput`] in place of logits.
+
+        Returns:
+            `CausalLMOutputWithPast` or [`~split.per_token.PerTokenOutput`]: The output of the model.
 
         Raises:
-            ValueError: If the sequence has more tokens than the model has positions.
-            TypeError: If an argument is given that a split model has not.
+            ValueError: If a sequence has more tokens than the model has positions, or an argument has an unsupported
+                value.
+            TypeError: If an argument is not supported by split models.
         """
-        scores_targets = kwargs.pop("fused_lm_head", False)
-        # Tokenizers give it to every model; most decoders, unlike GPT-2, leave it out.
+        returns_target_scores = kwargs.pop("fused_lm_head", False)
+        # Some tokenizers return token type ids for every model. Drop them for models without this argument (GPT-2 has
+        # it).
         if "token_type_ids" in kwargs:
             if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
                 del kwargs["token_type_ids"]
         loss_arguments = _loss_arguments(kwargs, packed=position_ids is not None)
         if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(f"attention_mask is (batch, sequence), got {tuple(attention_mask.shape)}.")
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but it must be (batch, sequence)."
+            )
         states = input_ids if inputs_embeds is None else inputs_embeds
         if states is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("Give either input_ids or inputs_embeds.")
+            raise ValueError("Pass either input_ids or inputs_embeds, and not both.")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         runner = self.client_head.layout.runner
-        # Of sequences packed into one row each has positions of its own; runners count otherwise.
+        # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
+        # positions differently: for them the length of a row must not exceed the limit.
         if position_ids is None or runner is not None:
             self._check_length(seen + states.shape[1])
         else:
@@ -352,21 +390,24 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         contexts = tokens = None
         if runner is not None:
             if input_ids is None:
-                raise ValueError("This model's positions follow from its tokens: give input_ids.")
+                raise ValueError(
+                    "This model computes positions from token ids, but inputs_embeds was passed. Pass input_ids."
+                )
             tokens = input_ids
             if past_key_values is not None and past_key_values.tokens is not None:
                 tokens = torch.cat((past_key_values.tokens, input_ids), dim=1)
-            places = runner.places(self.config, tokens, Places(attention_mask, position_ids), seen)
-            position_ids, contexts = places.position_ids, places.context_lengths
+            inputs = AttentionInputs(attention_mask, position_ids)
+            inputs = runner.attention_inputs(self.config, tokens, inputs, seen)
+            position_ids, contexts = inputs.position_ids, inputs.context_lengths
         if past_key_values is not None:
-            past_key_values.begin(len(states))
+            past_key_values.begin_call(len(states))
         hidden = self.client_head(states, attention_mask, position_ids, caches[0], contexts, use_cache=caching).logits
-        hidden = self.boundary.cross(
+        hidden = self.boundary.run_body(
             hidden,
             attention_mask,
             position_ids,
             training=self.training,
-            cache_id=None if past_key_values is None else past_key_values.number,
+            cache_id=None if past_key_values is None else past_key_values.cache_id,
             seen=seen,
             context_lengths=contexts,
             num_targets=self._count_targets(labels, loss_arguments.get("shift_labels")),
@@ -378,62 +419,77 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             caches[1],
             contexts,
             use_cache=caching,
-            labels=None if scores_targets else labels,
+            labels=None if returns_target_scores else labels,
             logits_to_keep=logits_to_keep,
-            **({} if scores_targets else loss_arguments),
+            **({} if returns_target_scores else loss_arguments),
         )
-        if scores_targets:
+        if returns_target_scores:
             return score_targets(output.logits, labels, **loss_arguments)
         if past_key_values is not None:
-            past_key_values.end(len(states), seen + states.shape[1], tokens)
+            past_key_values.end_call(len(states), seen + states.shape[1], tokens)
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
 
     def new_cache(self) -> SplitCache:
-        """An empty cache of the three parts."""
+        """Create an empty cache for all three parts."""
         return SplitCache(self.client_head, self.client_tail, self.boundary)
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """
-        `GenerationMixin.generate`, greedy or sampling, with a cache in every part. Text stays with the client.
+        Generate text with greedy search or sampling, and a cache in every part. The text stays with the client.
+
+        The arguments are the arguments of `GenerationMixin.generate`.
 
         Raises:
-            ValueError: If another way of generating is asked for.
+            ValueError: If another generation mode or a cache other than a dynamic cache is requested.
         """
         settings, _ = self._prepare_generation_config(generation_config, **kwargs)
         mode = settings.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            instead = "leave out what asks for it" if mode == GenerationMode.ASSISTED_GENERATION else "set num_beams=1"
-            raise ValueError(f"A split model generates greedily or by sampling, not by {mode.value}: {instead}.")
+            advice = (
+                "Remove the arguments of assisted generation"
+                if mode == GenerationMode.ASSISTED_GENERATION
+                else "Set num_beams=1"
+            )
+            raise ValueError(
+                f"The generation mode is {mode.value}, but a split model supports only greedy search and sampling. "
+                f"{advice}."
+            )
         if settings.cache_implementation not in (None, "dynamic"):
-            raise ValueError(f"A split model has a dynamic cache, not {settings.cache_implementation!r}.")
+            raise ValueError(
+                f"cache_implementation={settings.cache_implementation!r}, but a split model supports only a dynamic "
+                "cache. Remove it."
+            )
         if settings.use_cache and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
         output = super().generate(inputs, generation_config, **kwargs)
-        # Of a cache that was made here nothing is left, unless the output has it.
+        # Delete the reference, so that the server drops the cache, unless the output contains the cache.
         kwargs.pop("past_key_values", None)
         self.boundary.flush()
         return output
 
     def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
-        """Target tokens of a batch, where the server must know them."""
+        """Count the target tokens of a batch, if the server needs the number."""
         if self.boundary.total_targets is None or not torch.is_grad_enabled():
             return None
         if shifted is None:
             if labels is None:
-                raise ValueError("Clients that meet tell their target tokens: give labels.")
-            # As Trainer counts them, which divides the loss by their number.
+                raise ValueError(
+                    "Clients that share a server step send their number of target tokens, but no labels were passed. "
+                    "Pass labels."
+                )
+            # Count as `Trainer` does, because the loss is divided by this number.
             shifted = labels[:, 1:] if LOSS_MAPPING.get(self.loss_type) is ForCausalLMLoss else labels
         return int((shifted != -100).sum())
 
     def _check_length(self, length: int) -> None:
         layout, prefix = self.client_head.layout, self.client_head.prefix
         positions = getattr(self.config, layout.max_positions, None)
-        # Runners count no positions for a prefix.
-        taken = 0 if prefix is None or layout.runner is not None else prefix.length
-        if positions is not None and length + taken > positions:
+        # In models with a runner, a prefix takes no positions.
+        prefix_length = 0 if prefix is None or layout.runner is not None else prefix.length
+        if positions is not None and length + prefix_length > positions:
             raise ValueError(
-                f"A sequence of {length + taken} positions{' with its prefix' if taken else ''} came to a model of "
-                f"{positions}: shorten it."
+                f"A sequence has {length + prefix_length} positions{' with its prefix' if prefix_length else ''}, but "
+                f"the model supports at most {positions}. Shorten it."
             )
 
 
@@ -447,19 +503,25 @@ def _wire_dtype(dtype: torch.dtype) -> str:
 
 
 def _is_range(position_ids: torch.Tensor, start: int) -> bool:
-    """Whether these are the positions that the model gives without being told."""
+    """Whether these are the default positions, which every part computes."""
     expected = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
     return bool((position_ids == expected).all())
 
 
 def _loss_arguments(kwargs: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """What of a call's other arguments is for the loss; everything else is refused."""
-    without_effect = _WITHOUT_EFFECT + (_OF_PACKED if packed else ())
-    left = {name: value for name, value in kwargs.items() if name not in without_effect and value is not None}
+    """Return the arguments of the loss. Raise an error for arguments that a split model does not support."""
+    ignored = _IGNORED_ARGUMENTS + (_PACKING_ARGUMENTS if packed else ())
+    remaining = {name: value for name, value in kwargs.items() if name not in ignored and value is not None}
     for name in ("output_attentions", "output_hidden_states"):
-        if left.pop(name, False):
-            raise ValueError(f"{name}=True: the server's are not sent. Look into the unsplit model.")
-    arguments: dict[str, Any] = {name: left.pop(name) for name in _FOR_THE_LOSS if name in left}
-    if left:
-        raise TypeError(f"A split model takes no {sorted(left)}: nothing that is not declared leaves the client.")
+        if remaining.pop(name, False):
+            raise ValueError(
+                f"{name}=True is not supported in a split model, because the server does not send them. Use the full "
+                "model."
+            )
+    arguments: dict[str, Any] = {name: remaining.pop(name) for name in _LOSS_ARGUMENTS if name in remaining}
+    if remaining:
+        raise TypeError(
+            f"A split model does not support the arguments {sorted(remaining)}: only declared inputs are sent to the "
+            "server. Remove them."
+        )
     return arguments

@@ -1,4 +1,4 @@
-"""A part of a split model: a model of the same class with a few of its blocks."""
+"""A part of a split model: a model of the same class with some of the blocks of the full model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cut import Cut, Role
 from .families import layout_of
-from .layouts import Layout, Past, Places, stand_in
+from .layouts import AttentionInputs, Layout, PastKeyValues, placeholder
 from .prefix import Prefix
 
 
@@ -23,20 +23,23 @@ class Part(nn.Module):
     """
     The first, middle or last blocks of a decoder model, as a model of the same class.
 
-    Head and body return hidden states in place of logits, body and tail take hidden states in place of token ids.
-    Parameters are created empty (on the meta device); `take` fills them. Rotary frequencies are computed in float32,
-    whatever the dtype of the weights.
+    Head and body return hidden states in place of logits. Body and tail take hidden states in place of token ids. The
+    constructor creates empty parameters on the meta device, and `assign_parameters` sets them. Rotary frequencies are
+    computed in float32, independently of the dtype of the weights.
 
     Args:
-        config (`PretrainedConfig`): The whole model's.
-        cut (`Cut`): Where it is cut.
+        config (`PretrainedConfig`): The config of the full model.
+        cut ([`Cut`]): The cuts of the model.
         role (`str`): `"head"`, `"body"` or `"tail"`.
-        layout (`Layout`, *optional*): Where its parts are; by default that of its model type.
-        model_class (`type[PreTrainedModel]`, *optional*): By default the causal language model of this config.
+        layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
+        model_class (`type[PreTrainedModel]`, *optional*):
+            The model class. Defaults to the class that `AutoModelForCausalLM` uses for the config.
 
     Attributes:
-        model (`PreTrainedModel`): The blocks, numbered from 0, with what lies before or behind them.
-        prefix ([`Prefix`], *optional*): Trained keys and values before those of the tokens (p-tuning v2).
+        model (`PreTrainedModel`):
+            The part's blocks, numbered from 0, with the modules before the first or after the last block.
+        prefix ([`Prefix`], *optional*):
+            Trained keys and values before the keys and values of the tokens (p-tuning v2).
     """
 
     def __init__(
@@ -52,99 +55,105 @@ class Part(nn.Module):
         self.role = role
         self.layout = layout_of(config) if layout is None else layout
         self.blocks = cut.blocks(role)
-        own_config = self._config(config)
+        part_config = self._part_config(config)
         with init_empty_weights(include_buffers=False):
             if model_class is None:
-                model = AutoModelForCausalLM.from_config(own_config)
+                model = AutoModelForCausalLM.from_config(part_config)
             else:
-                model = model_class(own_config)
+                model = model_class(part_config)
         self.model: PreTrainedModel = model
         self.prefix: Prefix | None = None
-        for owner, modules in (("head", self.layout.of_head), ("tail", self.layout.of_tail)):
+        for owner, modules in (("head", self.layout.head_modules), ("tail", self.layout.tail_modules)):
             if role != owner:
-                self._replace(modules)
+                self._replace_modules(modules)
         if role == "head" and self.layout.runner is not None:
             self.layout.runner.check_model(model)
 
-    def _config(self, config: PretrainedConfig) -> PretrainedConfig:
-        own = copy.deepcopy(config)
-        setattr(own, self.layout.num_blocks, len(self.blocks))
-        for name in self.layout.per_block:
+    def _part_config(self, config: PretrainedConfig) -> PretrainedConfig:
+        part_config = copy.deepcopy(config)
+        setattr(part_config, self.layout.num_blocks, len(self.blocks))
+        for name in self.layout.per_block_settings:
             values = getattr(config, name, None)
             if values is not None:
-                setattr(own, name, [values[number] for number in self.blocks])
-        # A tied matrix is the client's; its two ends are tied by being the same parameter.
-        own.tie_word_embeddings = False
-        return own
+                setattr(part_config, name, [values[number] for number in self.blocks])
+        # Tied embeddings belong to the client. Head and tail share the parameter, so the model must not tie it again.
+        part_config.tie_word_embeddings = False
+        return part_config
 
-    def _replace(self, modules: Mapping[str, Any]) -> None:
+    def _replace_modules(self, modules: Mapping[str, Any]) -> None:
         for path, kind in modules.items():
             parent, _, name = path.rpartition(".")
             owner = self.model.get_submodule(parent)
             if owner._modules.get(name) is not None:
-                setattr(owner, name, stand_in(kind))
+                setattr(owner, name, placeholder(kind))
 
     def original_name(self, name: str) -> str:
-        """What the whole model calls a parameter or module of `model`."""
+        """Return the full model's name of a parameter or module of `model`."""
         return _renumber(name, self.layout.blocks, lambda number: self.blocks[number])
 
-    def own_name(self, original: str) -> str | None:
-        """The name in `model` of a parameter or module of the whole model; `None` of a block of another part."""
+    def part_name(self, original: str) -> str | None:
+        """Return the name in `model` of a parameter or module of the full model, or `None` for other parts' blocks."""
         try:
             return _renumber(original, self.layout.blocks, self.blocks.index)
         except ValueError:
             return None
 
     def owns(self, name: str) -> bool:
-        """Whether `model` has a module of this name, and not one that stands in for another part's."""
-        foreign = {"head": self.layout.of_tail, "tail": self.layout.of_head}
-        others = foreign.get(self.role) or {**self.layout.of_head, **self.layout.of_tail}
-        if any(name == path or name.startswith(f"{path}.") for path in others):
+        """Whether `model` has a module of this name that is not a placeholder for another part's module."""
+        other_parts = {"head": self.layout.tail_modules, "tail": self.layout.head_modules}
+        placeholders = other_parts.get(self.role) or {**self.layout.head_modules, **self.layout.tail_modules}
+        if any(name == path or name.startswith(f"{path}.") for path in placeholders):
             return False
-        return any(name == there for there, _ in self.model.named_modules())
+        return any(name == module_name for module_name, _ in self.model.named_modules())
 
-    def take(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def assign_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """
-        Use these parameters, without a copy.
+        Set the parameters and buffers of the part to these tensors, without copying them.
 
         Args:
-            parameters (`Mapping[str, torch.Tensor]`): By their names in the whole model. Those of other parts may be
-                among them.
+            parameters (`Mapping[str, torch.Tensor]`):
+                Tensors by name in the full model. Additional names, such as the names of other parts, are ignored.
 
         Raises:
-            ValueError: If one is missing or has another shape.
+            ValueError: If a tensor is missing or has another shape.
         """
-        for name, own in list(self.model.state_dict(keep_vars=True).items()):
+        for name, current in list(self.model.state_dict(keep_vars=True).items()):
             original = self.original_name(name)
             if original not in parameters:
-                raise ValueError(f"{original} of the {self.role} is missing in these weights.")
-            given = parameters[original]
-            if given.shape != own.shape:
                 raise ValueError(
-                    f"{original} has shape {tuple(given.shape)} in these weights, {tuple(own.shape)} in the model: "
-                    "weights and config are of different models."
+                    f"The weights have no {original}, which the {self.role} needs. Pass the weights of the same model."
+                )
+            given = parameters[original]
+            if given.shape != current.shape:
+                raise ValueError(
+                    f"{original} has shape {tuple(given.shape)} in the weights and shape {tuple(current.shape)} in "
+                    "the model. The weights and the config belong to different models."
                 )
             parent, _, attribute = name.rpartition(".")
             owner = self.model.get_submodule(parent)
-            if isinstance(own, nn.Parameter) and not isinstance(given, nn.Parameter):
-                given = nn.Parameter(given, requires_grad=own.requires_grad)
-            elif not isinstance(own, nn.Parameter):
+            if isinstance(current, nn.Parameter) and not isinstance(given, nn.Parameter):
+                given = nn.Parameter(given, requires_grad=current.requires_grad)
+            elif not isinstance(current, nn.Parameter):
                 given = given.detach()
             setattr(owner, attribute, given)
 
-    def originals(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of `model` with their names in the whole model."""
+    def named_original_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of `model` with their names in the full model."""
         for name, parameter in self.model.named_parameters():
             yield self.original_name(name), parameter
 
     def new_cache(self) -> DynamicCache:
-        """An empty key/value cache. With a prefix it has no windows, as PEFT's: one would drop the prefix."""
+        """
+        Create an empty key/value cache.
+
+        With a prefix the cache has no sliding windows, as in PEFT, because a sliding window would drop the prefix.
+        """
         plain = self.prefix is not None or self.layout.runner is not None
         return DynamicCache(config=None if plain else self.model.config)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, a shared one counted once."""
+        """Size of all parameters in bytes. A shared parameter counts once."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def forward(
@@ -161,20 +170,21 @@ class Part(nn.Module):
 
         Args:
             states (`torch.Tensor`):
-                Token ids of shape `(batch, sequence)` where they are integers, else hidden states of shape
-                `(batch, sequence, hidden)`.
+                Token ids of shape `(batch, sequence)` and an integer dtype, or hidden states of shape
+                `(batch, sequence, hidden)` and a floating-point dtype.
             attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`, 1 for tokens.
-            position_ids (`torch.Tensor`, *optional*): Shape `(batch or 1, sequence)`; by default the model's own.
-            past_key_values (`Cache`, *optional*): This part's cache.
-            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, where the layout has a runner that asks.
-            kwargs: As the model's `forward` takes them (`labels`, `use_cache`, …).
+            position_ids (`torch.Tensor`, *optional*):
+                Shape `(batch or 1, sequence)`. Defaults to the positions that the model computes.
+            past_key_values (`Cache`, *optional*): The cache of this part.
+            context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, if the layout's runner requires them.
+            kwargs: Further arguments of the model's `forward` (`labels`, `use_cache`, …).
 
         Returns:
-            `CausalLMOutputWithPast`: `logits` are hidden states of head and body.
+            `CausalLMOutputWithPast`: The output. `logits` of head and body contain hidden states.
         """
         if self.layout.runner is not None:
-            places = Places(attention_mask, position_ids, context_lengths)
-            return self._run(states, places, past_key_values, **kwargs)
+            inputs = AttentionInputs(attention_mask, position_ids, context_lengths)
+            return self._run_blocks(states, inputs, past_key_values, **kwargs)
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
@@ -184,26 +194,26 @@ class Part(nn.Module):
             attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
         )
 
-    def _run(
+    def _run_blocks(
         self,
         states: torch.Tensor,
-        places: Places,
+        inputs: AttentionInputs,
         cache: DynamicCache | None,
         labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         use_cache: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """What the model's class would do, block by block."""
+        """Run the part with the layout's runner, in place of the `forward` of the model class."""
         layout, model = self.layout, self.model
         assert layout.runner is not None
         if self.prefix is not None and (cache is None or cache.get_seq_length() == 0):
             cache = self.prefix.fill(cache, states.shape[0], self.dtype)
         prefix_length = 0 if self.prefix is None else self.prefix.length
-        past = None if cache is None else Past(cache, prefix_length, grows=use_cache)
+        past = None if cache is None else PastKeyValues(cache, prefix_length, update_cache=use_cache)
         if not states.is_floating_point():
             states = model.get_submodule(layout.embedding)(states)
-        states = layout.runner.run(model, self.blocks, states, places, past)
+        states = layout.runner.run(model, self.blocks, states, inputs, past)
         if self.role != "tail":
             return CausalLMOutputWithPast(logits=states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -214,31 +224,35 @@ class Part(nn.Module):
 
     def enable_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """
-        `activation_checkpointing_enable` of its blocks.
+        Enable activation checkpointing of the part's blocks.
+
+        The arguments are the arguments of `activation_checkpointing_enable`.
 
         Raises:
-            ValueError: If it has prefixes, which go into a cache, or checkpointing is to be reentrant.
+            ValueError: If the part has prefixes, which are in a cache, or reentrant checkpointing is requested.
         """
         settings = kwargs.get("activation_checkpointing_kwargs", args[0] if args else None) or {}
         if settings.get("use_reentrant"):
             raise ValueError(
-                "Reentrant checkpointing cannot go through the boundary between parts: set use_reentrant=False."
+                "Reentrant activation checkpointing does not work across the parts of a split model: set "
+                "use_reentrant=False."
             )
         if self.prefix is not None:
             raise ValueError(
-                "Blocks whose activations are computed again take no cache, in which prefixes lie: set "
-                "activation_checkpointing=False, or use LoRA."
+                "Activation checkpointing does not work with prefix tuning, because blocks that recompute their "
+                "activations use no cache, and the prefixes are in a cache: set activation_checkpointing=False, or "
+                "use LoRA."
             )
         self.model.activation_checkpointing_enable(*args, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
+        """Dtype of the floating-point weights."""
         return next(parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
 
 
 def _renumber(name: str, blocks: str, number_of: Callable[[int], int]) -> str:
-    """A name with its block's number replaced."""
+    """Replace the block index in a parameter or module name."""
     if not name.startswith(f"{blocks}."):
         return name
     number, separator, rest = name[len(blocks) + 1 :].partition(".")

@@ -1,7 +1,7 @@
-"""Scores of each target token, as TRL's `SFTTrainer` asks a model for them in place of logits.
+"""Scores of each target token, which TRL's `SFTTrainer` requests from a model in place of logits.
 
-TRL (1.x) gives the model of such a trainer a forward pass of its own, which asks the blocks for hidden states. A split
-model has no such pass, and answers the same question from its logits.
+TRL (1.x) replaces the forward pass of the model with a version that computes the scores from hidden states. A split
+model does not use that forward pass. It computes the same scores from its logits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from transformers.utils import ModelOutput
 @dataclass
 class PerTokenOutput(ModelOutput):
     """
-    Scores of targets, zero where the label is −100.
+    Scores of the target tokens. Scores are zero where the label is −100.
 
     Args:
-        loss (`torch.Tensor`): Shape `()`, negative log-likelihood in nats, the sum over the number of targets.
-        log_probs (`torch.Tensor`): Shape `(batch, sequence - 1)`, of `float32`, as are all; with `shift_labels`
-            `(batch, sequence)`.
-        entropy (`torch.Tensor`): The same shape, of the distribution of the next token, in nats. It has no gradient.
-        is_top1 (`torch.Tensor`): The same shape, 1 where the target is the likeliest token.
-        label_mask (`torch.Tensor`): The same shape, of `bool`, where there is a target.
+        loss (`torch.Tensor`):
+            Shape `()`. Sum of the targets' negative log-likelihoods in nats, divided by the number of targets.
+        log_probs (`torch.Tensor`):
+            Shape `(batch, sequence - 1)`, or `(batch, sequence)` with `shift_labels`; `float32`. Log-probabilities of
+            the targets.
+        entropy (`torch.Tensor`):
+            Same shape, `float32`. Entropy of the next-token distribution in nats, without gradient.
+        is_top1 (`torch.Tensor`): Same shape, `float32`. 1 where the target is the most likely token.
+        label_mask (`torch.Tensor`): Same shape, `bool`. `True` where there is a target.
     """
 
     loss: torch.Tensor | None = None
@@ -44,25 +47,26 @@ def score_targets(
 
     Args:
         logits (`torch.Tensor`): Shape `(batch, sequence, vocabulary)`.
-        labels (`torch.Tensor`): Shape `(batch, sequence)`, −100 where there is no target; the first of a row is none.
-        shift_labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`, the target of each position itself, in
-            place of `labels`.
-        num_items_in_batch (`torch.Tensor` or `int`, *optional*): What the loss is divided by; by default the number
-            of targets.
+        labels (`torch.Tensor`):
+            Shape `(batch, sequence)`, −100 where there is no target. The first label of a sequence is not a target.
+        shift_labels (`torch.Tensor`, *optional*):
+            Shape `(batch, sequence)`. The target of each position, in place of `labels`.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            Divisor of the loss. Defaults to the number of targets.
 
     Raises:
         ValueError: If there are no labels.
     """
     if shift_labels is None:
         if labels is None:
-            raise ValueError("Targets are scored by their labels: give `labels`.")
+            raise ValueError("Scoring the target tokens needs labels, but none were passed: give `labels`.")
         logits, shift_labels = logits[:, :-1], labels[:, 1:]
     mask = shift_labels != -100
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     targets = shift_labels.clamp(min=0)
-    own = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).masked_fill(~mask, 0.0)
+    target_log_probs = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).masked_fill(~mask, 0.0)
     with torch.no_grad():
         entropy = torch.special.entr(log_probs.exp()).sum(dim=-1).masked_fill(~mask, 0.0)
         is_top1 = ((log_probs.argmax(dim=-1) == targets) & mask).float()
     divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return PerTokenOutput(-own.sum() / divisor, own, entropy, is_top1, mask)
+    return PerTokenOutput(-target_log_probs.sum() / divisor, target_log_probs, entropy, is_top1, mask)

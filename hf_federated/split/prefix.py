@@ -1,8 +1,9 @@
-"""p-tuning v2 in a part: trained keys and values of its own blocks, before those of the tokens.
+"""P-tuning v2 in a part: trained keys and values of its blocks, placed before the keys and values of the tokens.
 
-Liu et al. 2021 (P-Tuning v2) as FL-GLM uses it (appendix A): in block i, `K' = [prefix_key_i : K]` and
-`V' = [prefix_value_i : V]`. Each part owns the prefixes of its blocks, so none of them travels. The encoder is PEFT's,
-with the same layout, and parts' prefixes side by side are those of PEFT's prefix tuning on the whole model.
+The method is P-Tuning v2 (Liu et al. 2021) as FL-GLM uses it (appendix A): in block i, `K' = [prefix_key_i : K]` and
+`V' = [prefix_value_i : V]`. Each part owns the prefixes of its blocks, so prefixes are never sent. The encoder and its
+weight layout are PEFT's. The prefixes of all parts, concatenated, are the prefixes of PEFT's prefix tuning on the full
+model.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from transformers import DynamicCache
 
 class Prefix(nn.Module):
     """
-    The prefixes of one part's blocks.
+    Trained prefixes of one part's blocks.
 
     Args:
-        config (`PrefixTuningConfig`): With `num_layers`, `token_dim` and `num_attention_heads` of this part.
+        config (`PrefixTuningConfig`):
+            The config with `num_layers`, `token_dim` and `num_attention_heads` set for this part.
 
     Example:
 
@@ -42,21 +44,24 @@ class Prefix(nn.Module):
 
     @property
     def length(self) -> int:
-        """Positions that the prefix takes."""
+        """Number of positions of the prefix."""
         return self.config.num_virtual_tokens
 
     def embeddings(self) -> torch.Tensor:
-        """Shape `(length, 2 · blocks · token_dim)`: key and value of block 0, of block 1, …"""
+        """Return the prefixes, shape `(length, 2 · blocks · token_dim)`: key and value of block 0, of block 1, …"""
         return self.encoder(torch.arange(self.length, device=self.encoder.embedding.weight.device))
 
     def fill(self, cache: Any, batch_size: int, dtype: torch.dtype) -> Any:
         """
-        A cache that holds the prefixes.
+        Write the prefixes to a key/value cache.
 
         Args:
-            cache (`Cache`, *optional*): An empty one to fill; by default a new one.
-            batch_size (`int`): Rows.
-            dtype (`torch.dtype`): The model's.
+            cache (`Cache`, *optional*): An empty cache. By default a new `DynamicCache` is created.
+            batch_size (`int`): Number of sequences in the batch.
+            dtype (`torch.dtype`): The dtype of the model.
+
+        Returns:
+            `Cache`: The filled cache.
         """
         heads = self.config.num_attention_heads
         states = self.embeddings().to(dtype)
@@ -73,14 +78,15 @@ class Prefix(nn.Module):
         self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """
-        Mask and positions with the prefix before the tokens.
+        Extend the attention mask by the prefix, and shift the positions by the length of the prefix.
 
         Raises:
-            ValueError: If a row is of several sequences, which are kept apart only where nothing is cached.
+            ValueError: If several sequences are packed into one row. Attention separates packed sequences only
+                without a cache, and the prefix is in a cache.
         """
         if attention_mask is None and position_ids is not None and (position_ids.diff(dim=-1) != 1).any():
             raise ValueError(
-                "Sequences packed into one row would see each other behind a prefix: pack nothing, or use LoRA."
+                "With prefix tuning, sequences packed into one row would see each other. Disable packing, or use LoRA."
             )
         if attention_mask is not None:
             ones = attention_mask.new_ones(attention_mask.shape[0], self.length)

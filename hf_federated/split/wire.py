@@ -1,4 +1,4 @@
-"""How hidden states and their gradients become tensors that travel, and what came becomes states again."""
+"""Encoding of hidden states and gradients as the tensors that are sent between client and server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_row
 @dataclass(frozen=True)
 class Wire:
     """
-    The dtype in which hidden states and gradients travel.
+    Wire format of hidden states and gradients: the dtype in which they are sent.
 
     Args:
         dtype (`str`, *optional*, defaults to `"float32"`):
-            `"float32"`, `"float16"`, `"bfloat16"`, or `"int8"` with a scale and a zero point for every position. A
-            gradient below 3e-8 is zero in `"float16"`; `"int8"` is off by at most half of 1/255 of the range of a
-            position's values.
+            `"float32"`, `"float16"`, `"bfloat16"`, or `"int8"` with a scale and a zero point for each position.
+            `"float16"` rounds gradients below 3e-8 to zero. The error of `"int8"` is at most half of 1/255 of the
+            range of the values at a position.
 
     Raises:
-        ValueError: If the dtype is another one.
+        ValueError: If the dtype is unknown.
 
     Example:
 
@@ -41,16 +41,18 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.dtype not in TRAVEL_DTYPES:
-            raise ValueError(f"Hidden states travel as one of {', '.join(TRAVEL_DTYPES)}, not as {self.dtype!r}.")
+            raise ValueError(f"Unknown wire dtype {self.dtype!r}. Choose one of {', '.join(TRAVEL_DTYPES)}.")
 
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """
+        Encode hidden states or gradients.
+
         Args:
-            states (`torch.Tensor`): Shape `(batch, sequence, hidden)`, floating, on any device.
+            states (`torch.Tensor`): Floating-point tensor of shape `(batch, sequence, hidden)`, on any device.
 
         Returns:
-            `dict[str, torch.Tensor]`: `values` of shape `(batch · sequence, hidden)`, for `"int8"` with `scale` and
-            `zero_point` of shape `(batch · sequence,)`; on the CPU.
+            `dict[str, torch.Tensor]`: CPU tensors. `values` of shape `(batch · sequence, hidden)`, and for `"int8"`
+            also `scale` and `zero_point` of shape `(batch · sequence,)`.
         """
         rows = states.detach().flatten(0, 1)
         if self.dtype == "int8":
@@ -59,41 +61,46 @@ class Wire:
 
     def decode(self, encoded: dict[str, torch.Tensor], batch_size: int, dtype: torch.dtype) -> torch.Tensor:
         """
+        Decode received hidden states or gradients.
+
         Args:
-            encoded (`dict[str, torch.Tensor]`): What came. It is not trusted.
-            batch_size (`int`): Rows of the batch.
-            dtype (`torch.dtype`): In which the receiver goes on.
+            encoded (`dict[str, torch.Tensor]`): The received tensors. They are untrusted input.
+            batch_size (`int`): Number of sequences in the batch.
+            dtype (`torch.dtype`): The dtype of the result.
 
         Returns:
-            `torch.Tensor`: Shape `(batch, sequence, hidden)`, on the CPU.
+            `torch.Tensor`: CPU tensor of shape `(batch, sequence, hidden)`.
 
         Raises:
-            ValueError: If it is encoded otherwise, or holds NaN or infinite numbers.
+            ValueError: If the tensors are encoded with another wire dtype, or the values are not finite.
         """
         values = encoded["values"]
         expected = {"values", "scale", "zero_point"} if self.dtype == "int8" else {"values"}
         if encoded.keys() != expected or values.dtype != TRAVEL_DTYPES[self.dtype]:
             raise ValueError(
-                f"Hidden states came as {sorted(encoded)} of {values.dtype}, and this wire carries {self.dtype}: give "
-                "both parties the same wire dtype."
+                f"Received hidden states encoded as {sorted(encoded)} of dtype {values.dtype}, but this party expects "
+                f"wire dtype {self.dtype}. Set the same wire dtype for both parties."
             )
         for name in expected - {"values"}:
             if encoded[name].shape != values.shape[:1]:
-                raise ValueError(f"{name} has shape {tuple(encoded[name].shape)} for {len(values)} positions.")
+                raise ValueError(
+                    f"{name} has shape {tuple(encoded[name].shape)}, but it must have one value for each of "
+                    f"{len(values)} positions."
+                )
         if self.dtype == "int8":
-            # A row that was not finite has no scale, and decodes to NaN.
+            # A position with non-finite values has a NaN scale and decodes to NaN, which the check below rejects.
             values = dequantize_rows(encoded)
         values = values.to(dtype)
         if len(values) % batch_size:
-            raise ValueError(f"{len(values)} positions do not make {batch_size} rows.")
+            raise ValueError(f"{len(values)} positions cannot be divided into {batch_size} sequences of equal length.")
         if not values.isfinite().all():
             raise ValueError(
-                f"Hidden states or gradients came with numbers that are not finite, or that {self.dtype!r} or {dtype} "
-                "cannot hold: float16 ends at 65504."
+                "Received hidden states or gradients have values that are not finite, or that are out of the range of "
+                f"{self.dtype!r} or {dtype}. The largest float16 value is 65504."
             )
         return values.unflatten(0, (batch_size, -1))
 
     def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int) -> int:
-        """Bytes of one passage of states or gradients, without the header of the message."""
+        """Return the size in bytes of one message's hidden states or gradients, without the message header."""
         scale = 8 if self.dtype == "int8" else 0
         return batch_size * sequence_length * (hidden_size * TRAVEL_DTYPES[self.dtype].itemsize + scale)

@@ -19,7 +19,7 @@ from ..messages.ledger import Ledger
 from ..security.encryption import Identity
 from ..split.body import BodyServer
 from ..split.boundary import Boundary, Link, LocalLink
-from ..split.meeting import Meeting
+from ..split.client_batch import ClientBatchRunner
 from ..split.model import SplitModel
 from ..split.parts import Part
 from ..utils.random import derived_seed, own_draws, seed_generators
@@ -84,7 +84,7 @@ class SplitFederation:
         self.servers: dict[str, Party] = {}
         self._bodies: dict[str, BodyServer] = {}
         self._server_of: dict[str, str] = {}
-        self._meeting: Meeting | None = None
+        self._meeting: ClientBatchRunner | None = None
         self._identity = Identity.generate(SERVER) if config.encryption else None
         for client_id in client_ids:
             name = f"{SERVER}/{client_id}" if config.strategy == "server_hierarchical" else SERVER
@@ -94,7 +94,7 @@ class SplitFederation:
                 self._bodies[name] = BodyServer(body, wire, seed)
             self._server_of[client_id] = name
             if config.strategy == "client_batch" and self._meeting is None:
-                self._meeting = Meeting(self._bodies[name])
+                self._meeting = ClientBatchRunner(self._bodies[name])
             self.clients[client_id] = ClientParty(client_id, self._client_model(client_id, self._bodies[name]))
 
     def _client_model(self, client_id: str, server: BodyServer) -> SplitModel:

@@ -323,7 +323,7 @@ class TrainingServer:
         norms = self.bodies.train_step(ended, squared_norms, num_rows)
         self.step += 1
         for own in self._late:
-            self.bodies.of_client[own].forget_passages([own])
+            self.bodies.of_client[own].drop_micro_batches([own])
         self._late, self._gathered = set(), {}
         self._passages = Passages(self.split.strategy == "client_batch")
         with self._for_everybody():

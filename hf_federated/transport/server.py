@@ -71,10 +71,10 @@ class SplitServer:
     ```python
     >>> from hf_federated.split import Cut, Wire
     >>> from hf_federated.transport import GrpcLink, SplitServer
-    >>> from hf_federated.split import ModelFingerprint, Terms
+    >>> from hf_federated.split import ModelFingerprint, SplitSessionConfig
 
     >>> model = ModelFingerprint({"hidden_size": 16}, weight_map="", samples={}, commit="a1b2")
-    >>> terms = Terms(model, Cut(4), Wire("float32"))
+    >>> terms = SplitSessionConfig(model, Cut(4), Wire("float32"))
     >>> def answer(client_id, message):
     ...     return message.upper()
 

@@ -1,8 +1,8 @@
-"""Small models with the attributes and calling conventions of ChatGLM's own classes, both generations.
+"""Small models with the attributes and calling conventions of ChatGLM's model classes, for both generations.
 
-What is theirs is the layout: names of modules, sequence-first states, tuples, masks and positions made from token ids,
-keys and values of the past `(sequence, batch, heads, size)`. Attention and feed-forward are the plainest that depend
-on every argument.
+The models have ChatGLM's layout: module names, hidden states with the sequence dimension first, tuples as outputs,
+masks and positions computed from token ids, and past keys and values of shape `(sequence, batch, heads, size)`.
+Attention and feed-forward layers are the simplest layers that depend on every argument.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class ChatGlmConfig(PretrainedConfig):
         )
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, unseen: torch.Tensor | None) -> torch.Tensor:
-    """Attention over `(sequence, batch, heads, size)`; `unseen` is `(batch, 1, sequence, past + sequence)`."""
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
+    """Attention over `(sequence, batch, heads, size)`; `masked` is `(batch, 1, sequence, past + sequence)`."""
     key, value = (states.expand(-1, -1, query.shape[2], -1) for states in (key, value))
     scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / query.shape[-1] ** 0.5
-    if unseen is None:
+    if masked is None:
         assert len(query) == len(key)
-        unseen = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bnqk,kbnh->qbnh", scores.masked_fill(unseen, -1e4).softmax(-1), value).flatten(2)
+        masked = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bnqk,kbnh->qbnh", scores.masked_fill(masked, -1e4).softmax(-1), value).flatten(2)
 
 
 class Block(nn.Module):
-    """What both generations' blocks have."""
+    """Base class of the blocks of both generations."""
 
     def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(size, sum(self.sizes))
         self.mlp = nn.Linear(size, size)
 
-    def mix(self, hidden: torch.Tensor, factor: torch.Tensor, unseen: Any, past: Any, use_cache: bool) -> Any:
-        """The states behind the block and, if asked for, its keys and values."""
+    def mix(self, hidden: torch.Tensor, factor: torch.Tensor, masked: Any, past: Any, use_cache: bool) -> Any:
+        """Return the hidden states after the block and, with `use_cache`, its keys and values."""
         mixed = self.query_key_value(self.input_layernorm(hidden)).split(self.sizes, dim=-1)
         query, key, value = (states.unflatten(-1, (-1, self.head_size)) for states in mixed)
         query, key = query * factor, key * factor
         if past is not None:
             key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
-        hidden = hidden + attend(query, key, value, unseen)
+        hidden = hidden + attend(query, key, value, masked)
         return hidden + self.mlp(hidden).tanh(), (key, value) if use_cache else None
 
 
 class Block1(Block):
-    """The first generation's: two-dimensional positions, and the block's own number."""
+    """Block of the first generation, which takes two-dimensional positions and the index of the block."""
 
     def forward(
         self,
@@ -94,7 +94,7 @@ class Block1(Block):
 
 
 class Block2(Block):
-    """The others': one rotary table."""
+    """Block of the second and third generation, which takes a rotary table."""
 
     def forward(
         self, hidden: torch.Tensor, attention_mask: Any, rotary: torch.Tensor, kv_cache: Any, use_cache: bool
@@ -103,7 +103,7 @@ class Block2(Block):
 
 
 class ChatGlm(PreTrainedModel):
-    """The first generation."""
+    """Model of the first generation."""
 
     config_class = ChatGlmConfig
 
@@ -117,17 +117,17 @@ class ChatGlm(PreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, prefix: Any = None) -> Any:
-        """`prefix` has keys and values for each block."""
+        """Run the model. `prefix` contains keys and values for each block."""
         masks, positions = [], []
         for ids in input_ids.tolist():
             length, context = len(ids), ids.index(self.config.bos_token_id)
             gmask, mask = self.config.gmask_token_id, self.config.mask_token_id
-            place = ids.index(gmask if gmask in ids else mask)
-            seen = torch.ones(length, length).tril()
-            seen[:, :context] = 1
+            mask_position = ids.index(gmask if gmask in ids else mask)
+            visible = torch.ones(length, length).tril()
+            visible[:, :context] = 1
             prefix_length = 0 if prefix is None else len(prefix[0][0])
-            masks.append(torch.cat((torch.ones(length, prefix_length), seen), dim=1) < 0.5)
-            first = [*range(context), *[place] * (length - context)]
+            masks.append(torch.cat((torch.ones(length, prefix_length), visible), dim=1) < 0.5)
+            first = [*range(context), *[mask_position] * (length - context)]
             second = [*[0] * context, *range(1, length - context + 1)]
             positions.append([first, second])
         hidden = self.transformer.word_embeddings(input_ids).transpose(0, 1)
@@ -145,7 +145,7 @@ class ChatGlm(PreTrainedModel):
 
 
 class Rotary(nn.Module):
-    """A table of positions with frequencies that are saved with the weights."""
+    """A rotary table with frequencies that are saved with the weights."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Rotary(nn.Module):
 
 
 class Embedding2(nn.Module):
-    """Sequence first, but for the first GLM-4 checkpoints."""
+    """Embedding that returns the sequence dimension first, unlike the embedding of the first GLM-4 checkpoints."""
 
     def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Embedding2(nn.Module):
 
 
 class ChatGlm2(PreTrainedModel):
-    """The second and third generation."""
+    """Model of the second and third generation."""
 
     config_class = ChatGlmConfig
 
@@ -190,7 +190,7 @@ class ChatGlm2(PreTrainedModel):
         labels: torch.Tensor | None = None,
         prefix: Any = None,
     ) -> Any:
-        """`prefix` has keys and values for each block."""
+        """Run the model. `prefix` contains keys and values for each block."""
         length = input_ids.shape[1]
         full = None
         if prefix is not None or (attention_mask is not None and not attention_mask.all()):
@@ -213,7 +213,7 @@ class ChatGlm2(PreTrainedModel):
 
 
 def chatglm(generation: int, seed: int = 0) -> PreTrainedModel:
-    """A model of one of the generations, in evaluation mode."""
+    """Create a model of a generation, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model_class = ChatGlm if generation == 1 else ChatGlm2

@@ -1,4 +1,4 @@
-"""Adapters in the parts are those of PEFT on the whole model, and become one PEFT adapter again."""
+"""Adapters of the parts are equivalent to a PEFT adapter of the full model, and can be merged to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decoders import NUM_BLOCKS, batch, decoder
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 from hf_federated import SplitModel
-from hf_federated.split import adapter_state, add_adapter, load_adapter, merge_adapters, save_adapter, take_adapter
+from hf_federated.split import adapter_state, add_adapter, copy_adapter, load_adapter, merge_adapters, save_adapter
 
 
 FAMILIES = ["llama-tied", "qwen2-windows", "mistral-window", "glm", "gpt2", "opt"]
@@ -19,7 +19,7 @@ ADAPTERS = {
     "lora": lambda name: LoraConfig(
         task_type="CAUSAL_LM", r=3, lora_alpha=6, init_lora_weights=False, target_modules="all-linear"
     ),
-    "lora of two blocks": lambda name: LoraConfig(
+    "lora on two blocks": lambda name: LoraConfig(
         task_type="CAUSAL_LM",
         r=2,
         init_lora_weights=False,
@@ -31,36 +31,41 @@ ADAPTERS = {
 }
 
 
-def adapted(name: str, config: PeftConfig) -> tuple[SplitModel, PeftModel]:
-    """A split model and the whole one with the same adapter, which does something from the beginning."""
+def create_adapted(name: str, config: PeftConfig) -> tuple[SplitModel, PeftModel]:
+    """Create a split model and a full model with the same adapter, which changes the output from the start."""
     split = SplitModel.from_model(decoder(name), 2, 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        whole = get_peft_model(decoder(name), config)
+        full_model = get_peft_model(decoder(name), config)
         if isinstance(config, PrefixTuningConfig):
-            torch.nn.init.normal_(whole.prompt_encoder.default.embedding.weight)
-    take_adapter(split.parts, whole)
-    return split.eval(), whole.eval()
+            torch.nn.init.normal_(full_model.prompt_encoder.default.embedding.weight)
+    copy_adapter(split.parts, full_model)
+    return split.eval(), full_model.eval()
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_are_those_of_peft_on_the_whole_model(name, kind):
-    split, whole = adapted(name, ADAPTERS[kind](name))
+def test_logits_and_gradients_match_peft_on_the_full_model(name, kind):
+    split, full_model = create_adapted(name, ADAPTERS[kind](name))
     for padding in (None, "left", "right"):
         inputs = batch(padding)
-        for model in (whole, split):
+        for model in (full_model, split):
             model.zero_grad()
             model(**inputs).loss.backward()
         tokens = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        assert (split(**inputs).logits - whole(**inputs).logits)[tokens].abs().max() <= 1e-5
+        assert (split(**inputs).logits - full_model(**inputs).logits)[tokens].abs().max() <= 1e-5
         if kind == "prefix":
             encoders = [part.prefix.encoder for part in split.parts]
             found = {"prefix": torch.cat([encoder.embedding.weight.grad for encoder in encoders], dim=1)}
-            expected = {"prefix": whole.prompt_encoder.default.embedding.weight.grad}
+            expected = {"prefix": full_model.prompt_encoder.default.embedding.weight.grad}
         else:
-            found = {name: p.grad for part in split.parts for name, p in part.originals() if p.grad is not None}
-            trained = [(name, p.grad) for name, p in whole.named_parameters() if p.grad is not None]
+            found = {
+                name: p.grad
+                for part in split.parts
+                for name, p in part.named_original_parameters()
+                if p.grad is not None
+            }
+            trained = [(name, p.grad) for name, p in full_model.named_parameters() if p.grad is not None]
             expected = {name.removeprefix("base_model.model."): gradient for name, gradient in trained}
         assert found.keys() == expected.keys()
         for parameter, gradient in found.items():
@@ -70,17 +75,17 @@ def test_logits_and_gradients_are_those_of_peft_on_the_whole_model(name, kind):
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", ["llama-tied", "glm", "gpt2"])
-def test_parts_become_one_adapter_that_peft_loads_onto_the_whole_model(name, kind, tmp_path):
-    split, whole = adapted(name, ADAPTERS[kind](name))
-    save_adapter(split.parts, split.config, whole.active_peft_config, tmp_path)
+def test_saved_adapter_can_be_loaded_with_peft(name, kind, tmp_path):
+    split, full_model = create_adapted(name, ADAPTERS[kind](name))
+    save_adapter(split.parts, split.config, full_model.active_peft_config, tmp_path)
     loaded = PeftModel.from_pretrained(decoder(name), tmp_path).eval()
     ids = batch(None)["input_ids"]
-    assert torch.equal(loaded(ids).logits, whole(ids).logits)
+    assert torch.equal(loaded(ids).logits, full_model(ids).logits)
     assert not torch.equal(loaded(ids).logits, decoder(name)(ids).logits)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_only_adapters_train_and_every_block_has_its_own(kind):
+def test_only_adapters_are_trained_and_each_part_has_the_adapters_of_its_blocks(kind):
     split = SplitModel.from_model(decoder("llama"), 2, 1)
     add_adapter(split.parts, split.config, ADAPTERS[kind]("llama"))
     trained = [name for name, parameter in split.named_parameters() if parameter.requires_grad]
@@ -96,35 +101,35 @@ def test_only_adapters_train_and_every_block_has_its_own(kind):
         assert numbers == expected
 
 
-def test_adapters_of_the_parts_come_back_from_what_was_saved():
-    split, _ = adapted("llama", ADAPTERS["lora"]("llama"))
-    again = SplitModel.from_model(decoder("llama"), 1, 2)
-    add_adapter(again.parts, again.config, ADAPTERS["lora"]("llama"))
+def test_merged_adapter_can_be_loaded_into_another_cut():
+    split, _ = create_adapted("llama", ADAPTERS["lora"]("llama"))
+    restored = SplitModel.from_model(decoder("llama"), 1, 2)
+    add_adapter(restored.parts, restored.config, ADAPTERS["lora"]("llama"))
     ids = batch(None)["input_ids"]
-    assert not torch.equal(again(ids).logits, split(ids).logits)
+    assert not torch.equal(restored(ids).logits, split(ids).logits)
     states = [adapter_state(part) for part in split.parts]
-    load_adapter(again.parts, merge_adapters(states, NUM_BLOCKS))
-    assert torch.equal(again.eval()(ids).logits, split(ids).logits)
+    load_adapter(restored.parts, merge_adapters(states, NUM_BLOCKS))
+    assert torch.equal(restored.eval()(ids).logits, split(ids).logits)
 
 
-def test_a_prefix_keeps_its_place_in_generation():
-    split, whole = adapted("llama", ADAPTERS["prefix"]("llama"))
+def test_generation_with_prefix_matches_generation_without_cache():
+    split, full_model = create_adapted("llama", ADAPTERS["prefix"]("llama"))
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = batch(None)["input_ids"]
-    # Token by token over the whole sequence, without a cache.
+    # Recompute the full sequence for each token, without a cache.
     for _ in range(6):
-        expected = torch.cat([expected, whole(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        expected = torch.cat([expected, full_model(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(split.generate(batch(None)["input_ids"], **settings), expected)
     padded = batch("left")
     ids, mask = padded["input_ids"], padded["attention_mask"]
-    found = split.generate(ids, attention_mask=mask, **settings)
-    assert torch.equal(found, split.generate(ids, attention_mask=mask, use_cache=False, **settings))
-    # The padded row goes on as it does alone.
-    alone = split.generate(ids[:1, 3:], **settings)
-    assert torch.equal(found[:1, 9:], alone[:, 6:])
+    generated = split.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(generated, split.generate(ids, attention_mask=mask, use_cache=False, **settings))
+    # The padded sequence gets the same continuation as without padding.
+    unpadded = split.generate(ids[:1, 3:], **settings)
+    assert torch.equal(generated[:1, 9:], unpadded[:, 6:])
 
 
-def test_an_encoder_of_prefixes_is_one_for_each_part():
+def test_each_part_has_a_prefix_encoder_with_prefix_projection():
     config = PrefixTuningConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=7
     )
@@ -134,14 +139,14 @@ def test_an_encoder_of_prefixes_is_one_for_each_part():
     for part in split.parts:
         assert part.prefix.encoder.transform[2].weight.shape == (len(part.blocks) * 2 * 16, 7)
         assert part.prefix.encoder.transform[0].weight.grad.abs().max() > 0
-    # What the encoders made can be merged; it cannot be turned back into encoders.
+    # The computed prefixes can be merged, but they cannot be loaded into encoders.
     merged = merge_adapters([adapter_state(part) for part in split.parts], NUM_BLOCKS)
     assert merged["prompt_embeddings"].shape == (4, NUM_BLOCKS * 2 * 16)
     with pytest.raises(ValueError, match="prefix_projection=True"):
         load_adapter(split.parts, merged)
 
 
-def test_no_keys_or_values_cross_the_boundary():
+def test_prefixes_are_not_sent_to_the_server():
     sizes = []
     for config in (None, ADAPTERS["prefix"]("llama")):
         split = SplitModel.from_model(decoder("llama"))
@@ -154,11 +159,11 @@ def test_no_keys_or_values_cross_the_boundary():
     assert sizes[0] == sizes[1]
 
 
-def test_what_parts_cannot_have_is_refused():
+def test_unsupported_adapter_configs_raise_error():
     split = SplitModel.from_model(decoder("llama"))
-    with pytest.raises(ValueError, match="LoRA or prefix tuning"):
+    with pytest.raises(ValueError, match="IA3Config is not supported .* Use LoRA or prefix tuning"):
         add_adapter(split.parts, split.config, IA3Config(task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="modules_to_save of a PrefixTuningConfig"):
+    with pytest.raises(ValueError, match="modules_to_save=.* of a PrefixTuningConfig"):
         add_adapter(split.parts, split.config, PrefixTuningConfig(num_virtual_tokens=2, modules_to_save=["lm_head"]))
     for name, value in (
         ("modules_to_save", ["lm_head"]),
@@ -174,52 +179,60 @@ def test_what_parts_cannot_have_is_refused():
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "eva", "loftq"])
-def test_adapters_that_begin_with_values_of_the_whole_model_are_made_on_it(init):
-    whole = decoder("llama")
-    before = copy.deepcopy(whole.state_dict())
-    split = SplitModel.from_model(whole)
+def test_initialization_from_base_weights_raises_error_and_leaves_the_model_unchanged(init):
+    full_model = decoder("llama")
+    before = copy.deepcopy(full_model.state_dict())
+    split = SplitModel.from_model(full_model)
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     config.init_lora_weights = init
-    with pytest.raises(ValueError, match="get_peft_model, and split that"):
+    with pytest.raises(ValueError, match="get_peft_model, and split the PEFT model"):
         split.add_adapter(config)
-    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in full_model.state_dict().items())
 
 
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adapters_have_the_dtype_that_peft_gives_them(dtype, cast):
+def test_adapters_have_the_same_dtype_as_in_peft(dtype, cast):
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    whole = get_peft_model(decoder("llama").to(dtype), config, autocast_adapter_dtype=cast)
+    full_model = get_peft_model(decoder("llama").to(dtype), config, autocast_adapter_dtype=cast)
     expected = {
-        name.removeprefix("base_model.model."): own for name, own in whole.named_parameters() if own.requires_grad
+        name.removeprefix("base_model.model."): parameter
+        for name, parameter in full_model.named_parameters()
+        if parameter.requires_grad
     }
-    split = SplitModel.from_model(whole)
-    found = {name: own for part in split.parts for name, own in part.originals() if own.requires_grad}
+    split = SplitModel.from_model(full_model)
+    found = {
+        name: parameter
+        for part in split.parts
+        for name, parameter in part.named_original_parameters()
+        if parameter.requires_grad
+    }
     assert found.keys() == expected.keys()
-    assert all(torch.equal(own, expected[name]) and own.dtype == expected[name].dtype for name, own in found.items())
+    for name, parameter in found.items():
+        assert torch.equal(parameter, expected[name]) and parameter.dtype == expected[name].dtype
     assert next(iter(found.values())).dtype == (torch.float32 if cast else dtype)
 
     fresh = SplitModel.from_model(decoder("llama").to(dtype))
     fresh.add_adapter(config)
-    assert {own.dtype for own in fresh.parameters() if own.requires_grad} == {torch.float32}
+    assert {parameter.dtype for parameter in fresh.parameters() if parameter.requires_grad} == {torch.float32}
     assert fresh.dtype == dtype
     assert fresh(**batch(None)).logits.dtype == dtype
 
 
-def test_parts_of_different_cuts_do_not_merge():
+def test_merging_adapters_of_different_cuts_raises_error():
     states = []
     for cut in ((2, 1), (1, 1)):
         split = SplitModel.from_model(decoder("llama"), *cut)
         add_adapter(split.parts, split.config, ADAPTERS["prefix"]("llama"))
         states.append([adapter_state(part) for part in split.parts])
-    with pytest.raises(ValueError, match="not the parts of one cut"):
+    with pytest.raises(ValueError, match="Merge only parts of the same cut"):
         merge_adapters([*states[0], states[1][1]], NUM_BLOCKS)
     with pytest.raises(ValueError, match="prefix of block 2 is missing"):
         merge_adapters([states[0][0], states[0][2]], NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_users_peft_config_is_left_as_it_was(name):
+def test_add_adapter_does_not_modify_the_peft_config(name):
     for make in ADAPTERS.values():
         config = make(name)
         before = copy.deepcopy(config)
@@ -228,35 +241,35 @@ def test_the_users_peft_config_is_left_as_it_was(name):
         assert config == before
 
 
-def test_a_peft_model_whose_adapter_the_parts_could_not_have_is_refused():
-    def whole(**settings: object) -> PeftModel:
+def test_splitting_a_peft_model_with_unsupported_adapter_raises_error():
+    def full_model(**settings: object) -> PeftModel:
         return get_peft_model(decoder("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, **settings))
 
-    merged, disabled, two = whole(init_lora_weights=False), whole(), whole()
+    merged, disabled, two = full_model(init_lora_weights=False), full_model(), full_model()
     merged.merge_adapter()
     disabled.base_model.disable_adapter_layers()
     two.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=3))
     two.base_model.set_adapter(["default", "other"])
-    for model, text in (
+    for model, message in (
         (merged, "merged or disabled"),
         (disabled, "merged or disabled"),
-        (two, "one active adapter"),
-        (whole(modules_to_save=["lm_head"]), "modules_to_save"),
-        (whole(use_dora=True), "use_dora"),
-        (whole(bias="all"), "bias='all'"),
+        (two, "exactly one active adapter"),
+        (full_model(modules_to_save=["lm_head"]), "modules_to_save"),
+        (full_model(use_dora=True), "use_dora"),
+        (full_model(bias="all"), "bias='all'"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=message):
             SplitModel.from_model(model)
 
 
-def test_an_adapter_of_another_name_is_taken_and_the_users_model_is_left_as_it_is():
+def test_adapter_with_custom_name_is_copied_and_the_peft_model_is_unchanged():
     config = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="olora", target_modules=["q_proj"])
-    whole = get_peft_model(decoder("llama"), config, adapter_name="mine").eval()
-    before = copy.deepcopy(whole.state_dict())
-    split = SplitModel.from_model(whole)
+    full_model = get_peft_model(decoder("llama"), config, adapter_name="mine").eval()
+    before = copy.deepcopy(full_model.state_dict())
+    split = SplitModel.from_model(full_model)
     ids = batch(None)["input_ids"]
-    assert (split(ids).logits - whole(ids).logits).abs().max() <= 1e-6
-    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert (split(ids).logits - full_model(ids).logits).abs().max() <= 1e-6
+    assert all(torch.equal(value, before[name]) for name, value in full_model.state_dict().items())
 
 
 def with_prefix(name, cut):
@@ -267,19 +280,19 @@ def with_prefix(name, cut):
 
 @pytest.mark.parametrize("cut", [(0, 1), (1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "glm", "gpt2", "opt"])
-def test_prefixes_at_any_cut_are_those_of_peft(name, cut):
+def test_prefix_tuning_matches_peft_at_every_cut(name, cut):
     torch.manual_seed(1)
-    whole = get_peft_model(decoder(name), ADAPTERS["prefix"](name)).eval()
-    torch.nn.init.normal_(whole.prompt_encoder["default"].embedding.weight)
+    full_model = get_peft_model(decoder(name), ADAPTERS["prefix"](name)).eval()
+    torch.nn.init.normal_(full_model.prompt_encoder["default"].embedding.weight)
     if cut[0] == 0 and name in ("gpt2", "opt"):
-        # Their positions, which lie in the head, begin behind the prefix: they would begin at 0.
-        for split_it in (lambda: SplitModel.from_model(whole, *cut), lambda: with_prefix(name, cut)):
-            with pytest.raises(ValueError, match="a head without blocks knows nothing: set head_blocks to 1"):
-                split_it()
+        # The head embeds the positions. They must start after the prefix, but a head without blocks has no prefix.
+        for create in (lambda: SplitModel.from_model(full_model, *cut), lambda: with_prefix(name, cut)):
+            with pytest.raises(ValueError, match="a head without blocks has no prefix. Set head_blocks to at least 1"):
+                create()
         return
-    split = SplitModel.from_model(whole, *cut).eval()
+    split = SplitModel.from_model(full_model, *cut).eval()
     for padding in (None, "left"):
         inputs = batch(padding)
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        difference = (split(**inputs).logits - whole(**inputs).logits)[mask]
+        difference = (split(**inputs).logits - full_model(**inputs).logits)[mask]
         assert difference.abs().max() <= 1e-5

@@ -1,4 +1,4 @@
-"""A party reads its own weights of a checkpoint and no others."""
+"""Each party reads only the weights of its parts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,101 +19,101 @@ NAMES = ["llama", "llama-tied", "gpt2", "opt-projected", "qwen2-windows"]
 
 
 def saved(name: str, folder: Path, shards: bool) -> Path:
-    """A checkpoint, in one file or with every weight in one of its own."""
+    """Save a checkpoint in one file, or with each weight in a separate file."""
     decoder(name).save_pretrained(folder, max_shard_size=1 if shards else "1GB")
     return folder
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_makes_the_model_that_it_holds(name, shards, tmp_path):
+def test_split_checkpoint_matches_the_full_model(name, shards, tmp_path):
     split = SplitModel.from_model(str(saved(name, tmp_path, shards)), 1, 2)
     assert split.dtype == torch.float32 and not split.training
     ids = batch(None)["input_ids"]
     assert torch.equal(split(ids).logits, decoder(name)(ids).logits)
 
 
-def test_settings_of_generation_come_with_a_checkpoint(tmp_path):
-    whole = decoder("llama")
-    whole.generation_config.max_new_tokens = 7
-    whole.save_pretrained(tmp_path)
+def test_generation_config_is_loaded_from_a_checkpoint(tmp_path):
+    full_model = decoder("llama")
+    full_model.generation_config.max_new_tokens = 7
+    full_model.save_pretrained(tmp_path)
     assert SplitModel.from_model(str(tmp_path)).generation_config.max_new_tokens == 7
 
 
-def of_body(folder: Path, cut: Cut) -> set[str]:
-    """The files that hold nothing but the server's blocks."""
+def body_files(folder: Path, cut: Cut) -> set[str]:
+    """Return the files that contain only weights of the server's blocks."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     body = {name for name in index if any(f".layers.{number}." in name for number in cut.blocks("body"))}
     return {index[name] for name in body} - {index[name] for name in index.keys() - body}
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_no_party_opens_the_others_files(name, tmp_path):
+def test_party_opens_no_files_of_other_parts(name, tmp_path):
     folder = saved(name, tmp_path, shards=True)
-    whole = decoder(name)
+    full_model = decoder(name)
     cut = Cut(NUM_BLOCKS, 1, 2)
-    servers = of_body(folder, cut)
-    assert len(servers) == 2 * 9
+    server_files = body_files(folder, cut)
+    assert len(server_files) == 2 * 9
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    for file in servers:
+    for file in server_files:
         (folder / file).rename(hidden / file)
-    client = load_parts(str(folder), whole.config, cut, ("head", "tail"))
+    client = load_parts(str(folder), full_model.config, cut, ("head", "tail"))
     tied = client["tail"].model.lm_head.weight is client["head"].model.model.embed_tokens.weight
-    assert tied == whole.config.tie_word_embeddings
+    assert tied == full_model.config.tie_word_embeddings
     with pytest.raises(FileNotFoundError):
-        load_parts(str(folder), whole.config, cut, ("body",))
+        load_parts(str(folder), full_model.config, cut, ("body",))
     for file in folder.glob("model-*.safetensors"):
         file.unlink()
-    for file in servers:
+    for file in server_files:
         (hidden / file).rename(folder / file)
-    body = load_parts(str(folder), whole.config, cut, ("body",))["body"]
+    body = load_parts(str(folder), full_model.config, cut, ("body",))["body"]
     expected = {
-        name: value for name, value in whole.named_parameters() if ".layers.1." in name or ".layers.2." in name
+        name: value for name, value in full_model.named_parameters() if ".layers.1." in name or ".layers.2." in name
     }
-    found = dict(body.originals())
+    found = dict(body.named_original_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_the_commands_parties_open_no_others_files(tmp_path):
+def test_client_and_server_commands_open_no_files_of_other_parts(tmp_path):
     folder = saved("llama", tmp_path, shards=True)
     split = SplitConfig(head_blocks=1, tail_blocks=2)
-    servers = of_body(folder, Cut(NUM_BLOCKS, 1, 2))
+    server_files = body_files(folder, Cut(NUM_BLOCKS, 1, 2))
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    for file in servers:
+    for file in server_files:
         (folder / file).rename(hidden / file)
     assert load_client_model(str(folder), split, "north").server_body is None
     with pytest.raises(FileNotFoundError):
         load_server_body(str(folder), split)
     for file in folder.glob("model-*.safetensors"):
         file.unlink()
-    for file in servers:
+    for file in server_files:
         (hidden / file).rename(folder / file)
     assert len(load_server_body(str(folder), split)[1].blocks) == NUM_BLOCKS - 3
     with pytest.raises(FileNotFoundError):
         load_client_model(str(folder), split, "north")
 
 
-def test_weights_are_read_in_the_dtype_that_is_asked_for(tmp_path):
+def test_weights_are_loaded_in_the_requested_dtype(tmp_path):
     split = SplitModel.from_model(str(saved("llama", tmp_path, False)), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in split.parameters()} == {torch.bfloat16}
     assert split.boundary.wire.dtype == "bfloat16"
-    # The frequencies of the rotary embedding are not weights, and stay exact.
+    # The rotary frequencies are not weights and stay in float32.
     exact = decoder("llama").model.rotary_emb.inv_freq
     assert all(torch.equal(part.model.model.rotary_emb.inv_freq, exact) for part in split.parts)
 
 
-def test_a_checkpoint_of_the_base_model_is_understood(tmp_path):
-    whole = decoder("gpt2")
-    whole.transformer.save_pretrained(tmp_path)
+def test_checkpoint_of_the_base_model_without_head_can_be_split(tmp_path):
+    full_model = decoder("gpt2")
+    full_model.transformer.save_pretrained(tmp_path)
     assert "h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")
     ids = batch(None)["input_ids"]
-    assert torch.equal(SplitModel.from_model(str(tmp_path)).eval()(ids).logits, whole(ids).logits)
+    assert torch.equal(SplitModel.from_model(str(tmp_path)).eval()(ids).logits, full_model(ids).logits)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+def test_checkpoint_with_wrong_or_missing_weights_raises_error(tmp_path):
     folder = saved("llama", tmp_path, False)
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.3.mlp.up_proj.weight"
@@ -129,6 +129,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         SplitModel.from_model(str(folder))
 
 
-def test_a_model_takes_no_options_of_a_checkpoint():
-    with pytest.raises(TypeError, match="are for a checkpoint"):
+def test_checkpoint_arguments_with_a_model_raise_error():
+    with pytest.raises(TypeError, match="are only for a checkpoint"):
         SplitModel.from_model(decoder("llama"), revision="main")

@@ -1,4 +1,4 @@
-"""A split model is the model that it was made from."""
+"""A split model computes the same function as the full model."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", DECODERS)
-def test_logits_loss_and_gradients_are_those_of_the_whole_model(name, cut):
-    whole = decoder(name)
-    split = SplitModel.from_model(whole, *cut)
+def test_logits_loss_and_gradients_match_the_full_model(name, cut):
+    full_model = decoder(name)
+    split = SplitModel.from_model(full_model, *cut)
     for padding in (None, "left", "right"):
         inputs = batch(padding)
-        whole.zero_grad()
-        expected = whole(**inputs)
+        full_model.zero_grad()
+        expected = full_model(**inputs)
         expected.loss.backward()
-        expected_gradients = gradients(whole)
-        whole.zero_grad()
+        expected_gradients = gradients(full_model)
+        full_model.zero_grad()
         output = split(**inputs)
         output.loss.backward()
         tokens = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
         assert (output.loss - expected.loss).abs() <= 1e-6
-        # The parts share the whole model's parameters, so their gradients are there.
-        found = gradients(whole)
+        # The parts share the parameters of the full model, and so the gradients.
+        found = gradients(full_model)
         assert found.keys() == expected_gradients.keys()
         for parameter, gradient in found.items():
             assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-5, parameter
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
-def test_ten_steps_of_a_trainer_end_where_the_whole_models_end(name, tmp_path):
+def test_trainer_gives_the_same_weights_as_with_the_full_model(name, tmp_path):
     ids = torch.randint(3, VOCABULARY, (40, 8), generator=torch.Generator().manual_seed(1)).tolist()
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    whole, again = decoder(name), decoder(name)
+    full_model, trained_split = decoder(name), decoder(name)
     losses = []
-    for model in (whole, SplitModel.from_model(again)):
+    for model in (full_model, SplitModel.from_model(trained_split)):
         args = TrainingArguments(
             output_dir=str(tmp_path),
             max_steps=10,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            # Adam makes steps of the rounding of gradients that are zero, as those of biases of keys are.
+            # Adam would turn rounding errors of zero gradients, such as gradients of key biases, into large updates.
             optim="sgd",
             learning_rate=0.5,
             max_grad_norm=0.5,
@@ -73,50 +73,50 @@ def test_ten_steps_of_a_trainer_end_where_the_whole_models_end(name, tmp_path):
         )
         losses.append(Trainer(model=model, args=args, train_dataset=rows).train().training_loss)
     assert losses[0] == losses[1]
-    for (parameter, expected), found in zip(whole.named_parameters(), again.parameters(), strict=True):
+    for (parameter, expected), found in zip(full_model.named_parameters(), trained_split.parameters(), strict=True):
         assert (expected - found).abs().max() <= 1e-6, parameter
-    assert not torch.equal(whole.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
+    assert not torch.equal(full_model.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm"])
-def test_greedy_generation_is_that_of_the_whole_model(name):
-    whole = decoder(name)
-    split = SplitModel.from_model(whole, 2, 1)
+def test_greedy_generation_matches_the_full_model(name):
+    full_model = decoder(name)
+    split = SplitModel.from_model(full_model, 2, 1)
     for padding in (None, "left"):
         inputs = batch(padding)
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-        expected = whole.generate(inputs["input_ids"], **settings)
+        expected = full_model.generate(inputs["input_ids"], **settings)
         assert torch.equal(split.generate(inputs["input_ids"], **settings), expected)
         assert torch.equal(split.generate(inputs["input_ids"], use_cache=False, **settings), expected)
 
 
-def test_sampling_draws_what_the_whole_model_draws():
-    whole = decoder("llama")
-    split = SplitModel.from_model(whole)
+def test_sampling_matches_the_full_model():
+    full_model = decoder("llama")
+    split = SplitModel.from_model(full_model)
     ids = batch(None)["input_ids"]
     settings = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9, "eos_token_id": None}
-    drawn = []
-    for model in (whole, split):
+    generated = []
+    for model in (full_model, split):
         torch.manual_seed(3)
-        drawn.append(model.generate(ids, **settings))
-    assert torch.equal(*drawn)
+        generated.append(model.generate(ids, **settings))
+    assert torch.equal(*generated)
 
 
-def test_the_server_sends_one_tokens_states_a_step_and_drops_the_cache_afterwards():
+def test_generation_sends_one_token_per_step_and_server_drops_the_cache_afterwards():
     split = SplitModel.from_model(decoder("llama"))
     sizes: list[int] = []
     server = split.boundary.link.server
     split.boundary.link = LocalLink(server, lambda message, answer: sizes.append(len(message)))
     split.generate(batch(None)["input_ids"], max_new_tokens=5, do_sample=False, eos_token_id=None)
-    prompt, *others = sizes[:5]
-    assert prompt > 9 * 3 * 32 * 4 > max(others) > 3 * 32 * 4
+    prompt, *steps = sizes[:5]
+    assert prompt > 9 * 3 * 32 * 4 > max(steps) > 3 * 32 * 4
     gc.collect()
     assert not server._caches
 
 
-class OneAtATime:
-    """A link as one over a network, which takes a message after the other; garbage is collected during each."""
+class SequentialLink:
+    """A link that accepts one message at a time, as a network link does, and collects garbage during each exchange."""
 
     def __init__(self, server):
         self.server, self.is_busy, self.sent = server, False, []
@@ -134,13 +134,13 @@ class OneAtATime:
         pass
 
 
-def test_a_cache_that_is_collected_in_the_midst_of_an_exchange_sends_nothing_there():
+def test_cache_that_is_deleted_during_an_exchange_is_dropped_with_the_next_call():
     split = SplitModel.from_model(decoder("llama"))
     ids = batch(None)["input_ids"]
-    link = split.boundary.link = OneAtATime(split.boundary.link.server)
+    link = split.boundary.link = SequentialLink(split.boundary.link.server)
     with torch.no_grad():
         cache = split(ids, use_cache=True).past_key_values
-        cache.itself = cache
+        cache.itself = cache  # a reference cycle, so that only the garbage collector deletes the cache
         del cache
         split(ids)
         assert [type(message) for message in link.sent] == [Forward, Forward] and len(link.server._caches) == 1
@@ -148,48 +148,48 @@ def test_a_cache_that_is_collected_in_the_midst_of_an_exchange_sends_nothing_the
     assert [type(message) for message in link.sent[2:]] == [Forget, Forward] and not link.server._caches
 
 
-def test_a_cache_of_generate_is_dropped_at_its_end_unless_the_output_has_it():
+def test_server_drops_the_cache_after_generate_unless_the_output_contains_it():
     split = SplitModel.from_model(decoder("llama"))
     server = split.boundary.link.server
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     split.generate(batch(None)["input_ids"], **settings)
     assert not server._caches
     output = split.generate(batch(None)["input_ids"], return_dict_in_generate=True, **settings)
-    assert list(server._caches) == [("client", output.past_key_values.number)]
+    assert list(server._caches) == [("client", output.past_key_values.cache_id)]
 
 
-def test_a_link_that_ended_takes_no_generated_text_with_it():
+def test_failure_to_drop_a_cache_does_not_discard_the_generated_text():
     split = SplitModel.from_model(decoder("llama"))
     server = split.boundary.link.server
     ids = batch(None)["input_ids"]
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     expected = split.generate(ids, **settings)
 
-    def end_at_forget(blob):
+    def fail_at_forget(blob):
         if isinstance(read_request(blob), Forget):
-            raise ConnectionError("the link ended")
+            raise ConnectionError("the link is closed")
         return server.answer(blob)
 
-    split.boundary.link = type("Link", (), {"exchange": staticmethod(end_at_forget)})()
+    split.boundary.link = type("Link", (), {"exchange": staticmethod(fail_at_forget)})()
     assert torch.equal(split.generate(ids, **settings), expected)
 
 
-def test_ways_of_generating_that_a_server_cannot_follow_are_refused():
+def test_unsupported_generation_modes_raise_error():
     split = SplitModel.from_model(decoder("llama"))
     ids = batch(None)["input_ids"]
-    with pytest.raises(ValueError, match="num_beams=1"):
+    with pytest.raises(ValueError, match="Set num_beams=1"):
         split.generate(ids, num_beams=2, max_new_tokens=2)
-    with pytest.raises(ValueError, match="dynamic cache"):
+    with pytest.raises(ValueError, match="supports only a dynamic cache"):
         split.generate(ids, cache_implementation="static", max_new_tokens=2)
 
 
-def test_a_frozen_head_leaves_the_servers_gradients_as_they_are():
-    whole = decoder("llama")
-    split = SplitModel.from_model(whole)
+def test_frozen_head_does_not_change_the_server_gradients():
+    full_model = decoder("llama")
+    split = SplitModel.from_model(full_model)
     inputs = batch("right")
-    whole(**inputs).loss.backward()
+    full_model(**inputs).loss.backward()
     expected = gradients(split.server_body)
-    whole.zero_grad()
+    full_model.zero_grad()
     split.client_head.requires_grad_(False)
     split(**inputs).loss.backward()
     found = gradients(split.server_body)
@@ -197,114 +197,118 @@ def test_a_frozen_head_leaves_the_servers_gradients_as_they_are():
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_activation_checkpointing_in_the_parts_changes_no_gradient():
-    whole = decoder("llama").train()
-    split = SplitModel.from_model(whole, 2, 2)
+def test_activation_checkpointing_does_not_change_gradients():
+    full_model = decoder("llama").train()
+    split = SplitModel.from_model(full_model, 2, 2)
     inputs = batch("right")
-    whole(**inputs).loss.backward()
-    expected = gradients(whole)
-    whole.zero_grad()
+    full_model(**inputs).loss.backward()
+    expected = gradients(full_model)
+    full_model.zero_grad()
     split.activation_checkpointing_enable()
     assert all(part.model.is_activation_checkpointing for part in split.parts)
     split(**inputs).loss.backward()
-    assert all((gradient - expected[name]).abs().max() <= 1e-6 for name, gradient in gradients(whole).items())
+    assert all((gradient - expected[name]).abs().max() <= 1e-6 for name, gradient in gradients(full_model).items())
 
 
-def test_autocast_reaches_the_server():
-    whole = decoder("llama")
-    split = SplitModel.from_model(whole, wire_dtype="float32")
+def test_server_uses_the_clients_autocast_dtype():
+    full_model = decoder("llama")
+    split = SplitModel.from_model(full_model, wire_dtype="float32")
     answer = split.boundary.link.exchange
 
-    class OfAThread(LocalLink):
-        """The threads that serve a network have no autocast of their own."""
+    class ThreadLink(LocalLink):
+        """Answers in another thread, which does not inherit the autocast state, as with a network server."""
 
         def exchange(self, blob):
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(answer, blob).result()
 
-    split.boundary.link = OfAThread(split.boundary.link.server)
+    split.boundary.link = ThreadLink(split.boundary.link.server)
     inputs = batch("right")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = whole(**inputs).logits
+        expected = full_model(**inputs).logits
         found = split(**inputs).logits
     assert torch.equal(found, expected)
-    assert not torch.equal(found, whole(**inputs).logits)
+    assert not torch.equal(found, full_model(**inputs).logits)
 
 
-# As measured: what is off by a factor of two is another encoding.
+# Measured errors. A deviation by a factor of two indicates another encoding.
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 2.7e-4), ("bfloat16", 2.3e-3), ("int8", 6.6e-3)])
-def test_a_narrow_wire_costs_a_measured_error(dtype, error):
-    whole = decoder("llama")
+def test_error_of_narrow_wire_dtypes_has_the_measured_size(dtype, error):
+    full_model = decoder("llama")
     inputs = batch("right")
-    exact = whole(**inputs).logits
-    found = SplitModel.from_model(whole, wire_dtype=dtype)(**inputs).logits
+    exact = full_model(**inputs).logits
+    found = SplitModel.from_model(full_model, wire_dtype=dtype)(**inputs).logits
     relative = (found - exact).norm() / exact.norm()
     assert error / 2 < relative < 2 * error
 
 
-def test_a_bfloat16_model_travels_as_it_is():
-    whole = decoder("llama").to(torch.bfloat16)
-    # `.to` rounds the frequencies of rotary embeddings too; models are built with exact ones.
-    whole.model.rotary_emb.inv_freq = decoder("llama").model.rotary_emb.inv_freq
-    split = SplitModel.from_model(whole)
+def test_bfloat16_model_is_sent_in_bfloat16_without_error():
+    full_model = decoder("llama").to(torch.bfloat16)
+    # `.to` also rounds the rotary frequencies, but parts are built with float32 frequencies.
+    full_model.model.rotary_emb.inv_freq = decoder("llama").model.rotary_emb.inv_freq
+    split = SplitModel.from_model(full_model)
     assert split.boundary.wire.dtype == "bfloat16"
     inputs = batch("right")
-    assert torch.equal(split(**inputs).logits, whole(**inputs).logits)
+    assert torch.equal(split(**inputs).logits, full_model(**inputs).logits)
 
 
-def test_every_parameter_belongs_to_one_part():
-    whole = decoder("llama-tied")
-    split = SplitModel.from_model(whole, 1, 2)
+def test_every_parameter_is_counted_for_one_part():
+    full_model = decoder("llama-tied")
+    split = SplitModel.from_model(full_model, 1, 2)
     sizes = split.part_bytes()
-    assert sum(sizes.values()) == sum(parameter.nbytes for parameter in whole.parameters())
+    assert sum(sizes.values()) == sum(parameter.nbytes for parameter in full_model.parameters())
     assert split.get_output_embeddings().weight is split.get_input_embeddings().weight
-    block = sum(parameter.nbytes for parameter in whole.model.layers[0].parameters())
+    block = sum(parameter.nbytes for parameter in full_model.model.layers[0].parameters())
     assert sizes["body"] == (NUM_BLOCKS - 3) * block
 
 
-def test_a_cut_that_does_not_fit_is_refused():
-    for cut, text in (((3, 2), "cannot leave 3 \\+ 2"), ((-1, 1), "not be negative"), ((1, 0), "at least 1")):
-        with pytest.raises(ValueError, match=text):
+def test_invalid_cut_raises_error():
+    for cut, message in (
+        ((3, 2), "head_blocks=3 and tail_blocks=2 leave no block"),
+        ((-1, 1), "head_blocks=-1, but it must be at least 0"),
+        ((1, 0), "tail_blocks=0, but it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
             SplitModel.from_model(decoder("llama"), *cut)
 
 
-def test_a_model_without_a_layout_is_refused_and_takes_a_given_one():
-    whole = decoder("llama")
-    whole.config.model_type = "another"
-    with pytest.raises(ValueError, match="No layout for models of type 'another'"):
-        SplitModel.from_model(whole)
+def test_unknown_model_type_raises_error_and_works_with_a_given_layout():
+    full_model = decoder("llama")
+    full_model.config.model_type = "another"
+    with pytest.raises(ValueError, match="Model type 'another' has no layout"):
+        SplitModel.from_model(full_model)
     layout = Layout(
         blocks="model.layers",
         embedding="model.embed_tokens",
         output="lm_head",
-        of_head={"model.embed_tokens": "identity"},
-        of_tail={"model.norm": "identity", "lm_head": "identity"},
+        head_modules={"model.embed_tokens": "identity"},
+        tail_modules={"model.norm": "identity", "lm_head": "identity"},
     )
-    split = SplitModel.from_model(whole, layout=layout)
+    split = SplitModel.from_model(full_model, layout=layout)
     ids = batch(None)["input_ids"]
-    assert torch.equal(split(ids).logits, whole(ids).logits)
+    assert torch.equal(split(ids).logits, full_model(ids).logits)
 
 
-def test_blocks_that_depend_on_their_number_are_refused():
+def test_blocks_that_depend_on_their_index_raise_error():
     config = GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=9, scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=False"):
         SplitModel.from_model(GPT2LMHeadModel(config))
 
 
-def test_a_sequence_longer_than_the_positions_is_refused():
+def test_sequence_longer_than_the_maximum_raises_error():
     split = SplitModel.from_model(decoder("gpt2"))
-    with pytest.raises(ValueError, match="65 positions came to a model of 64"):
+    with pytest.raises(ValueError, match="65 positions, but the model supports at most 64"):
         split(torch.full((1, 65), 3))
 
 
-def test_what_is_not_declared_is_refused_before_it_leaves():
+def test_unsupported_arguments_raise_error():
     split = SplitModel.from_model(decoder("llama"))
     ids = batch(None)["input_ids"]
-    with pytest.raises(TypeError, match="takes no \\['speaker'\\]"):
+    with pytest.raises(TypeError, match="does not support the arguments \\['speaker'\\]"):
         split(ids, speaker=ids)
-    with pytest.raises(TypeError, match="takes no \\['token_type_ids'\\]"):
+    with pytest.raises(TypeError, match="does not support the arguments \\['token_type_ids'\\]"):
         SplitModel.from_model(decoder("gpt2"))(ids, token_type_ids=ids)
-    # As the whole model, which has no embedding of them either.
+    # As in the full model: Llama has no embedding for token type ids.
     assert torch.equal(split(ids, token_type_ids=ids).logits, decoder("llama")(ids, token_type_ids=ids).logits)
     with pytest.raises(ValueError, match="output_hidden_states=True"):
         split(ids, output_hidden_states=True)
@@ -312,31 +316,31 @@ def test_what_is_not_declared_is_refused_before_it_leaves():
         split()
 
 
-def test_positions_of_the_users_own_reach_the_server():
-    whole = decoder("llama")
-    split = SplitModel.from_model(whole)
+def test_custom_positions_are_sent_to_the_server():
+    full_model = decoder("llama")
+    split = SplitModel.from_model(full_model)
     ids = batch(None)["input_ids"]
-    # Two packed sequences a row, told by their positions.
+    # Two sequences are packed into one row. Their positions separate them.
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, -1)
     found = split(ids, position_ids=positions).logits
-    assert (found - whole(ids, position_ids=positions, use_cache=False).logits).abs().max() <= 1e-5
-    assert (found - whole(ids).logits).abs().max() > 1e-2
+    assert (found - full_model(ids, position_ids=positions, use_cache=False).logits).abs().max() <= 1e-5
+    assert (found - full_model(ids).logits).abs().max() > 1e-2
 
 
-def test_the_parts_keep_the_users_frozen_parameters_frozen():
-    whole = decoder("llama")
-    whole.model.layers[2].requires_grad_(False)
-    before = copy.deepcopy({name: p.requires_grad for name, p in whole.named_parameters()})
-    SplitModel.from_model(whole)
-    assert {name: p.requires_grad for name, p in whole.named_parameters()} == before
+def test_frozen_parameters_stay_frozen():
+    full_model = decoder("llama")
+    full_model.model.layers[2].requires_grad_(False)
+    before = copy.deepcopy({name: p.requires_grad for name, p in full_model.named_parameters()})
+    SplitModel.from_model(full_model)
+    assert {name: p.requires_grad for name, p in full_model.named_parameters()} == before
 
 
-def test_a_cut_names_the_blocks_of_the_whole_model():
+def test_blocks_of_a_cut_cover_the_full_model_in_order():
     cut = Cut(num_blocks=6, head_blocks=2, tail_blocks=1)
     assert [*cut.blocks("head"), *cut.blocks("body"), *cut.blocks("tail")] == list(range(6))
 
 
-def test_a_run_goes_on_from_a_trainers_checkpoint(tmp_path):
+def test_resume_from_a_trainer_checkpoint_gives_identical_weights(tmp_path):
     ids = torch.randint(3, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1)).tolist()
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     models = []
@@ -357,93 +361,93 @@ def test_a_run_goes_on_from_a_trainers_checkpoint(tmp_path):
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_a_cache_that_the_server_has_not_is_an_error_and_not_an_empty_one():
+def test_cache_that_the_server_dropped_raises_error():
     split = SplitModel.from_model(decoder("llama"))
     server = split.boundary.link.server
     ids = batch(None)["input_ids"]
     with torch.no_grad():
         cache = split(ids, use_cache=True).past_key_values
         expected = split(ids[:, :1], past_key_values=cache).logits
-        # As many others as the server keeps of one client.
-        others = [split(ids, use_cache=True).past_key_values for _ in range(16)]
-        assert len(others) == len(server._caches) == 16
+        # The server keeps at most 16 caches per client.
+        newer = [split(ids, use_cache=True).past_key_values for _ in range(16)]
+        assert len(newer) == len(server._caches) == 16
         with pytest.raises(ValueError, match="no cache of 10 positions"):
             split(ids[:, :1], past_key_values=cache)
-        again = split(ids, use_cache=True).past_key_values
-        assert torch.equal(split(ids[:, :1], past_key_values=again).logits, expected)
-        for wrong in (lambda: copy.deepcopy(again), lambda: again.crop(2), lambda: again.reset()):
+        cache = split(ids, use_cache=True).past_key_values
+        assert torch.equal(split(ids[:, :1], past_key_values=cache).logits, expected)
+        for unsupported in (lambda: copy.deepcopy(cache), lambda: cache.crop(2), lambda: cache.reset()):
             with pytest.raises(ValueError, match="cannot be copied, cut"):
-                wrong()
+                unsupported()
 
 
-def test_a_copy_of_a_model_has_nothing_under_way():
+def test_copy_of_a_model_has_no_open_graphs():
     split = SplitModel.from_model(decoder("llama-tied"))
     inputs = batch(None)
     split(**inputs)
-    other = copy.deepcopy(split)
-    assert not other.boundary.link.server._graphs and len(split.boundary.link.server._graphs) == 1
-    assert other.boundary.link.server.body is other.server_body
+    copied = copy.deepcopy(split)
+    assert not copied.boundary.link.server._graphs and len(split.boundary.link.server._graphs) == 1
+    assert copied.boundary.link.server.body is copied.server_body
     with torch.no_grad():
-        other.client_head.model.model.embed_tokens.weight.add_(1)
-        assert not torch.equal(other(**inputs).logits, split(**inputs).logits)
-    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
+        copied.client_head.model.model.embed_tokens.weight.add_(1)
+        assert not torch.equal(copied(**inputs).logits, split(**inputs).logits)
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
 
 
-def test_methods_that_a_split_model_has_not_say_what_to_do():
+def test_unsupported_methods_raise_error_with_the_alternative():
     split = SplitModel.from_model(decoder("llama"))
-    with pytest.raises(ValueError, match="split it then"):
+    with pytest.raises(ValueError, match="split the saved model"):
         split.resize_token_embeddings(60)
     with pytest.raises(TypeError, match="from_model"):
         SplitModel.from_pretrained("somewhere")
-    with pytest.raises(ValueError, match="attention_mask is \\(batch, sequence\\)"):
+    with pytest.raises(ValueError, match="attention_mask has shape .* must be \\(batch, sequence\\)"):
         split(torch.ones(1, 3, dtype=torch.long), attention_mask=torch.ones(1, 1, 3, 3))
 
 
 @pytest.mark.parametrize("fails_at", ["server", "tail"])
-def test_a_cache_of_which_some_parts_saw_a_call_that_failed_is_not_gone_on_with(fails_at, monkeypatch):
+def test_cache_cannot_be_used_after_a_failed_call(fails_at, monkeypatch):
     split = SplitModel.from_model(decoder("llama")).eval()
     ids = batch(None)["input_ids"]
     link = split.boundary.link
 
-    def lost(*args, **kwargs):
+    def fail(*args, **kwargs):
         raise ConnectionError("lost")
 
     with torch.no_grad():
         cache = split(ids[:, :3], use_cache=True).past_key_values
         with monkeypatch.context() as patch, pytest.raises(ConnectionError):
             owner, name = (link, "exchange") if fails_at == "server" else (split.client_tail.model, "forward")
-            patch.setattr(owner, name, lost)
+            patch.setattr(owner, name, fail)
             split(ids[:, 3:4], past_key_values=cache)
         with pytest.raises(ValueError, match="generate from the beginning"):
             split(ids[:, 3:4], past_key_values=cache)
 
 
-def test_a_cache_is_refused_with_gradients_and_for_other_rows_before_it_changes():
+def test_cache_with_gradients_or_other_batch_size_raises_error_before_it_changes():
     split = SplitModel.from_model(decoder("llama")).eval()
     ids = batch(None)["input_ids"]
     cache = split.new_cache()
-    with pytest.raises(ValueError, match="call the model under torch.no_grad"):
+    with pytest.raises(ValueError, match="Call the model under torch.no_grad"):
         split(ids[:, :3], past_key_values=cache)
     with torch.no_grad():
         split(ids[:, :3], past_key_values=cache)
-        with pytest.raises(ValueError, match=f"1 rows came to a cache of {len(ids)}"):
+        with pytest.raises(ValueError, match=f"1 sequences, but the cache has {len(ids)} sequences"):
             split(ids[:1, 3:], past_key_values=cache)
         found = split(ids[:, 3:], past_key_values=cache).logits
         assert (found - split(ids).logits[:, 3:]).abs().max() <= 1e-5
 
 
-def test_a_cache_may_be_collected_when_the_link_is_gone(monkeypatch):
-    ignored: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    monkeypatch.setattr(sys, "excepthook", lambda *error: ignored.append(error))
+def test_deleting_a_cache_after_the_link_closed_raises_no_error(monkeypatch):
+    errors: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: errors.append(error))
     split = SplitModel.from_model(decoder("llama"))
 
-    class Gone:
+    class ClosedLink:
         def exchange(self, blob: bytes) -> bytes:
-            raise ConnectionError("gone")
+            raise ConnectionError("closed")
 
     cache = split.new_cache()
-    split.boundary.link = Gone()
+    split.boundary.link = ClosedLink()
     del cache
     gc.collect()
-    assert not ignored
+    assert not errors

@@ -323,6 +323,6 @@ def test_a_body_draws_anew_in_every_passage():
     found = []
     for step in (0, 0, 1):
         boundary.begin_step(step)
-        found.append([boundary.cross(hidden, None, None, training=True) for _ in range(2)])
+        found.append([boundary.run_body(hidden, None, None, training=True) for _ in range(2)])
     assert all(torch.equal(*own) for own in zip(found[0], found[1], strict=True))
     assert not torch.equal(*found[0]) and not torch.equal(found[0][0], found[2][0])

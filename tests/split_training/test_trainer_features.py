@@ -51,7 +51,7 @@ def values(trainer) -> dict[str, torch.Tensor]:
     model = trainer.model
     if not isinstance(model, SplitModel):
         return dict(model.named_parameters())
-    return {name: own for part in model.parts for name, own in part.originals()}
+    return {name: own for part in model.parts for name, own in part.named_original_parameters()}
 
 
 def logged(trainer, name):
@@ -123,7 +123,7 @@ def test_a_replaced_module_is_refused_and_a_hook_is_told(monkeypatch):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn is a ReLU.* has a SiLU"):
         SplitModel.from_model(model)
     told = []
-    monkeypatch.setattr("hf_federated.split.whole.logger.warning", told.append)
+    monkeypatch.setattr("hf_federated.split.model_checks.logger.warning", told.append)
     model = whole_model()
     model.enable_input_require_grads()
     model(torch.tensor([[3, 4]]), output_hidden_states=True)
@@ -215,7 +215,7 @@ def test_columns_that_only_the_whole_model_takes_are_not_dropped_in_silence(tmp_
     more = rows.add_column("token_type_ids", [[5] * 7] * len(rows))
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=4, n_head=2, n_positions=64)
     trainer = SplitFederatedTrainer(GPT2LMHeadModel(config), arguments(tmp_path), train_dataset=more)
-    with pytest.raises(TypeError, match="takes no \\['token_type_ids'\\]"):
+    with pytest.raises(TypeError, match="does not support the arguments \\['token_type_ids'\\]"):
         trainer.train()
     # Llama does not take them either, and leaves them out as ever.
     plain, split = both(tmp_path, rows=more)
@@ -246,7 +246,7 @@ def test_tokens_and_samples_are_counted_as_of_the_unsplit_model(strategy, tmp_pa
 
 def test_ways_to_generate_with_a_second_model_are_refused_with_what_to_do():
     split = SplitModel.from_model(whole_model())
-    with pytest.raises(ValueError, match="leave out what asks for it"):
+    with pytest.raises(ValueError, match="Remove the arguments of assisted generation"):
         split.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="set num_beams=1"):
+    with pytest.raises(ValueError, match="Set num_beams=1"):
         split.generate(torch.tensor([[3, 4]]), num_beams=2)

@@ -228,7 +228,7 @@ def test_what_one_client_sends_wrongly_is_said_to_it_alone(tmp_path):
         return type(trainer).training_step(trainer, *args)
 
     run = attacked(tmp_path, "client_batch", send_other_dtype)
-    assert "this wire carries float32" in str(run.errors["client 1"])
+    assert "expects wire dtype float32" in str(run.errors["client 1"])
     assert "client 'client 1' is gone" in str(run.errors["client 0"])
     assert "wire" not in str(run.errors["client 0"])
 

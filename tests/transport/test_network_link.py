@@ -17,7 +17,7 @@ from decoders import batch, decoder
 from loopback import CLIENTS, certificates, join, serve, wait_until
 
 from hf_federated import SplitModel
-from hf_federated.split import Meeting
+from hf_federated.split import ClientBatchRunner
 from hf_federated.transport import (
     AnswerTimeoutError,
     LinkError,
@@ -40,7 +40,7 @@ class Body:
 
     def __init__(self, split: SplitModel) -> None:
         self.server = split.boundary.link.server
-        self._meeting = Meeting(self.server)
+        self._meeting = ClientBatchRunner(self.server)
         self._lock = threading.Lock()
 
     def __call__(self, client_id: str, message: bytes) -> bytes:

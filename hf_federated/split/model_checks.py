@@ -1,0 +1,77 @@
+"""Checks that the parts of an existing model compute the same function as the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .parts import Part
+
+
+logger = logging.get_logger(__name__)
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights of a model by name, without the adapters that PEFT added."""
+    weights = model.state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): value for name, value in weights.items() if ".lora_" not in name}
+
+
+def check_not_quantized(config: PretrainedConfig) -> None:
+    """
+    Check that a model is not quantized.
+
+    Raises:
+        ValueError: If the config has a `quantization_config`.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "A quantized model cannot be split, but the config has a quantization_config. Load the model without "
+            "quantization, for example in bfloat16."
+        )
+
+
+def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
+    """
+    Compare the modules of a model with the modules of its parts, which were built from its class and config.
+
+    A warning lists modules with hooks, because hooks stay on the modules of the full model and are not called.
+
+    Args:
+        model (`PreTrainedModel`): The full model.
+        parts (`Iterable[Part]`): The parts of the model.
+
+    Raises:
+        ValueError: If a module of the model was replaced by a module of another class.
+    """
+    modules = dict(model.named_modules())
+    for part in parts:
+        for name, part_module in part.model.named_modules():
+            if not part.owns(name):
+                continue
+            original = part.original_name(name)
+            module = modules.get(original)
+            if module is not None and hasattr(module, "get_base_layer"):
+                module = module.get_base_layer()
+            if type(module) is not type(part_module):
+                raise ValueError(
+                    f"{original} is a {type(module).__name__}, but the class and the config of the model define a "
+                    f"{type(part_module).__name__} there, so a part has a {type(part_module).__name__}. Replace the "
+                    "module in the parts of the SplitModel, or write a model class whose __init__ creates it."
+                )
+    hooked = [name for name, module in modules.items() if _has_hooks(module)]
+    if hooked:
+        logger.warning(
+            f"Hooks on {', '.join(hooked[:3])}{' …' if len(hooked) > 3 else ''} are not run in a split model. "
+            "Register them on the modules of the SplitModel's parts."
+        )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, except the hooks of `transformers` (for hidden states and input gradients)."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
