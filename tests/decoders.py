@@ -69,10 +69,10 @@ def decoder(name: str, seed: int = 0) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(DECODERS[name]()).eval()
 
 
-def batch(padding: str | None, rows: int = 3, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(padding: str | None, batch_size: int = 3, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
     """Create token ids, mask and labels. With padding, the first sequence is three tokens shorter."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (batch_size, length), generator=generator)
     inputs = {"input_ids": ids, "labels": ids.clone()}
     if padding is not None:
         mask = torch.ones_like(ids)

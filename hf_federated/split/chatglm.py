@@ -30,9 +30,9 @@ class ChatGlmRunner:
     Runs the blocks of ChatGLM-6B, the first generation: a prefix language model with two-dimensional positions.
 
     The tokens before the first start token (`bos_token_id`) are the context and attend to each other in both
-    directions. The start token and the tokens after it attend only to previous tokens. The first position of a token
-    is its index in the context; from the start token on it is the index of the mask token. The second position is 0 in
-    the context and counts from 1 at the start token (Du et al. 2022, GLM, section 2.2).
+    directions. The start token and the tokens after it attend causally. Each token has two positions (Du et al. 2022,
+    GLM, section 2.2). In the context, the first position is the index of the token, and the second position is 0. From
+    the start token on, the first position is the index of the mask token, and the second position counts from 1.
     """
 
     def check_model(self, model: nn.Module) -> None:

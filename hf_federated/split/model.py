@@ -1,4 +1,4 @@
-"""`SplitModel`: a decoder model whose first and last blocks a client holds and whose other blocks a server holds.
+"""`SplitModel`: a decoder model that is split between a client (first and last blocks) and a server (other blocks).
 
 The method is FL-GLM (Zheng et al. 2024), section 3.1. The client computes and sends `h_0 = Block_0(Embedding(x))`, the
 server computes and returns `h_{N-2} = Block_{1..N-2}(h_0)`, and the client computes `Linear(Block_{N-1}(h_{N-2}))` and
@@ -54,7 +54,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     A causal language model in three parts. Client and server exchange only serialised messages.
 
     Calls, training and generation work as with the original model, and logits and gradients are the same as with
-    `use_cache=False`. A split model creates a cache only if `use_cache=True` is passed.
+    `use_cache=False`. Outside of `generate`, a split model creates a cache only if `use_cache=True` is passed.
 
     Args:
         config (`PretrainedConfig`): The config of the full model.

@@ -56,10 +56,10 @@ def test_logits_and_gradients_match_peft_on_the_full_model(name, kind):
         assert (split(**inputs).logits - full_model(**inputs).logits)[tokens].abs().max() <= 1e-5
         if kind == "prefix":
             encoders = [part.prefix.encoder for part in split.parts]
-            found = {"prefix": torch.cat([encoder.embedding.weight.grad for encoder in encoders], dim=1)}
+            actual = {"prefix": torch.cat([encoder.embedding.weight.grad for encoder in encoders], dim=1)}
             expected = {"prefix": full_model.prompt_encoder.default.embedding.weight.grad}
         else:
-            found = {
+            actual = {
                 name: p.grad
                 for part in split.parts
                 for name, p in part.named_original_parameters()
@@ -67,8 +67,8 @@ def test_logits_and_gradients_match_peft_on_the_full_model(name, kind):
             }
             trained = [(name, p.grad) for name, p in full_model.named_parameters() if p.grad is not None]
             expected = {name.removeprefix("base_model.model."): gradient for name, gradient in trained}
-        assert found.keys() == expected.keys()
-        for parameter, gradient in found.items():
+        assert actual.keys() == expected.keys()
+        for parameter, gradient in actual.items():
             assert (gradient - expected[parameter]).abs().max() <= 1e-5, parameter
             assert gradient.abs().max() > 0
 
@@ -201,16 +201,16 @@ def test_adapters_have_the_same_dtype_as_in_peft(dtype, cast):
         if parameter.requires_grad
     }
     split = SplitModel.from_model(full_model)
-    found = {
+    actual = {
         name: parameter
         for part in split.parts
         for name, parameter in part.named_original_parameters()
         if parameter.requires_grad
     }
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
+    assert actual.keys() == expected.keys()
+    for name, parameter in actual.items():
         assert torch.equal(parameter, expected[name]) and parameter.dtype == expected[name].dtype
-    assert next(iter(found.values())).dtype == (torch.float32 if cast else dtype)
+    assert next(iter(actual.values())).dtype == (torch.float32 if cast else dtype)
 
     fresh = SplitModel.from_model(decoder("llama").to(dtype))
     fresh.add_adapter(config)

@@ -17,14 +17,14 @@ from hf_federated.split.chatglm import ChatGlmRunner
 from hf_federated.split.layouts import AttentionInputs
 
 
-def mask_token_ids() -> torch.Tensor:
+def chatglm_input_ids() -> torch.Tensor:
     """Create sequences with contexts of different lengths. 37 and 36 are mask tokens, 38 is the start token."""
     return torch.tensor([[5, 6, 7, 37, 38, 8, 9, 4], [5, 36, 4, 4, 6, 7, 38, 8]])
 
 
 def padded(padding: str | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Create inputs with labels, in which the first sequence is padded, and a mask of the token positions."""
-    ids, mask = mask_token_ids(), torch.ones(2, 8, dtype=torch.long)
+    ids, mask = chatglm_input_ids(), torch.ones(2, 8, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids.clone()}
     if padding in ("left", "right"):
         mask[0, slice(0, 3) if padding == "left" else slice(5, 8)] = 0
@@ -53,23 +53,23 @@ def test_logits_and_gradients_match_the_full_model(padding, cut):
     output = split(**inputs)
     output.loss.backward()
     assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
-    found = gradients(full_model)
-    assert found.keys() == expected_gradients.keys()
-    assert all((found[name] - expected_gradients[name]).abs().max() <= 1e-5 for name in found)
+    actual = gradients(full_model)
+    assert actual.keys() == expected_gradients.keys()
+    assert all((actual[name] - expected_gradients[name]).abs().max() <= 1e-5 for name in actual)
 
 
 def test_context_lengths_and_positions_are_sent_but_token_ids_are_not():
     split = SplitModel.from_model(chatglm(1))
     blobs: list[bytes] = []
     split.boundary.link.watch = lambda *pair: blobs.extend(pair)
-    split(mask_token_ids())
+    split(chatglm_input_ids())
     fields = unpack(blobs[0])["fields"]
     assert fields["context_lengths"].tolist() == [4, 6]
     assert fields["position_ids"].tolist() == [
         [[0, 1, 2, 3, 3, 3, 3, 3], [0, 0, 0, 0, 1, 2, 3, 4]],
         [[0, 1, 2, 3, 4, 5, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]],
     ]
-    assert mask_token_ids().int().numpy().tobytes() not in blobs[0]
+    assert chatglm_input_ids().int().numpy().tobytes() not in blobs[0]
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -78,7 +78,7 @@ def test_checkpoint_can_be_split(generation, tmp_path):
     full_model = chatglm(generation)
     full_model.save_pretrained(tmp_path)
     split = SplitModel.from_model(str(tmp_path), 2, 1, model_class=ChatGlm if generation == 1 else ChatGlm2).eval()
-    assert torch.equal(split(mask_token_ids()).logits, full_model(mask_token_ids()).logits)
+    assert torch.equal(split(chatglm_input_ids()).logits, full_model(chatglm_input_ids()).logits)
     # Rotary frequencies are saved with the weights, but they are not parameters.
     assert len(list(split.parameters())) == len(list(full_model.parameters()))
 
@@ -91,7 +91,7 @@ def test_generation_with_cache_matches_the_full_model(generation, num_virtual_to
     prefix = None
     if num_virtual_tokens:
         prefix = with_prefixes(split, num_virtual_tokens)
-    ids = mask_token_ids()
+    ids = chatglm_input_ids()
     expected = ids
     for _ in range(6):
         expected = torch.cat(
@@ -107,7 +107,7 @@ def test_generation_with_cache_matches_the_full_model(generation, num_virtual_to
 
 def test_generation_with_cache_works_with_left_padding():
     split = SplitModel.from_model(chatglm(2))
-    ids, mask = mask_token_ids(), torch.ones(2, 8, dtype=torch.long)
+    ids, mask = chatglm_input_ids(), torch.ones(2, 8, dtype=torch.long)
     mask[0, :3] = 0
     settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     generated = split.generate(ids, **settings)
@@ -121,7 +121,7 @@ def test_unsupported_inputs_of_the_first_generation_raise_error():
     with pytest.raises(ValueError, match="Sequence 1 has no start token \\(id 38\\)"):
         split(torch.tensor([[5, 37, 38, 6], [5, 37, 6, 7]]))
     with pytest.raises(ValueError, match="does not support padding"):
-        split(mask_token_ids(), attention_mask=torch.tensor([[0] + [1] * 7, [1] * 8]))
+        split(chatglm_input_ids(), attention_mask=torch.tensor([[0] + [1] * 7, [1] * 8]))
     with pytest.raises(ValueError, match="Pass input_ids"):
         split(inputs_embeds=torch.zeros(1, 4, 16))
 
@@ -159,7 +159,7 @@ def test_too_long_sequence_raises_error_on_client_and_server(generation):
 @pytest.mark.parametrize("cut", [(1, 1), (2, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("generation", [1, 2])
 def test_lora_outputs_and_gradients_match_peft_on_the_full_model(generation, cut):
-    ids = mask_token_ids()
+    ids = chatglm_input_ids()
     base_logits = chatglm(generation)(ids).logits
     lora = LoraConfig(r=2, lora_alpha=8, target_modules=["query_key_value", "mlp"], init_lora_weights=False)
     full_model = get_peft_model(chatglm(generation), lora).eval()
@@ -170,15 +170,15 @@ def test_lora_outputs_and_gradients_match_peft_on_the_full_model(generation, cut
     output.loss.backward()
     assert (output.logits - expected.logits).abs().max() <= 1e-5 < 1e-2 < (expected.logits - base_logits).abs().max()
     expected_gradients = gradients(full_model)
-    found = {
+    actual = {
         f"base_model.model.{name}": p.grad
         for part in split.parts
         for name, p in part.named_original_parameters()
         if p.grad is not None
     }
-    assert found.keys() == expected_gradients.keys() and len(found) == 2 * 2 * 5
+    assert actual.keys() == expected_gradients.keys() and len(actual) == 2 * 2 * 5
     for name, gradient in expected_gradients.items():
-        assert (found[name] - gradient).abs().max() <= 1e-5 and "lora_" in name, name
+        assert (actual[name] - gradient).abs().max() <= 1e-5 and "lora_" in name, name
 
 
 @pytest.mark.parametrize("padding", ["first generation", None, "left", "right"])
@@ -195,8 +195,8 @@ def test_prefix_outputs_and_gradients_match_the_full_model(padding, cut, tmp_pat
     output.loss.backward()
     assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
     assert (output.logits - full_model(**inputs).logits).abs().max() > 1e-2
-    found = torch.cat([part.prefix.encoder.embedding.weight.grad for part in split.parts if part.prefix], dim=1)
-    for prefix_gradient, gradient in zip(found.chunk(2 * 5, dim=1), expected_gradients, strict=True):
+    actual = torch.cat([part.prefix.encoder.embedding.weight.grad for part in split.parts if part.prefix], dim=1)
+    for prefix_gradient, gradient in zip(actual.chunk(2 * 5, dim=1), expected_gradients, strict=True):
         assert (prefix_gradient - gradient.sum(1).flatten(1)).abs().max() <= 1e-5
     assert all(parameter.grad is None for part in split.parts for parameter in part.model.parameters())
 
@@ -215,7 +215,7 @@ def test_prefixes_of_all_parts_are_saved_as_one_adapter(generation, tmp_path):
     restored = SplitModel.from_model(chatglm(generation), 1, 2)
     restored.add_adapter(saved)
     load_adapter(restored.parts, state)
-    assert (restored(mask_token_ids()).logits - split(mask_token_ids()).logits).abs().max() <= 1e-5
+    assert (restored(chatglm_input_ids()).logits - split(chatglm_input_ids()).logits).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("num_virtual_tokens", [0, 3])
@@ -224,7 +224,7 @@ def test_several_tokens_can_be_appended_to_a_cache_with_left_padding(cut, num_vi
     split = SplitModel.from_model(chatglm(2), *cut)
     if num_virtual_tokens:
         with_prefixes(split, num_virtual_tokens)
-    ids, mask = mask_token_ids(), torch.ones(2, 8, dtype=torch.long)
+    ids, mask = chatglm_input_ids(), torch.ones(2, 8, dtype=torch.long)
     mask[0, :3] = 0
     with torch.no_grad():
         expected = split(ids, attention_mask=mask).logits
@@ -238,7 +238,7 @@ def test_blocks_may_return_keys_and_values_as_one_tensor(monkeypatch):
     full_model = chatglm(2)
     split = SplitModel.from_model(full_model)
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    expected = split.generate(mask_token_ids(), **settings)
+    expected = split.generate(chatglm_input_ids(), **settings)
     mix = Block2.mix
 
     def stacked(self, hidden, factor, masked, past, use_cache):
@@ -246,7 +246,7 @@ def test_blocks_may_return_keys_and_values_as_one_tensor(monkeypatch):
         return hidden, torch.stack(present).unsqueeze(0) if use_cache and past is None else present
 
     monkeypatch.setattr(Block2, "mix", stacked)
-    assert torch.equal(split.generate(mask_token_ids(), **settings), expected)
+    assert torch.equal(split.generate(chatglm_input_ids(), **settings), expected)
 
 
 def test_prefix_takes_no_positions():

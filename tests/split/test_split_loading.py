@@ -71,9 +71,9 @@ def test_party_opens_no_files_of_other_parts(name, tmp_path):
     expected = {
         name: value for name, value in full_model.named_parameters() if ".layers.1." in name or ".layers.2." in name
     }
-    found = dict(body.named_original_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual = dict(body.named_original_parameters())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_client_and_server_commands_open_no_files_of_other_parts(tmp_path):

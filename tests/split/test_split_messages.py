@@ -31,7 +31,7 @@ def forward_message(**changes: object) -> Forward:
 
 def test_messages_contain_no_token_ids_labels_or_loss():
     split = SplitModel.from_model(decoder("llama"))
-    inputs = batch("right", rows=2, length=11)
+    inputs = batch("right", batch_size=2, length=11)
     blobs = traffic(split, **inputs)
     assert len(blobs) == 4
     declared = {
@@ -62,7 +62,7 @@ def test_messages_contain_no_token_ids_labels_or_loss():
 def test_num_bytes_matches_the_size_of_the_messages(dtype):
     split = SplitModel.from_model(decoder("llama"), wire_dtype=dtype)
     batch_size, length, hidden = 4, 37, 32
-    inputs = batch("right", rows=batch_size, length=length)
+    inputs = batch("right", batch_size=batch_size, length=length)
     blobs = traffic(split, **inputs)
     bytes_per_value = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1 + 8 / hidden}[dtype]
     # Two messages with hidden states, two with gradients, the bits of the mask, and the headers.
@@ -218,9 +218,9 @@ def test_finite_gradients_with_overflowing_norm_are_accepted():
     exchange = SplitModel.from_model(full_model).boundary.link.exchange
     exchange(forward_message(hidden={"values": torch.randn(6, 32)}, grad=True).to_bytes())
     exchange(Backward("client", 0, 0, {"values": torch.full((6, 32), 1e25)}).to_bytes())
-    found = [parameter.grad for parameter in full_model.parameters() if parameter.grad is not None]
-    assert all(gradient.isfinite().all() for gradient in found)
-    assert max(gradient.norm() for gradient in found) == torch.inf
+    actual = [parameter.grad for parameter in full_model.parameters() if parameter.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in actual)
+    assert max(gradient.norm() for gradient in actual) == torch.inf
 
 
 def test_number_of_graphs_without_gradient_is_limited():

@@ -44,9 +44,9 @@ def test_logits_loss_and_gradients_match_the_full_model(name, cut):
         assert (output.logits - expected.logits)[tokens].abs().max() <= 1e-5
         assert (output.loss - expected.loss).abs() <= 1e-6
         # The parts share the parameters of the full model, and so the gradients.
-        found = gradients(full_model)
-        assert found.keys() == expected_gradients.keys()
-        for parameter, gradient in found.items():
+        actual = gradients(full_model)
+        assert actual.keys() == expected_gradients.keys()
+        for parameter, gradient in actual.items():
             assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-5, parameter
 
 
@@ -73,8 +73,8 @@ def test_trainer_gives_the_same_weights_as_with_the_full_model(name, tmp_path):
         )
         losses.append(Trainer(model=model, args=args, train_dataset=rows).train().training_loss)
     assert losses[0] == losses[1]
-    for (parameter, expected), found in zip(full_model.named_parameters(), trained_split.parameters(), strict=True):
-        assert (expected - found).abs().max() <= 1e-6, parameter
+    for (parameter, expected), actual in zip(full_model.named_parameters(), trained_split.parameters(), strict=True):
+        assert (expected - actual).abs().max() <= 1e-6, parameter
     assert not torch.equal(full_model.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
 
 
@@ -192,9 +192,9 @@ def test_frozen_head_does_not_change_the_server_gradients():
     full_model.zero_grad()
     split.client_head.requires_grad_(False)
     split(**inputs).loss.backward()
-    found = gradients(split.server_body)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual = gradients(split.server_body)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_activation_checkpointing_does_not_change_gradients():
@@ -226,9 +226,9 @@ def test_server_uses_the_clients_autocast_dtype():
     inputs = batch("right")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = full_model(**inputs).logits
-        found = split(**inputs).logits
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, full_model(**inputs).logits)
+        actual = split(**inputs).logits
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, full_model(**inputs).logits)
 
 
 # Measured errors. A deviation by a factor of two indicates another encoding.
@@ -237,8 +237,8 @@ def test_error_of_narrow_wire_dtypes_has_the_measured_size(dtype, error):
     full_model = decoder("llama")
     inputs = batch("right")
     exact = full_model(**inputs).logits
-    found = SplitModel.from_model(full_model, wire_dtype=dtype)(**inputs).logits
-    relative = (found - exact).norm() / exact.norm()
+    actual = SplitModel.from_model(full_model, wire_dtype=dtype)(**inputs).logits
+    relative = (actual - exact).norm() / exact.norm()
     assert error / 2 < relative < 2 * error
 
 
@@ -322,9 +322,9 @@ def test_custom_positions_are_sent_to_the_server():
     ids = batch(None)["input_ids"]
     # Two sequences are packed into one row. Their positions separate them.
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, -1)
-    found = split(ids, position_ids=positions).logits
-    assert (found - full_model(ids, position_ids=positions, use_cache=False).logits).abs().max() <= 1e-5
-    assert (found - full_model(ids).logits).abs().max() > 1e-2
+    actual = split(ids, position_ids=positions).logits
+    assert (actual - full_model(ids, position_ids=positions, use_cache=False).logits).abs().max() <= 1e-5
+    assert (actual - full_model(ids).logits).abs().max() > 1e-2
 
 
 def test_frozen_parameters_stay_frozen():
@@ -432,8 +432,8 @@ def test_cache_with_gradients_or_other_batch_size_raises_error_before_it_changes
         split(ids[:, :3], past_key_values=cache)
         with pytest.raises(ValueError, match=f"1 sequences, but the cache has {len(ids)} sequences"):
             split(ids[:1, 3:], past_key_values=cache)
-        found = split(ids[:, 3:], past_key_values=cache).logits
-        assert (found - split(ids).logits[:, 3:]).abs().max() <= 1e-5
+        actual = split(ids[:, 3:], past_key_values=cache).logits
+        assert (actual - split(ids).logits[:, 3:]).abs().max() <= 1e-5
 
 
 def test_deleting_a_cache_after_the_link_closed_raises_no_error(monkeypatch):

@@ -74,9 +74,9 @@ def test_merging_copies_the_clients_tokenizer_and_generation_config(peft_config,
     save_parts(parts, split.config, client, peft_config, split.generation_config, tokenizer)
     save_parts([split.server_body], split.config, server, peft_config)
     merge_parts([server, client], tmp_path / "merged")
-    found = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    assert found("some more text").input_ids == tokenizer("some more text").input_ids
-    assert found.chat_template == tokenizer.chat_template
+    actual = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert actual("some more text").input_ids == tokenizer("some more text").input_ids
+    assert actual.chat_template == tokenizer.chat_template
     if peft_config is None:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generation_config.max_new_tokens == 7
     else:
