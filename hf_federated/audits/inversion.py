@@ -92,7 +92,7 @@ def build_head(model: PreTrainedModel, head_blocks: int) -> Part:
         )
     cut = Cut(int(getattr(model.config, layout.num_blocks)), head_blocks)
     head = Part(model.config, cut, "head", layout, type(model))
-    head.take(model.state_dict(keep_vars=True))
+    head.assign_parameters(model.state_dict(keep_vars=True))
     return head.eval()
 
 

@@ -185,7 +185,7 @@ def test_example_of_attacker_and_victim_raises():
 
 
 def test_cut_deeper_than_the_model_raises():
-    with pytest.raises(ValueError, match="A model of 4 blocks cannot leave 4 [+] 1 with the client"):
+    with pytest.raises(ValueError, match="head_blocks=4 and tail_blocks=1 leave no block for the server"):
         invert(tiny(), word_tokenizer(), ATTACKER, VICTIMS, dataclasses.replace(QUICK, head_blocks=[0, 4]))
 
 

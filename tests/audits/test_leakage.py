@@ -69,7 +69,7 @@ def test_save_and_load(audit, tmp_path):
 
 def test_tail_that_does_not_fit_raises_before_any_attack():
     results = []
-    with pytest.raises(ValueError, match="the server needs at least one"):
+    with pytest.raises(ValueError, match="leave no block for the server"):
         audit_leakage(
             tiny(),
             word_tokenizer(),

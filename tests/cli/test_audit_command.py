@@ -98,7 +98,7 @@ def test_victims_may_have_an_adapter(folder, capsys):
         ),
         (["--text-column", "story"], "No example of a victim remains"),
         (["--num-attacker-rows", "0"], "num_attacker_rows=0 is too small. Set it to at least 1"),
-        (["--head-blocks", "0", "2"], "A model of 2 blocks cannot leave 2 + 1 with the client"),
+        (["--head-blocks", "0", "2"], "head_blocks=2 and tail_blocks=1 leave no block for the server"),
         (["--attackers", "guess"], "unknown values: guess. Choose from nearest, decoder, transformer, search"),
         (["--split", "test"], "rows has no split 'test'"),
         (["--card", "none.md"], "--card: there is no file none.md"),
