@@ -19,8 +19,8 @@ from hf_federated.data import (
 from hf_federated.data.hub import fetch_split, read_hub_partition
 from hf_federated.data.labels import read_labels
 from hf_federated.data.storage.folder import open_folder, open_split
+from hf_federated.experiments.data_files import is_absent
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.files import is_absent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

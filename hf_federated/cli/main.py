@@ -14,8 +14,8 @@ from hf_federated.experiments import benchmark
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.grid import BenchmarkSection, PlannedRun
 from hf_federated.experiments.recipe import check_recipe, choices, load_recipe, partitioner_has_seed, sections
-from hf_federated.experiments.recipe_file import read_values
-from hf_federated.experiments.schema import RecipeField, dataclass_fields, type_name
+from hf_federated.experiments.recipe_schema import RecipeField, dataclass_fields, type_name
+from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.server.round_loop import RoundFailedError
 
 
@@ -164,7 +164,7 @@ def _add_train(commands: Any) -> None:
 
 def _benchmark(arguments: argparse.Namespace) -> int:
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-        from hf_federated.experiments.runs import (
+        from hf_federated.experiments.execution import (
             measure,  # takes a second, which reports and mistakes need not wait for
         )
 

@@ -11,8 +11,8 @@ from datasets import DatasetDict, get_dataset_split_names, load_dataset
 
 from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
 from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.experiments.data_files import check_one_format, is_absent, load_file
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.files import check_one_format, is_absent, load_file
 from hf_federated.experiments.options import add_dataclass_options, build_from_options
 
 

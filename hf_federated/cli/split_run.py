@@ -17,10 +17,10 @@ from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.inputs import load_inputs, load_tokenizer
+from hf_federated.experiments.execution import evaluate_further
 from hf_federated.experiments.recipe import Choice, Recipe, build, load_recipe
+from hf_federated.experiments.recipe_loading import load_inputs, load_tokenizer
 from hf_federated.experiments.recipe_sections import ModelSection
-from hf_federated.experiments.runs import evaluate_further
 from hf_federated.security.certificates import client_certificate, client_fingerprints
 from hf_federated.security.encryption import ClientSession, Identity, ServerSession
 from hf_federated.security.envelope import PeerEnvelopes

@@ -10,9 +10,9 @@ from typing import Any
 from hf_federated.cards import RunRecord, SplitRecord
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
+from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.run_log import finite
-from hf_federated.experiments.runs import Run, build_run, run_baseline, run_federated
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.tasks import (
     SequenceTagging,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.recipe_file import lay_over, merged
+from hf_federated.experiments.recipe_yaml import lay_over, merged
 
 
 METHODS = ("federated", "centralized", "local")

@@ -4,7 +4,7 @@ A recipe has the sections `model`, `data`, `task` (a task of `hf_federated.tasks
 partitioner of `hf_federated.data` and its arguments), `training` (any field of `transformers.TrainingArguments`),
 `federation` (any field of [`FederatedConfig`]) or in its place `split` (any field of [`SplitConfig`]), and `card` (any
 argument of `Trainer.create_model_card`), and beside them `compare`, `local_clients` and `plots`. Everything is checked
-before anything is loaded; what is wrong is a [`RecipeError`] of one line. How the file is read is in `recipe_file.py`.
+before anything is loaded; what is wrong is a [`RecipeError`] of one line. How the file is read is in `recipe_yaml.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
 from hf_federated.distillation import build_distillation
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.recipe_file import DEFAULT_TASK, read_values
+from hf_federated.experiments.recipe_schema import (
+    RecipeError,
+    RecipeField,
+    check_section,
+    dataclass_fields,
+    unknown_field,
+)
 from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
-from hf_federated.experiments.schema import RecipeError, RecipeField, check_section, dataclass_fields, unknown_field
+from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, read_values
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq, Task
 
@@ -221,7 +227,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     Checks every name and type in what was read.
 
     Args:
-        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_file.read_values`] returns it.
+        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_yaml.read_values`] returns it.
 
     Raises:
         RecipeError: If a field is unknown, missing or of the wrong type.
@@ -272,7 +278,7 @@ def check_recipe(values: Mapping[str, Any]) -> None:
     Checks all that can be checked of a recipe without loading anything: names, types, and what fits together.
 
     Args:
-        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_file.read_values`] returns it.
+        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_yaml.read_values`] returns it.
 
     Raises:
         RecipeError: If it cannot be run.

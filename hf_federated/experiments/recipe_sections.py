@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_federated.experiments.schema import RecipeError
+from hf_federated.experiments.recipe_schema import RecipeError
 
 
 DEFAULT_TEST_CLIENTS = 0.2

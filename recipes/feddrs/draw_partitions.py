@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from hf_federated.data import label_counts, plot_label_shares
+from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.rows import load_rows
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

@@ -20,8 +20,8 @@ from hf_federated.audits import PseudoSampleAudit, nearest_tokens, plot_pseudo_s
 from hf_federated.cards.tables import plural, table
 from hf_federated.distillation import FedDRS
 from hf_federated.distillation.pseudo_samples import token_embeddings
+from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.runs import build_run
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

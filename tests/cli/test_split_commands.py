@@ -24,8 +24,8 @@ from hf_federated.cli import split_run
 from hf_federated.cli.main import build_parser, main
 from hf_federated.cli.split_run import _settings, _terms, client_model, server_body, split_client, split_server
 from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.runs import build_run
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split_training.digest import run_settings

@@ -17,9 +17,9 @@ from hf_federated.cli.main import main
 from hf_federated.cli.train import closing_table, train
 from hf_federated.clients import ClientSampler
 from hf_federated.experiments.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
-from hf_federated.experiments.inputs import load_inputs, load_model, load_tokenizer
+from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.rows import load_rows
+from hf_federated.experiments.recipe_loading import load_inputs, load_model, load_tokenizer
 
 
 def set_all(*values: str) -> list[str]:

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
 from hf_federated.cli.train import closing_table, train
+from hf_federated.experiments.execution import measure
 from hf_federated.experiments.recipe import RecipeError, check_recipe, load_recipe
-from hf_federated.experiments.recipe_file import read_values
-from hf_federated.experiments.runs import measure
+from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.tasks import Summarization, superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
 

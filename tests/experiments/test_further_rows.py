@@ -12,12 +12,12 @@ from datasets import load_dataset
 
 from hf_federated.cli.main import main
 from hf_federated.cli.train import closing_table
-from hf_federated.experiments.inputs import load_inputs, load_tokenizer
+from hf_federated.experiments.execution import build_run, measure, run_federated
+from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_file import read_values
-from hf_federated.experiments.rows import load_rows
-from hf_federated.experiments.runs import build_run, measure, run_federated
-from hf_federated.experiments.schema import RecipeError
+from hf_federated.experiments.recipe_loading import load_inputs, load_tokenizer
+from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.recipe_yaml import read_values
 
 
 @pytest.fixture

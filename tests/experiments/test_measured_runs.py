@@ -9,9 +9,9 @@ import yaml
 from transformers import TrainerCallback
 
 from hf_federated.cli.main import main
+from hf_federated.experiments.execution import build_run, measure, run_federated
 from hf_federated.experiments.recipe import parse_recipe
-from hf_federated.experiments.recipe_file import read_values
-from hf_federated.experiments.runs import build_run, measure, run_federated
+from hf_federated.experiments.recipe_yaml import read_values
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli.main import main, recipe_help
 from hf_federated.experiments import recipe as recipe_module
 from hf_federated.experiments.recipe import choices, load_recipe, sections
-from hf_federated.experiments.recipe_file import lay_over, read_values
+from hf_federated.experiments.recipe_schema import RecipeError, fits, type_name
 from hf_federated.experiments.recipe_sections import DataSection, ModelSection
-from hf_federated.experiments.schema import RecipeError, fits, type_name
+from hf_federated.experiments.recipe_yaml import lay_over, read_values
 
 
 MINIMAL = "model: {name_or_path: m}\ndata: {path: d}\npartition: {name: iid, num_clients: 4}\n"

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from hf_federated.cli.train import train
+from hf_federated.experiments.execution import measure
 from hf_federated.experiments.grid import plan, read_section
 from hf_federated.experiments.recipe import check_recipe, load_recipe, partitioner_has_seed
-from hf_federated.experiments.recipe_file import read_values
-from hf_federated.experiments.runs import measure
+from hf_federated.experiments.recipe_yaml import read_values
 
 
 FOLDER = Path(__file__).parents[2] / "recipes"

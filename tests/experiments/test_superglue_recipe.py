@@ -13,8 +13,8 @@ from hf_federated import FederatedDataset, FederatedDatasetDict, PerClassDirichl
 from hf_federated.cli.main import main
 from hf_federated.cli.train import train
 from hf_federated.data import label_counts, plot_label_shares
+from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.rows import load_rows
 from hf_federated.tasks.superglue import LABELS
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hf_federated.experiments.schema import RecipeError
+from hf_federated.experiments.recipe_schema import RecipeError
 
 
 DEFAULT_SCALE = "default"

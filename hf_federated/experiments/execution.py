@@ -18,8 +18,8 @@ from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
 from hf_federated.distillation import DISTILLATIONS
 from hf_federated.experiments.baselines import BaselineResult, Baselines
-from hf_federated.experiments.inputs import Inputs, load_client_specs, load_inputs, load_model, load_tokenizer
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
+from hf_federated.experiments.recipe_loading import Inputs, load_client_specs, load_inputs, load_model, load_tokenizer
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
@@ -45,7 +45,7 @@ class Run:
         recipe ([`Recipe`]): The recipe.
         federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved; of a split model the
             rounds are its epochs, and it says no more than how long baselines train.
-        inputs ([`~hf_federated.experiments.inputs.Inputs`]): Training clients and test rows.
+        inputs ([`~hf_federated.experiments.recipe_loading.Inputs`]): Training clients and test rows.
         trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): Ready to train.
         baselines ([`~hf_federated.experiments.baselines.Baselines`]): Ready to train.
     """
@@ -224,7 +224,7 @@ def evaluate_further(trainer: Any, inputs: Inputs) -> dict[str, dict[str, float]
 
     Args:
         trainer (`transformers.Trainer`): With the model.
-        inputs ([`~hf_federated.experiments.inputs.Inputs`]): With the rows.
+        inputs ([`~hf_federated.experiments.recipe_loading.Inputs`]): With the rows.
     """
     further = {}
     for split, rows in inputs.further_tests.items():
@@ -243,7 +243,7 @@ def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]
 
     Args:
         values (`dict[str, Any]`): The run's recipe, as
-            [`~hf_federated.experiments.recipe_file.read_values`] returns one.
+            [`~hf_federated.experiments.recipe_yaml.read_values`] returns one.
         method (`str`): `"federated"`, `"centralized"` or `"local"`.
         folder (`Path`): What the run may write to, and nobody else has.
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_
 
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.raw_data import RawRows, load_rows
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
-from hf_federated.experiments.rows import RawRows, load_rows
 from hf_federated.tasks import (
     LanguageModeling,
     QuestionAnswering,

@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_datase
 
 from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
 from hf_federated.data.storage.partition_file import PARTITION_FILE
-from hf_federated.experiments.files import check_one_format, check_one_schema, is_absent, load_file
+from hf_federated.experiments.data_files import check_one_format, check_one_schema, is_absent, load_file
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DEFAULT_TEST_CLIENTS, DataSection, PublicSection
 from hf_federated.tasks import Task
