@@ -20,11 +20,11 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from hf_federated.audits import AuditConfig, Inversion, audit_leakage, plot_leakage
 from hf_federated.cards.leakage import add_leakage, embedding_text, inversion_table, leakage_report, targets_text
 from hf_federated.cards.tables import plural
+from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.cli.partition import load_splits
 from hf_federated.data import DatasetSource
 from hf_federated.data.plots.figures import require_matplotlib
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.options import add_dataclass_options, build_from_options
 from hf_federated.tasks.metrics.base import require_extra
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from datasets import DatasetDict, get_dataset_split_names, load_dataset
 
+from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.data_files import check_one_format, is_absent, load_file
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.options import add_dataclass_options, build_from_options
 
 
 def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> None:

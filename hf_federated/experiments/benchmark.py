@@ -7,7 +7,6 @@ a folder for each recipe, and what a run writes itself in `runs/<name>/seed-<see
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
 import time
@@ -50,39 +49,34 @@ RESULT_FIELDS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML files with a section benchmark")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="change a field of all recipes, for example federation.num_rounds=5; the value is YAML; may be repeated",
-    )
-    parser.add_argument(
-        "--seeds", metavar="SEED", nargs="+", type=int, help="these seeds instead of the recipe's benchmark.seeds"
-    )
-    parser.add_argument("--only", metavar="RUN", nargs="+", help="make only the runs of these names")
-    parser.add_argument(
-        "--output-dir", metavar="DIR", help=f"gets a folder for each recipe (default: {DEFAULT_DIR.as_posix()})"
-    )
-    parser.add_argument(
-        "--reuse",
-        metavar="DIR",
-        nargs="+",
-        default=[],
-        help="folders of other recipes, with runs.jsonl: a run of theirs that has the same settings and the same seed "
-        "under any name is taken and not made again",
-    )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--report", action="store_true", help="report the runs that are done, and run nothing")
-    instead.add_argument("--dry-run", action="store_true", help="list the runs and which are done, and run nothing")
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """
+    Which recipes to run, and how.
+
+    Args:
+        recipes (`Sequence[str]`): Paths of YAML files with a section `benchmark`.
+        overrides (`Sequence[str]`, *optional*): `section.field=value` each, applied to all recipes.
+        seeds (`Sequence[int]`, *optional*): Seeds that replace the recipe's `benchmark.seeds`.
+        only (`Sequence[str]`, *optional*): Names of the runs to execute. Defaults to all runs.
+        output_dir (`str`, *optional*): Parent of the folders of the recipes. Defaults to `outputs/benchmarks`.
+        reuse (`Sequence[str]`, *optional*): Folders of other recipes whose finished runs are reused.
+        report (`bool`, *optional*, defaults to `False`): Report the finished runs and execute none.
+        dry_run (`bool`, *optional*, defaults to `False`): List the runs and execute none.
+    """
+
+    recipes: Sequence[str]
+    overrides: Sequence[str] = ()
+    seeds: Sequence[int] | None = None
+    only: Sequence[str] | None = None
+    output_dir: str | None = None
+    reuse: Sequence[str] = ()
+    report: bool = False
+    dry_run: bool = False
 
 
-def benchmark(
-    arguments: argparse.Namespace,
+def run_benchmark(
+    options: BenchmarkOptions,
     read: Callable[[str, Sequence[str]], dict[str, Any]],
     check: Callable[[dict[str, Any]], None],
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
@@ -93,8 +87,8 @@ def benchmark(
     Carries the command out. Runs that are done are not made again; a run that fails does not keep the others back.
 
     Args:
-        arguments (`argparse.Namespace`):
-            Those of [`add_arguments`].
+        options ([`BenchmarkOptions`]):
+            The recipes and how to run them.
         read (`Callable`):
             Path of a recipe and overrides to the recipe as read from YAML, `benchmark` included.
         check (`Callable`):
@@ -120,8 +114,8 @@ def benchmark(
         CommandError: If a recipe cannot be run, another benchmark writes to the folder, or a log is damaged; also
             after the first run of a recipe whose `benchmark.metric` the task does not have.
     """
-    grids = _read_grids(arguments, read, partition_has_seed)
-    if arguments.report:
+    grids = _read_grids(options, read, partition_has_seed)
+    if options.report:
         done = [finished(read_records(grid.folder), grid.runs) for grid in grids]
         for grid, found in zip(grids, done, strict=True):
             echo(_heading(grid, grid.runs, found))
@@ -131,11 +125,11 @@ def benchmark(
         for run in grid.runs:
             with _named(f"{grid.path}, run {run.name!r}"):
                 check(run.values)
-    if arguments.dry_run:
+    if options.dry_run:
         for grid in grids:
-            _list_runs(grid, finished(read_records(grid.folder), grid.runs), arguments.only, echo)
+            _list_runs(grid, finished(read_records(grid.folder), grid.runs), options.only, echo)
         return 0
-    reusable = [Path(folder) for folder in arguments.reuse]
+    reusable = [Path(folder) for folder in options.reuse]
     for folder in reusable:
         if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
             raise CommandError(f"--reuse {folder}: there is no {LOG_NAME}.")
@@ -144,7 +138,7 @@ def benchmark(
         # All folders are taken before the first run, which may be hours before the last.
         logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
         for grid, log in zip(grids, logs, strict=True):
-            failures += _run_grid(grid, log, arguments.only, execute, echo, reusable)
+            failures += _run_grid(grid, log, options.only, execute, echo, reusable)
         _finish(grids, [log.finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
     if failures:
         echo(f"\n{_count(len(failures), 'run')} failed; the same command makes only these again:")
@@ -170,26 +164,26 @@ class _Grid:
 
 
 def _read_grids(
-    arguments: argparse.Namespace,
+    options: BenchmarkOptions,
     read: Callable[[str, Sequence[str]], dict[str, Any]],
     partition_has_seed: bool | Callable[[dict[str, Any]], bool],
 ) -> list[_Grid]:
     grids: dict[Path, _Grid] = {}
-    for path in arguments.recipes:
-        values = read(path, arguments.overrides)
+    for path in options.recipes:
+        values = read(path, options.overrides)
         with _named(path):
             section = read_section(values)
-            if arguments.seeds:
-                section = dataclasses.replace(section, seeds=arguments.seeds)
+            if options.seeds:
+                section = dataclasses.replace(section, seeds=list(options.seeds))
             runs = plan(values, section, partition_has_seed)
-        folder = Path(arguments.output_dir or DEFAULT_DIR) / Path(path).stem
+        folder = Path(options.output_dir or DEFAULT_DIR) / Path(path).stem
         if folder in grids:
             raise CommandError(
                 f"{grids[folder].path} and {path} would both write to {folder}; run them with different --output-dir."
             )
         grids[folder] = _Grid(path, folder, section, runs)
     known = list(dict.fromkeys(name for grid in grids.values() for name in grid.section.runs))
-    for name in arguments.only or []:
+    for name in options.only or []:
         if name not in known:
             raise CommandError(f"--only {name!r} is not a run. The runs are {', '.join(known)}.")
     return list(grids.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -12,7 +14,6 @@ from enum import Enum
 from typing import Any, Literal
 
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.options import argument_texts
 
 
 class RecipeError(CommandError):
@@ -44,6 +45,15 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
         help_text = item.metadata.get("help") or texts.get(item.name, "")
         fields[item.name] = RecipeField(item.name, annotations[item.name], default, help_text)
     return fields
+
+
+def argument_texts(cls: type) -> dict[str, str]:
+    """The texts of a docstring's `Args:`, the first sentence of each."""
+    documentation = inspect.getdoc(cls) or ""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
+    entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
+    return {name: re.split(r"(?<=\.) ", text)[0].rstrip(".").replace("`", "") for name, text in texts.items()}
 
 
 def type_name(annotation: Any) -> str:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import yaml
 
-from hf_federated.experiments.benchmark import add_arguments, benchmark
+from hf_federated.cli.benchmark import add_arguments, benchmark_options
+from hf_federated.experiments.benchmark import run_benchmark
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.run_log import RunLog, read_records
 
@@ -108,7 +109,7 @@ class Command:
             return execute(run, folder)
 
         arguments = parser.parse_args([*argv, "--output-dir", str(self.folder)])
-        return benchmark(arguments, read, check, counted, echo=self.lines.append)
+        return run_benchmark(benchmark_options(arguments), read, check, counted, echo=self.lines.append)
 
     @property
     def output(self) -> str:

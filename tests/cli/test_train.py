@@ -14,12 +14,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 from hf_federated import FederatedConfig, FederatedDatasetDict, LabelDirichletPartitioner
 from hf_federated.cli.main import main
-from hf_federated.cli.train import closing_table, train
 from hf_federated.clients import ClientSampler
 from hf_federated.experiments.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
 from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.recipe_loading import load_inputs, load_model, load_tokenizer
+from hf_federated.experiments.train_recipe import closing_table, train_recipe
 
 
 def set_all(*values: str) -> list[str]:
@@ -60,12 +60,12 @@ def test_a_federation_learns_the_word_that_gives_the_label_away(recipe_path):
         recipe_path,
         ["federation.num_rounds=12", "federation.clients_per_round=10", "training.seed=1", "training.eval_steps=12"],
     )
-    assert train(recipe)["federated"]["metrics"]["accuracy"] > 0.9
+    assert train_recipe(recipe)["federated"]["metrics"]["accuracy"] > 0.9
 
 
 def test_a_lora_recipe_leaves_an_adapter(recipe_path, tmp_path):
     recipe = load_recipe(recipe_path, ["model.lora={r: 2, target_modules: [query, value]}"])
-    results = train(recipe)
+    results = train_recipe(recipe)
     model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "run", num_labels=2)
     sent = [value for name, value in model.named_parameters() if "lora_" in name or "modules_to_save" in name]
     # Two clients; the adapter alone, and the header of a message, which on a tiny model weighs as much.
@@ -73,7 +73,7 @@ def test_a_lora_recipe_leaves_an_adapter(recipe_path, tmp_path):
 
 
 def test_results_over_held_out_clients_are_given_on_request(recipe_path):
-    results = train(load_recipe(recipe_path, ["federation.evaluate_clients=true"]))
+    results = train_recipe(load_recipe(recipe_path, ["federation.evaluate_clients=true"]))
     over_clients = results["federated"]["over_clients"]
     # Four clients of four rows each: the mean over clients is the mean over rows.
     assert over_clients["federated/eval_accuracy_mean"] == pytest.approx(results["federated"]["metrics"]["accuracy"])
@@ -143,7 +143,7 @@ def test_every_task_trains_beside_its_baselines(recipe_path, texts_dir, model_di
             "plots=true",
         ],
     )
-    results = train(recipe)
+    results = train_recipe(recipe)
     assert results["metric"] == metric
     assert (results["num_train_clients"], results["num_test_clients"], results["num_test_rows"]) == (6, None, 12)
     for metrics in (
@@ -274,7 +274,7 @@ def test_test_rows_belong_to_the_clients_when_these_are_evaluated(recipe_path, t
             "federation.evaluate_clients=true",
         ],
     )
-    results = train(recipe)
+    results = train_recipe(recipe)
     assert results["num_test_clients"] is None  # no client is held out
     over_clients = results["federated"]["over_clients"]
     assert over_clients["federated/eval_accuracy_worst"] <= over_clients["federated/eval_accuracy_mean"] <= 1
@@ -294,7 +294,7 @@ def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp
         assert rows["id"][:] == cut[client_id]["id"][:]
     assert (len(raw.train), len(raw.test)) == ((4, 12) if test_split is None else (5, 12))
     assert raw.task.label_names == ("x", "y", "z")
-    assert train(recipe)["num_train_clients"] == len(raw.train)
+    assert train_recipe(recipe)["num_train_clients"] == len(raw.train)
     with pytest.raises(ValueError, match="cut into clients already"):
         load_rows(load_recipe(recipe_path, [*overrides, "partition={name: iid, num_clients: 2}"]))
 

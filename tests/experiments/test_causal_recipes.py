@@ -12,10 +12,10 @@ from superglue_raw import files
 from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
-from hf_federated.cli.train import closing_table, train
 from hf_federated.experiments.execution import measure
 from hf_federated.experiments.recipe import RecipeError, check_recipe, load_recipe
 from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.train_recipe import closing_table, train_recipe
 from hf_federated.tasks import Summarization, superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
 
@@ -33,7 +33,7 @@ def test_a_recipe_fills_blanks(recipe_path, llama_dir, tmp_path):
         "federation.clients_per_round=3",
         "plots=true",
     ]
-    results = train(load_recipe(recipe_path, overrides))
+    results = train_recipe(load_recipe(recipe_path, overrides))
     assert results["metric"] == "superglue_score" and results["num_train_clients"] == 8
     metrics = results["federated"]["metrics"]
     assert metrics["superglue_score"] == pytest.approx(np.mean([metrics[f"{name}_score"] for name in LABELS]))
@@ -48,7 +48,7 @@ def test_a_recipe_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
         "partition={name: natural, column: site}",
         "compare=[centralized]",
     ]
-    results = train(load_recipe(recipe_path, overrides))
+    results = train_recipe(load_recipe(recipe_path, overrides))
     assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
     assert 0 <= results["federated"]["metrics"]["rougeL"] <= 1
     assert 0 <= results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
@@ -67,7 +67,7 @@ def test_a_split_model_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_p
         "split={strategy: serial, encryption: true}",
         "compare=[centralized]",
     ]
-    results = train(load_recipe(recipe_path, overrides))
+    results = train_recipe(load_recipe(recipe_path, overrides))
     assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
     assert 0 < results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
     # The model that it saved writes the same, unsplit.
@@ -124,7 +124,7 @@ def test_a_split_recipe_trains_beside_its_baseline(recipe_path, llama_dir, cloze
         "card={license: mit, tags: [copa]}",
         "plots=true",
     ]
-    results = train(load_recipe(recipe_path, overrides))
+    results = train_recipe(load_recipe(recipe_path, overrides))
     folder, table = tmp_path / "run", capsys.readouterr().out
     assert "\n".join(closing_table(results)) in table and "split (client_batch) minus centralized" in table
     assert json.loads((folder / "results.json").read_text()) == results

@@ -11,13 +11,13 @@ import yaml
 from datasets import load_dataset
 
 from hf_federated.cli.main import main
-from hf_federated.cli.train import closing_table
 from hf_federated.experiments.execution import build_run, measure, run_federated
 from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.recipe_loading import load_inputs, load_tokenizer
 from hf_federated.experiments.recipe_schema import RecipeError
 from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.train_recipe import closing_table
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_federated import FederatedConfig, IidPartitioner
-from hf_federated.cli.main import main, recipe_help
+from hf_federated.cli.field_help import recipe_help
+from hf_federated.cli.main import main
 from hf_federated.experiments import recipe as recipe_module
 from hf_federated.experiments.recipe import choices, load_recipe, sections
 from hf_federated.experiments.recipe_schema import RecipeError, fits, type_name

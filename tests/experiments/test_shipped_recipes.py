@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_federated.cli.train import train
 from hf_federated.experiments.execution import measure
 from hf_federated.experiments.grid import plan, read_section
 from hf_federated.experiments.recipe import check_recipe, load_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.train_recipe import train_recipe
 
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -72,7 +72,7 @@ def tiny(values, model_dir, texts_dir, superglue_dir):
 @pytest.mark.parametrize("path", COMMANDS["train"], ids=lambda path: path.stem)
 def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, superglue_dir, tmp_path):
     recipe = load_recipe(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
-    results = train(recipe, output_dir=str(tmp_path))
+    results = train_recipe(recipe, output_dir=str(tmp_path))
     assert results["federated"]["bytes_up"] > 0
     assert path.read_text().startswith(f"# hf-federated train recipes/{path.parent.name}/{path.name}")
 

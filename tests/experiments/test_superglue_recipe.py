@@ -11,10 +11,10 @@ from superglue_raw import benchmark
 
 from hf_federated import FederatedDataset, FederatedDatasetDict, PerClassDirichletPartitioner
 from hf_federated.cli.main import main
-from hf_federated.cli.train import train
 from hf_federated.data import label_counts, plot_label_shares
 from hf_federated.experiments.raw_data import load_rows
 from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.train_recipe import train_recipe
 from hf_federated.tasks.superglue import LABELS
 
 
@@ -86,7 +86,7 @@ def test_a_recipe_trains_all_tasks(recipe_path, superglue_dir, model_dir, tmp_pa
             *writes,
         ],
     )
-    results = train(recipe)
+    results = train_recipe(recipe)
     metrics = results["federated"]["metrics"]
     assert results["metric"] == "superglue_score"
     scores = [metrics[f"{name}_score"] for name in LABELS]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import re
 import types
 import typing
 from typing import Any
+
+from hf_federated.experiments.recipe_schema import argument_texts
 
 
 def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -51,15 +52,6 @@ def writable_fields(cls: type) -> dict[dataclasses.Field, Any]:
     hints = typing.get_type_hints(cls)
     fields = {field: _writable(hints[field.name]) for field in dataclasses.fields(cls)}
     return {field: annotation for field, annotation in fields.items() if annotation is not None}
-
-
-def argument_texts(cls: type) -> dict[str, str]:
-    """The texts of a docstring's `Args:`, the first sentence of each."""
-    documentation = inspect.getdoc(cls) or ""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
-    entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
-    return {name: re.split(r"(?<=\.) ", text)[0].rstrip(".").replace("`", "") for name, text in texts.items()}
 
 
 def _writable(annotation: Any) -> Any:
