@@ -1,1 +1,1 @@
-"""The command line: `hf-federated train RECIPE.yaml`."""
+"""The command line interface, `hf-federated`."""

@@ -1,4 +1,4 @@
-"""`hf-federated audit`: what hidden states and embedding gradients of a split model's client tell of its text."""
+"""`hf-federated audit`: measure how much text the hidden states and embedding gradients of a split model reveal."""
 
 from __future__ import annotations
 
@@ -29,27 +29,34 @@ from hf_federated.tasks.metrics.base import require_extra
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("model", metavar="MODEL", help="a decoder model or an adapter: a folder, or its id on the Hub")
-    parser.add_argument("data", metavar="DATA", help="a data set of the Hub, a folder, or a CSV, JSON or Parquet file")
-    parser.add_argument("--text-column", default="text", help="the column with the texts (default: %(default)s)")
-    parser.add_argument("--name", metavar="CONFIG", help="the data set's configuration")
-    parser.add_argument("--split", help="the split to take rows from (default: train, or the first)")
-    parser.add_argument("--revision", help="a branch, tag or commit of a data set of the Hub")
-    parser.add_argument("--model-revision", help="a branch, tag or commit of a model of the Hub")
+    """Add the arguments of the command to a parser."""
+    parser.add_argument("model", metavar="MODEL", help="a decoder model or an adapter: a folder or Hub id")
+    parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")
+    parser.add_argument("--text-column", default="text", help="the column of the texts (default: %(default)s)")
+    parser.add_argument("--name", metavar="CONFIG", help="configuration of the dataset")
+    parser.add_argument("--split", help="the split to use (default: train, or else the first split)")
+    parser.add_argument("--revision", help="branch, tag or commit of a dataset on the Hub")
+    parser.add_argument("--model-revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument(
         "--victim-model",
         metavar="MODEL",
-        help="whose head the victims have, if it is another, as one with a trained adapter",
+        help="the model whose head the victims use, if it differs from MODEL, such as a model with a trained adapter",
     )
-    parser.add_argument("--output", metavar="DIR", required=True, help="where audit.json, report.md and audit.png go")
-    parser.add_argument("--card", metavar="FILE", help="a model card, README.md, that gets a section with the result")
+    parser.add_argument(
+        "--output", metavar="DIR", required=True, help="folder for audit.json, report.md and audit.png"
+    )
+    parser.add_argument(
+        "--card", metavar="FILE", help="a model card (README.md) to which a section with the results is added"
+    )
     add_dataclass_options(parser, AuditConfig)
 
 
 def audit(arguments: argparse.Namespace) -> None:
     """
-    Carries the command out.
+    Execute the command.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
         CommandError: If the model, the data or an option cannot be used.
@@ -60,9 +67,9 @@ def audit(arguments: argparse.Namespace) -> None:
         config: AuditConfig = build_from_options(AuditConfig, arguments)
     _check_device(config.device)
     if arguments.card is not None and not Path(arguments.card).is_file():
-        raise CommandError(f"--card: there is no file {arguments.card}.")
+        raise CommandError(f"--card: the file {arguments.card} does not exist.")
     if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
-        raise CommandError(f"--output: {arguments.output} is a file, and no folder.")
+        raise CommandError(f"--output: {arguments.output} is a file. Choose a folder.")
     texts = load_texts(arguments)
     with command_errors(arguments.model):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
@@ -73,33 +80,39 @@ def audit(arguments: argparse.Namespace) -> None:
             victim_model = _load_model(arguments.victim_model, None)
     with command_errors(arguments.model):
         order = np.random.default_rng(config.seed).permutation(len(texts))
-        drawn = [texts[number] for number in order]
-        own, others = drawn[: config.num_attacker_rows], drawn[config.num_attacker_rows :]
+        shuffled = [texts[number] for number in order]
+        attacker_texts = shuffled[: config.num_attacker_rows]
+        victim_texts = shuffled[config.num_attacker_rows :]
         names = {
-            "model_name": _shown(arguments.model),
-            "data_name": _shown_data(arguments.data),
+            "model_name": _public_name(arguments.model),
+            "data_name": _public_data_name(arguments.data),
             "versions": _versions(),
         }
-        found = audit_leakage(model, tokenizer, own, others, config, victim_model, _tell, **names)
-    print(f"\n{inversion_table(found.inversions)}\n\n{targets_text(found)}\n\n{embedding_text(found)}\n")
+        result = audit_leakage(
+            model, tokenizer, attacker_texts, victim_texts, config, victim_model, _print_inversion, **names
+        )
+    print(f"\n{inversion_table(result.inversions)}\n\n{targets_text(result)}\n\n{embedding_text(result)}\n")
     with command_errors(f"--output {arguments.output}"):
         folder = Path(arguments.output)
         folder.mkdir(parents=True, exist_ok=True)
-        found.save(folder / "audit.json")
-        plot_leakage(found, folder / "audit.png")
-        (folder / "report.md").write_text(leakage_report(found, "audit.png"), encoding="utf-8")
+        result.save(folder / "audit.json")
+        plot_leakage(result, folder / "audit.png")
+        (folder / "report.md").write_text(leakage_report(result, "audit.png"), encoding="utf-8")
     if arguments.card is not None:
         card = Path(arguments.card)
-        card.write_text(add_leakage(card.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print(f"Written to {arguments.output}: audit.json, report.md, audit.png.")
+        card.write_text(add_leakage(card.read_text(encoding="utf-8"), result), encoding="utf-8")
+    print(f"Wrote audit.json, report.md and audit.png to {arguments.output}.")
 
 
 def load_texts(arguments: argparse.Namespace) -> list[str]:
     """
-    The texts of the rows that a user named, without empty ones.
+    Load the texts of a dataset, without empty texts.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
-        CommandError: If there is no such column, or it holds no texts.
+        CommandError: If the column does not exist, is not of type string, or has only empty texts.
     """
     splits: Mapping[str, Any] = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
     rows = splits["train"] if "train" in splits else next(iter(splits.values()))
@@ -109,33 +122,33 @@ def load_texts(arguments: argparse.Namespace) -> list[str]:
     if not isinstance(feature, Value) or feature.dtype not in ("string", "large_string"):
         texts = [name for name, kind in table.features.items() if isinstance(kind, Value) and "string" in kind.dtype]
         raise CommandError(
-            f"--text-column {arguments.text_column}: {arguments.data} has no column of texts of that name; it has"
-            f" {', '.join(texts) or 'none at all'}."
+            f"--text-column {arguments.text_column}: {arguments.data} has no text column with this name. Its text"
+            f" columns are: {', '.join(texts) or 'none'}."
         )
-    found = [text for text in table[arguments.text_column] if text and text.strip()]
-    if not found:
-        raise CommandError(f"--text-column {arguments.text_column}: no row of {arguments.data} has a text.")
-    return found
+    non_empty = [text for text in table[arguments.text_column] if text and text.strip()]
+    if not non_empty:
+        raise CommandError(f"--text-column {arguments.text_column}: all texts of {arguments.data} are empty.")
+    return non_empty
 
 
-def _tell(found: Inversion) -> None:
-    """One line as soon as there is something to tell: a decoder takes minutes."""
-    where = f"{plural(found.head_blocks, 'block')} before the cut, {found.wire_dtype}, {found.attacker}"
-    print(f"{where}: {100 * found.token_recall:.1f} % of the tokens", flush=True)
+def _print_inversion(inversion: Inversion) -> None:
+    """Print the result of one attack immediately, because training a decoder takes minutes."""
+    setting = f"{plural(inversion.head_blocks, 'block')} before the cut, {inversion.wire_dtype}, {inversion.attacker}"
+    print(f"{setting}: {100 * inversion.token_recall:.1f} % of the tokens", flush=True)
 
 
 def _load_model(name: str, revision: str | None) -> PreTrainedModel:
-    """A model, or that of an adapter with the adapter merged."""
-    # In float32: what halves of the precision hide from an attacker is the wire's to say.
-    as_read = {"dtype": torch.float32, "use_safetensors": True}
+    """Load a model, or the base model of an adapter with the adapter merged."""
+    # The model is in float32, because the audit measures the effect of lower precision with `wire_dtypes`.
+    options = {"dtype": torch.float32, "use_safetensors": True}
     if find_adapter_config_file(name, revision=revision) is None:
-        return AutoModelForCausalLM.from_pretrained(name, revision=revision, **as_read)
-    # PEFT would unpickle an adapter that has no such file.
+        return AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
+    # Require the safetensors file, because PEFT would unpickle an adapter without it.
     cached_file(name, SAFETENSORS_WEIGHTS_NAME, revision=revision)
     config = PeftConfig.from_pretrained(name, revision=revision)
     if config.is_prompt_learning:
-        raise ValueError("Prefixes are not part of the hidden states that are attacked: give the model without them.")
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **as_read)
+        raise ValueError("Prefixes are not part of the attacked hidden states. Audit the model without the prefixes.")
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **options)
     return PeftModel.from_pretrained(base, name, revision=revision).merge_and_unload()
 
 
@@ -146,15 +159,15 @@ def _check_device(device: str) -> None:
         raise CommandError(f"--device {device}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _shown(name: str) -> str:
-    """A Hub id as it is; of a path of this machine its last part."""
+def _public_name(name: str) -> str:
+    """Return a Hub id unchanged, and only the last part of a local path."""
     return Path(name).name if Path(name).exists() else name
 
 
-def _shown_data(name: str) -> str:
-    """As `_shown`; of a file with the folder that it is in, for many are called `train`."""
+def _public_data_name(name: str) -> str:
+    """Like `_public_name`, but a file name includes its folder, because many files are named `train`."""
     path = Path(name)
-    return f"{path.resolve().parent.name}/{path.name}" if path.is_file() else _shown(name)
+    return f"{path.resolve().parent.name}/{path.name}" if path.is_file() else _public_name(name)
 
 
 def _versions() -> dict[str, str]:

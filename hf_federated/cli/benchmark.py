@@ -13,34 +13,38 @@ from hf_federated.experiments.recipe_yaml import read_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML files with a section benchmark")
+    """Add the arguments of the command to a parser."""
+    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML file with a section benchmark")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         dest="overrides",
         action="append",
         default=[],
-        help="change a field of all recipes, for example federation.num_rounds=5; the value is YAML; may be repeated",
+        help="set a field of all recipes to a YAML value, for example federation.num_rounds=5; can be repeated",
     )
     parser.add_argument(
-        "--seeds", metavar="SEED", nargs="+", type=int, help="these seeds instead of the recipe's benchmark.seeds"
+        "--seeds", metavar="SEED", nargs="+", type=int, help="seeds that replace benchmark.seeds of the recipes"
     )
-    parser.add_argument("--only", metavar="RUN", nargs="+", help="make only the runs of these names")
+    parser.add_argument("--only", metavar="RUN", nargs="+", help="names of the runs to execute (default: all)")
     parser.add_argument(
-        "--output-dir", metavar="DIR", help=f"gets a folder for each recipe (default: {DEFAULT_DIR.as_posix()})"
+        "--output-dir",
+        metavar="DIR",
+        help=f"parent of the output folder of each recipe (default: {DEFAULT_DIR.as_posix()})",
     )
     parser.add_argument(
         "--reuse",
         metavar="DIR",
         nargs="+",
         default=[],
-        help="folders of other recipes, with runs.jsonl: a run of theirs that has the same settings and the same seed "
-        "under any name is taken and not made again",
+        help="output folders of other recipes, with a runs.jsonl; their finished runs with the same settings and seed "
+        "are reused, also if they have a different name",
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--report", action="store_true", help="report the runs that are done, and run nothing")
-    instead.add_argument("--dry-run", action="store_true", help="list the runs and which are done, and run nothing")
+    instead.add_argument("--report", action="store_true", help="report the finished runs without executing any run")
+    instead.add_argument(
+        "--dry-run", action="store_true", help="list the finished and pending runs without executing any run"
+    )
 
 
 def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
@@ -58,14 +62,13 @@ def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
-    """Carries the command out; returns the exit code."""
+    """Execute the command and return the exit code."""
 
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-        from hf_federated.experiments.execution import (
-            measure,  # takes a second, which reports and mistakes need not wait for
-        )
+        # The import takes a second. It is delayed, so that reports and error messages appear quickly.
+        from hf_federated.experiments.execution import measure_run
 
-        # A folder for each recipe that the run ever had: what is found in it is of this one.
-        return measure(planned.values, planned.method, folder / planned.digest[:12])
+        # The digest in the path separates the files of the run from files of the run with different settings.
+        return measure_run(planned.values, planned.method, folder / planned.digest[:12])
 
     return run_benchmark(benchmark_options(arguments), read_values, check_recipe, execute, partitioner_has_seed)

@@ -1,4 +1,4 @@
-"""`hf-federated certificates`: who may speak with the server of a split model, and who the server is."""
+"""`hf-federated certificates`: create the certificates of the server and the clients of a split model."""
 
 from __future__ import annotations
 
@@ -11,40 +11,51 @@ from hf_federated.security.keys import DEFAULT_RSA_BITS, fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("folder", metavar="DIR", help="where the certificates and keys are written")
+    """Add the arguments of the command to a parser."""
+    parser.add_argument("folder", metavar="DIR", help="folder for the certificates and keys")
     parser.add_argument(
         "--server",
         metavar="NAME",
         action="append",
         default=[],
-        help="a host name or IP address under which clients reach the server; may be repeated",
-    )
-    parser.add_argument("--client", metavar="ID", action="append", default=[], help="a client's id; may be repeated")
-    parser.add_argument("--days", type=int, default=365, help="how long they are good for (default: %(default)s)")
-    parser.add_argument(
-        "--ca-days", type=int, default=3650, help="how long a new authority is good for (default: %(default)s)"
+        help="a host name or IP address of the server; can be repeated",
     )
     parser.add_argument(
-        "--rsa-bits", type=int, default=DEFAULT_RSA_BITS, help="size of the keys (default: %(default)s)"
+        "--client", metavar="ID", action="append", default=[], help="the id of a client; can be repeated"
+    )
+    parser.add_argument(
+        "--days", type=int, default=365, help="validity of the certificates in days (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ca-days",
+        type=int,
+        default=3650,
+        help="validity of a new certificate authority in days (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rsa-bits", type=int, default=DEFAULT_RSA_BITS, help="size of the RSA keys in bits (default: %(default)s)"
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the server's and clients' certificates and keys; never the authority",
+        help="replace existing certificates and keys of the server and the clients, but not of the authority",
     )
 
 
 def certificates(arguments: argparse.Namespace) -> None:
     """
-    Carries the command out.
+    Execute the command.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
-        CommandError: If a name is not allowed, or a file is there already.
+        CommandError: If a name is invalid, or a file exists already.
     """
     if not arguments.server and not arguments.client:
         raise CommandError(
-            "say what to make: --server NAME for each of the server's names, --client ID for each client."
+            "no certificate was requested. Add --server NAME for each name of the server and --client ID for each"
+            " client."
         )
     with command_errors(arguments.folder):
         try:
@@ -63,6 +74,7 @@ def certificates(arguments: argparse.Namespace) -> None:
         print(f"{path}  {fingerprint(path.read_bytes())}")
     authority = Path(arguments.folder) / "ca.pem"
     print(
-        f"\nGive each party {authority}, its own .pem and .key and no other's; clients also the server's fingerprint."
-        f"\nKeep {authority.with_suffix('.key')} to yourself: who has it can make clients."
+        f"\nGive the server and each client {authority} and only their own .pem and .key. Clients also need the"
+        f" fingerprint of the server.\nKeep {authority.with_suffix('.key')} secret: it allows its owner to"
+        " create certificates for new clients."
     )

@@ -1,4 +1,4 @@
-"""Options of a command that are the fields of a dataclass."""
+"""Command line options that correspond to the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import types
 import typing
 from typing import Any
 
-from hf_federated.experiments.recipe_schema import argument_texts
+from hf_federated.experiments.recipe_schema import argument_help
 
 
 def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
     """
-    Adds an option for each field: `num_clients` becomes `--num-clients`, with the docstring's text as its help.
+    Add a group with one option per field of a dataclass, such as `--num-clients` for `num_clients`.
+
+    The help of an option is the first sentence of the argument in the class docstring.
 
     Args:
-        parser (`argparse.ArgumentParser`): Gets a group of options.
-        cls (`type`): A dataclass with the docstring of this project. Fields that a command line cannot write
-            (functions, other objects) have no option.
+        parser (`argparse.ArgumentParser`): The parser to extend.
+        cls (`type`): A dataclass with an `Args:` section in its docstring. Fields that a command line cannot
+            represent, such as functions and other objects, have no option.
     """
     group = parser.add_argument_group(f"options of {cls.__name__}", (inspect.getdoc(cls) or "").split("\n\n")[0])
-    texts = argument_texts(cls)
-    for field, annotation in writable_fields(cls).items():
+    texts = argument_help(cls)
+    for field, annotation in option_types(cls).items():
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         required = value is dataclasses.MISSING
         shown = " ".join(map(str, value)) if isinstance(value, list) else value
@@ -42,19 +44,20 @@ def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def build_from_options(cls: type, arguments: argparse.Namespace) -> Any:
-    """An object of the dataclass from the options that were given; the others keep their defaults."""
+    """Create an instance of the dataclass from the given options. Other fields keep their defaults."""
     given = vars(arguments)
-    return cls(**{field.name: given[field.name] for field in writable_fields(cls) if field.name in given})
+    return cls(**{field.name: given[field.name] for field in option_types(cls) if field.name in given})
 
 
-def writable_fields(cls: type) -> dict[dataclasses.Field, Any]:
-    """The fields that a command line can write, with `bool`, `int`, `float`, `str`, `list[str]` or `list[int]`."""
+def option_types(cls: type) -> dict[dataclasses.Field, Any]:
+    """The fields that a command line supports, with `bool`, `int`, `float`, `str`, `list[str]` or `list[int]`."""
     hints = typing.get_type_hints(cls)
-    fields = {field: _writable(hints[field.name]) for field in dataclasses.fields(cls)}
+    fields = {field: _option_type(hints[field.name]) for field in dataclasses.fields(cls)}
     return {field: annotation for field, annotation in fields.items() if annotation is not None}
 
 
-def _writable(annotation: Any) -> Any:
+def _option_type(annotation: Any) -> Any:
+    """The type of an option for this annotation, or `None` if a command line cannot represent the type."""
     choices = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         choices = [choice for choice in typing.get_args(annotation) if choice is not type(None)]

@@ -6,30 +6,30 @@ import textwrap
 from typing import Any
 
 from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.recipe import choices, sections
+from hf_federated.experiments.recipe import named_section_fields, section_fields
 from hf_federated.experiments.recipe_schema import RecipeField, dataclass_fields, type_name
 
 
 INTRODUCTIONS = {
-    "model": "the model that every client starts from",
-    "data": "the rows, and which of them are held out to test on",
-    "task": "a task of hf_federated.tasks, by its name, and its arguments",
-    "partition": "a partitioner, by its name, and its arguments; left out for data that belong to clients already",
+    "model": "the initial model of every client",
+    "data": "the dataset, and the part of it that is held out for testing",
+    "task": "the name of a task of hf_federated.tasks, and its arguments",
+    "partition": "the name of a partitioner, and its arguments; not set for federated datasets",
     "training": "any field of transformers.TrainingArguments; a step of the run is a round",
     "federation": "any field of hf_federated.FederatedConfig",
     "split": "in place of federation: any field of hf_federated.SplitConfig; a step of the run is an optimizer step",
     "card": "any argument of Trainer.create_model_card",
-    "public": "training rows that are set aside for distillation",
-    "": "beside the sections",
+    "public": "training examples that are set aside for distillation",
+    "": "at the top level",
 }
 
 
 def _describe(section: str, item: RecipeField) -> str:
-    """One field as two or more lines of help: name, type and default, then what it is."""
+    """Describe one field in two or more lines: name, type and default, then the help."""
     default = "required" if item.required else f"default {_as_yaml(item.default)}"
     head = f"    {f'{section}.' if section else ''}{item.name}: {type_name(item.annotation)} ({default})"
     lines = textwrap.wrap(head, 100, subsequent_indent=" " * 8)
-    # The first sentence; TrainingArguments go on for paragraphs.
+    # Only the first sentence, because the help of TrainingArguments has several paragraphs.
     sentence = " ".join(item.help.split()).partition(". ")[0].rstrip(".")
     if sentence:
         lines += textwrap.wrap(sentence, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -42,12 +42,12 @@ def _as_yaml(value: Any) -> str:
 
 
 def recipe_help() -> str:
-    """Every section and field of a recipe with its type and default, as `--help` prints them."""
-    parts = ["fields of a recipe (each can be given with --set):"]
-    for section, fields in sections().items():
+    """The sections and fields of a recipe with types and defaults, as printed by `--help`."""
+    parts = ["fields of a recipe (each can be set with --set):"]
+    for section, fields in section_fields().items():
         parts.append(f"\n  {section or 'other fields'}: {INTRODUCTIONS[section]}")
         parts += [_describe(section, item) for item in fields.values()]
-    for section, classes in choices().items():
+    for section, classes in named_section_fields().items():
         parts.append(f"\n  {section}: {INTRODUCTIONS[section]}")
         parts.append(f"    {section}.name: {' | '.join(classes)}")
         for name, fields in classes.items():
@@ -57,6 +57,6 @@ def recipe_help() -> str:
 
 
 def benchmark_help() -> str:
-    """Every field of a recipe's section `benchmark`, as `--help` prints them."""
+    """The fields of the section `benchmark` of a recipe, as printed by `--help`."""
     fields = dataclass_fields(BenchmarkSection).values()
     return "\n".join(["fields of the section benchmark:", *(_describe("benchmark", item) for item in fields)])

@@ -1,4 +1,4 @@
-"""The entry point `hf-federated`."""
+"""The entry point of the command line interface `hf-federated`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_federated.server.round_loop import RoundFailedError
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Ends its help with a text that takes time to make: only when help is asked for."""
+    """A parser whose help ends with a text that is only computed when help is printed."""
 
     further_help: Callable[[], str] | None = None
 
@@ -24,14 +24,12 @@ class _CommandParser(argparse.ArgumentParser):
 
 def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
     """
-    The parser of `hf-federated` and its commands.
+    Build the parser of `hf-federated` and its commands.
 
     Args:
-        partitioner (`str`, *optional*): The partitioner that the user named, whose options `partition` then has.
+        partitioner (`str`, *optional*): Name of the partitioner whose options are added to the command `partition`.
     """
-    parser = argparse.ArgumentParser(
-        prog="hf-federated", description="Federated learning around transformers.Trainer."
-    )
+    parser = argparse.ArgumentParser(prog="hf-federated", description="Federated learning with transformers.Trainer.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_CommandParser)
     train_parser = commands.add_parser(
         "train",
@@ -42,70 +40,70 @@ def build_parser(partitioner: str | None = None) -> argparse.ArgumentParser:
     train_parser.further_help = recipe_help
     benchmark_parser = commands.add_parser(
         "benchmark",
-        help="run a recipe under several algorithms and seeds",
-        description="Make the runs that the section benchmark of a recipe lists, and compare them with the paper's.",
+        help="run a recipe with several algorithms and seeds",
+        description="Execute the runs in the section benchmark of a recipe, and compare them with published results.",
     )
     benchmark.add_arguments(benchmark_parser)
     benchmark_parser.further_help = benchmark_help
     partition_parser = commands.add_parser(
         "partition",
         allow_abbrev=False,
-        help="cut a data set into clients",
-        description="Cut a data set into clients, and save them to a folder or push them to the Hub.",
+        help="partition a dataset into clients",
+        description="Partition a dataset into clients, and save them to a folder or push them to the Hub.",
     )
     partition.add_arguments(partition_parser, partitioner)
     inspect_parser = commands.add_parser(
         "inspect",
-        help="look at a federated data set",
-        description="Print who has how many rows of what, and draw it.",
+        help="inspect a federated dataset",
+        description="Print and plot the number of examples and the labels of each client.",
     )
     inspection.add_arguments(inspect_parser)
     certificates_parser = commands.add_parser(
         "certificates",
-        help="make certificates for a split model's server and clients",
-        description="Make a private certificate authority, and certificates that it signs for the server of a split"
-        " model and for clients. Run it again to add clients.",
+        help="create certificates for the server and the clients of a split model",
+        description="Create a private certificate authority, and certificates for the server and the clients of a"
+        " split model. Run the command again to add clients.",
     )
     certificates.add_arguments(certificates_parser)
     audit_parser = commands.add_parser(
         "audit",
-        help="measure what a split model's hidden states reveal",
-        description="Attack the hidden states and embedding gradients that would leave a client of a split model, with"
-        " rows that are at hand, and report how much of the text is read.",
+        help="measure how much text the hidden states of a split model reveal",
+        description="Attack the hidden states and embedding gradients that a client of a split model sends, using"
+        " local examples, and report how much of the text the attacks reconstruct.",
     )
     audit.add_arguments(audit_parser)
-    for name, what in (("split-server", "the server's blocks"), ("split-client", "a client's blocks and rows")):
+    for name, role in (("split-server", "the server's blocks"), ("split-client", "a client's blocks and examples")):
         run_parser = commands.add_parser(
             name,
-            help=f"train a split model over a network: {what}",
-            description=f"Train a recipe with a section split over a network, with {what} on this machine.",
+            help=f"train a split model over a network: {role}",
+            description=f"Train a recipe with a section `split` over a network, with {role} on this machine.",
         )
         split_run.add_arguments(run_parser, server=name == "split-server")
     merge_parser = commands.add_parser(
         "split-merge",
-        help="build the whole model from the parts of a split one",
-        description="Build the ordinary whole model, or PEFT adapter, from what the parties of a split model saved.",
+        help="build the full model from the parts of a split model",
+        description="Build the full model, or its PEFT adapter, from the parts that server and clients saved.",
     )
     split_merge.add_arguments(merge_parser)
     return parser
 
 
 def _named_partitioner(argv: Sequence[str] | None) -> str | None:
-    """The partitioner in the arguments, whose options the parser needs to read the others."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    peek.add_argument("--partitioner", nargs="?")
-    return peek.parse_known_args(argv)[0].partitioner
+    """The value of `--partitioner`, which is needed before parsing, because it determines further options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--partitioner", nargs="?")
+    return parser.parse_known_args(argv)[0].partitioner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs the command line.
+    Run the command line interface.
 
     Args:
-        argv (`Sequence[str]`, *optional*): The arguments; those of the process by default.
+        argv (`Sequence[str]`, *optional*): The arguments. Defaults to the arguments of the process.
 
     Returns:
-        `int`: The exit code: `0`, `1` if training failed, or `2` for a command that cannot be carried out.
+        `int`: The exit code: `0`, `1` if training failed, or `2` if the command cannot be executed.
     """
     arguments = build_parser(_named_partitioner(argv)).parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""`hf-federated partition`: a data set from the Hub or from files, cut into clients and saved or pushed."""
+"""`hf-federated partition`: partition a dataset into clients, and save it to a folder or push it to the Hub."""
 
 from __future__ import annotations
 
@@ -12,49 +12,56 @@ from datasets import DatasetDict, get_dataset_split_names, load_dataset
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.data_files import check_one_format, is_absent, load_file
+from hf_federated.experiments.data_files import check_single_format, is_missing_path, load_file
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> None:
     """
-    The command's options, with those of a partitioner.
+    Add the arguments of the command and of a partitioner to a parser.
 
     Args:
-        parser (`argparse.ArgumentParser`): The command's parser.
-        partitioner (`str`, *optional*): The partitioner that the user named.
+        parser (`argparse.ArgumentParser`): The parser of the command.
+        partitioner (`str`, *optional*): Name of the partitioner.
     """
-    parser.add_argument("data", metavar="DATA", help="a data set of the Hub, a folder, or a CSV, JSON or Parquet file")
-    parser.add_argument("--name", metavar="CONFIG", help="the data set's configuration")
-    parser.add_argument("--split", help="the split to cut (default: all, each client with the same proportions)")
-    parser.add_argument("--revision", help="a branch, tag or commit of a data set of the Hub")
-    parser.add_argument("--partitioner", required=True, choices=PARTITIONERS, help="how rows are given to clients")
-    parser.add_argument("--output", metavar="DIR", help="the folder to write")
-    parser.add_argument("--push-to-hub", metavar="REPO", help="the data set repository to push to")
-    parser.add_argument("--private", action="store_true", help="with --push-to-hub: a private repository")
-    parser.add_argument("--index-only", action="store_true", help="write row numbers instead of rows")
+    parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")
+    parser.add_argument("--name", metavar="CONFIG", help="configuration of the dataset")
+    parser.add_argument(
+        "--split", help="the split to partition (default: all splits, each with the same proportions of clients)"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a dataset on the Hub")
+    parser.add_argument(
+        "--partitioner", required=True, choices=PARTITIONERS, help="how examples are assigned to clients"
+    )
+    parser.add_argument("--output", metavar="DIR", help="the output folder")
+    parser.add_argument("--push-to-hub", metavar="REPO", help="the dataset repository to push to")
+    parser.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
+    parser.add_argument("--index-only", action="store_true", help="write row indices instead of rows")
     parser.add_argument(
         "--publish-label-counts",
         metavar="COLUMN",
-        help="write each client's rows of each label beside the data; they say something of each client",
+        help="also write the number of examples per label of each client, which reveals information about the clients",
     )
     if partitioner in PARTITIONERS:
         add_dataclass_options(parser, PARTITIONERS[partitioner])
     else:
-        parser.epilog = "The options of a partitioner: hf-federated partition --partitioner NAME --help"
+        parser.epilog = "For the options of a partitioner, run: hf-federated partition --partitioner NAME --help"
 
 
 def partition(arguments: argparse.Namespace) -> None:
     """
-    Carries the command out.
+    Execute the command.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
-        CommandError: If the data cannot be read, cut or written.
+        CommandError: If the data cannot be read, partitioned or written.
     """
     if (arguments.output is None) == (arguments.push_to_hub is None):
-        raise CommandError("say where the clients go: either --output DIR or --push-to-hub REPO.")
+        raise CommandError("the destination is missing or ambiguous. Give either --output DIR or --push-to-hub REPO.")
     if arguments.private and arguments.push_to_hub is None:
-        raise CommandError("--private is for --push-to-hub.")
+        raise CommandError("--private is only allowed with --push-to-hub.")
     with command_errors(f"--partitioner {arguments.partitioner}"):
         partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
     splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
@@ -63,14 +70,14 @@ def partition(arguments: argparse.Namespace) -> None:
         label_column = getattr(partitioner, "label_column", arguments.publish_label_counts)
         statistics = describe_partition(next(iter(clients.values())), label_column)
     print(f"{next(iter(clients))}:\n{statistics.to_markdown()}")
-    for split, others in list(clients.items())[1:]:
-        print(f"{split}: {sum(others.num_rows.values())} rows of {len(others)} clients")
+    for split, dataset in list(clients.items())[1:]:
+        print(f"{split}: {sum(dataset.num_rows.values())} examples of {len(dataset)} clients")
     if arguments.output is not None:
         with command_errors(f"--output {arguments.output}"):
             clients.save_to_disk(
                 arguments.output, label_column=arguments.publish_label_counts, index_only=arguments.index_only
             )
-        print(f"\nWritten to {arguments.output}. Look at it: hf-federated inspect {arguments.output}")
+        print(f"\nWrote {arguments.output}. To inspect it, run: hf-federated inspect {arguments.output}")
     else:
         with command_errors(f"--push-to-hub {arguments.push_to_hub}"):
             commit = clients.push_to_hub(
@@ -79,46 +86,48 @@ def partition(arguments: argparse.Namespace) -> None:
                 label_column=arguments.publish_label_counts,
                 index_only=arguments.index_only,
             )
-        print(f"\n{arguments.push_to_hub} had all of it." if commit is None else f"\nPushed: {commit.commit_url}")
+        print(
+            f"\n{arguments.push_to_hub} is already up to date." if commit is None else f"\nPushed: {commit.commit_url}"
+        )
 
 
 def load_splits(data: str, name: str | None, split: str | None, revision: str | None) -> Mapping[str, Any]:
     """
-    The splits that a user named: rows of local files, or where they lie on the Hub.
+    Load the splits of a local dataset, or resolve the splits of a dataset on the Hub.
 
     Args:
-        data (`str`): A file, a folder, or the id of a data set on the Hub.
-        name (`str`, *optional*): Its configuration.
-        split (`str`, *optional*): The split wanted; all if left out.
-        revision (`str`, *optional*): A revision of a data set on the Hub.
+        data (`str`): A file, a folder, or a Hub id.
+        name (`str`, *optional*): Configuration of the dataset.
+        split (`str`, *optional*): Name of a split. Defaults to all splits.
+        revision (`str`, *optional*): Branch, tag or commit of a dataset on the Hub.
 
     Returns:
-        `Mapping[str, datasets.Dataset or DatasetSource]`: By split.
+        `Mapping[str, datasets.Dataset or DatasetSource]`: A `Dataset` (local) or `DatasetSource` (Hub) by split.
 
     Raises:
-        CommandError: If there is no such data, or it cannot be read.
+        CommandError: If the dataset does not exist or cannot be read.
     """
     path = Path(data)
     if path.exists() and revision is not None:
-        raise CommandError(f"--revision is for a data set of the Hub; {data} is here.")
+        raise CommandError(f"--revision is only allowed for datasets on the Hub, but {data} is a local path.")
     if path.is_file() and name is not None:
-        raise CommandError(f"--name is for a data set with configurations; {data} is a file.")
-    if is_absent(data):
-        raise CommandError(f"there is no file or folder {data}.")
+        raise CommandError(f"--name is only allowed for datasets with configurations, but {data} is a file.")
+    if is_missing_path(data):
+        raise CommandError(f"the file or folder {data} does not exist.")
     with command_errors(data):
         if path.is_file():
-            rows: Any = load_file(path, split or "train")
+            splits: Any = load_file(path, split or "train")
         elif path.is_dir():
-            check_one_format(path)
-            rows = load_dataset(data, name)
+            check_single_format(path)
+            splits = load_dataset(data, name)
         else:
-            # The commit once, so that all splits are of the same.
+            # Resolve the commit once, so that all splits are from the same commit.
             commit = DatasetSource(data, revision=revision).resolved().revision
-            there = get_dataset_split_names(data, name, revision=commit)
-            rows = {one: DatasetSource(data, one, name, commit) for one in there}
-    assert isinstance(rows, (DatasetDict, dict))
+            names = get_dataset_split_names(data, name, revision=commit)
+            splits = {split_name: DatasetSource(data, split_name, name, commit) for split_name in names}
+    assert isinstance(splits, (DatasetDict, dict))
     if split is None:
-        return rows
-    if split not in rows:
-        raise CommandError(f"{data} has no split {split!r}. It has: {', '.join(rows)}.")
-    return {split: rows[split]}
+        return splits
+    if split not in splits:
+        raise CommandError(f"{data} has no split {split!r}. Its splits are {', '.join(splits)}.")
+    return {split: splits[split]}

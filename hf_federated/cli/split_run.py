@@ -17,9 +17,9 @@ from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.execution import evaluate_further
-from hf_federated.experiments.recipe import Choice, Recipe, build, load_recipe
-from hf_federated.experiments.recipe_loading import load_inputs, load_tokenizer
+from hf_federated.experiments.execution import evaluate_further_splits
+from hf_federated.experiments.recipe import ClassSection, Recipe, build, load_recipe
+from hf_federated.experiments.recipe_loading import load_tokenized_data, load_tokenizer
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.security.certificates import client_certificate, client_fingerprints
 from hf_federated.security.encryption import ClientSession, Identity, ServerSession
@@ -152,7 +152,7 @@ def split_client(arguments: argparse.Namespace) -> None:
     client_id = arguments.client
     recipe, split, args, adapter = _settings(arguments, escape_client_id(client_id))
     tokenizer = load_tokenizer(recipe.model)
-    inputs = load_inputs(_own_rows(recipe, arguments.rows), tokenizer)
+    inputs = load_tokenized_data(_own_rows(recipe, arguments.rows), tokenizer)
     own = "0" if arguments.rows is not None else client_id
     if own not in inputs.train:
         raise CommandError(f"--client {client_id!r}: the recipe's clients are {', '.join(list(inputs.train)[:10])}.")
@@ -181,11 +181,11 @@ def split_client(arguments: argparse.Namespace) -> None:
                 envelopes=PeerEnvelopes(identity, _fingerprints(arguments, [])),
                 processing_class=tokenizer,
                 data_collator=inputs.task.data_collator(tokenizer),
-                **inputs.metrics,
+                **inputs.metric_arguments,
             )
             trainer.train(resume_from_checkpoint=arguments.resume or None)
             metrics = trainer.evaluate()
-            further = evaluate_further(trainer, inputs)
+            further = evaluate_further_splits(trainer, inputs)
             trainer.leave()
         trainer.save_model()
     trainer.create_model_card(**recipe.card)
@@ -213,7 +213,7 @@ def _settings(
     split: SplitConfig = build("split", SplitConfig, recipe.split)
     folder = arguments.output_dir or recipe.training.get("output_dir") or "outputs"
     training = {**recipe.training, "output_dir": str(Path(folder) / party)}
-    if recipe.task.writes:
+    if recipe.task.generates_text:
         training["predict_with_generate"] = True
     if split.strategy == "serial" and training.pop("eval_strategy", "no") != "no":
         print("Clients take turns: they are evaluated when the run is over, not before.")
@@ -256,7 +256,7 @@ def _own_rows(recipe: Recipe, rows: str | None) -> Recipe:
     """The recipe with one client, which has all rows of a path."""
     if rows is None:
         return recipe
-    alone = Choice("iid", PARTITIONERS["iid"], {"num_clients": 1})
+    alone = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=rows), partition=alone)
 
 

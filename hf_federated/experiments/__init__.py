@@ -1,1 +1,1 @@
-"""Recipes as data: what a YAML file names, grids of runs, their records and reports."""
+"""Recipes read from YAML, benchmark grids, their runs, run logs and reports."""

@@ -1,15 +1,18 @@
-"""What a federation is compared with: training on the pooled rows, and every client on its own.
+"""Baselines of a federation: centralized training on the pooled data, and local training of every client alone.
 
-Both start from the same model, train with the plain `transformers.Trainer` under the same arguments (learning rate and
-its curve, batch size, optimizer, frozen layers), and are evaluated on the same rows. What differs is the budget:
+Both baselines start from the same model, use the plain `transformers.Trainer` with the same training arguments
+(learning rate and schedule, batch size, optimizer, frozen layers), and are evaluated on the same examples. They differ
+from the federation, and from each other, in the number of epochs:
 
-- *centralized* makes as many passes over the pooled rows as the federation is expected to make over a row:
-  `num_rounds × local_epochs × (clients a round / clients)`. With every client in every round these are the
-  federation's epochs.
-- *local only*: a client makes the passes of one that is sampled in every round: `num_rounds × local_epochs`. That is
-  more than it makes in the federation when clients are sampled; the comparison favours the baseline.
+- *centralized* trains for the expected number of epochs of an example in the federation:
+  `num_rounds × local_epochs × (clients per round / clients)`. If every client participates in every round, this is the
+  number of epochs of the federation.
+- *local* trains each client for the number of epochs of a client that participates in every round:
+  `num_rounds × local_epochs`. If clients are sampled, this is more than a client trains in the federation, so the
+  comparison favours the baseline.
 
-Where clients draw a part of their rows in a round (`max_rows_per_round`, `balance`), a pass counts as that part.
+If clients use only a part of their examples in a round (`max_rows_per_round`, `balance`), the number of epochs is
+scaled by this part.
 """
 
 from __future__ import annotations
@@ -36,19 +39,20 @@ from hf_federated.data import FederatedDataset
 @dataclass(frozen=True)
 class BaselineResult:
     """
-    How a baseline did.
+    Results of a baseline.
 
     Args:
         name (`str`): `"centralized"` or `"local"`.
-        metrics (`dict[str, float]`): Metrics on the evaluation rows; means over clients for `"local"`.
-        spread (`dict[str, float]`): Population standard deviation of each metric over clients; empty for one model.
-        num_clients (`int`): Models trained.
-        num_epochs (`float`): Passes over the rows of each.
-        seconds (`float`): Wall-clock time of training and evaluating.
-        clients (`dict[str, dict[str, float]]`):
-            Of one model, its metrics on each client's evaluation rows, if there are such.
-        further_tests (`dict[str, dict[str, float]]`):
-            Metrics on further rows, by their name; means over clients for `"local"`.
+        metrics (`dict[str, float]`): Metrics on the evaluation dataset. For `"local"`, means over clients.
+        spread (`dict[str, float]`): Population standard deviation of each metric over clients. Empty for
+            `"centralized"`.
+        num_clients (`int`): Number of trained models.
+        num_epochs (`float`): Number of epochs of each model.
+        seconds (`float`): Wall-clock time of training and evaluation, in seconds.
+        clients (`dict[str, dict[str, float]]`): For `"centralized"`, metrics on the evaluation examples of each
+            client, if these are given.
+        further_tests (`dict[str, dict[str, float]]`): Metrics on each additional test split, by name. For `"local"`,
+            means over clients.
     """
 
     name: str
@@ -61,44 +65,47 @@ class BaselineResult:
     further_tests: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def share_of_rows_drawn(federation: FederatedConfig, args: TrainingArguments, num_rows: Mapping[str, int]) -> float:
-    """
-    Which part of the rows of a round's cohort is trained on, over all rounds of the run.
-
-    Args:
-        federation ([`FederatedConfig`]): With `num_rounds` resolved.
-        args (`transformers.TrainingArguments`): For the seed, if the federation has none of its own.
-        num_rows (`Mapping[str, int]`): Rows of each client.
-    """
-    seed = args.seed if federation.federation_seed is None else federation.federation_seed
-    sampler = ClientSampler(list(num_rows), federation.clients_per_round, seed)
-    limit = RowLimit(num_rows, federation.balance, federation.max_rows_per_round)
-    drawn = total = 0
-    for round in range(federation.num_rounds or 1):
-        cohort = sampler(round)
-        max_rows = limit(cohort)
-        drawn += sum(at_most(num_rows[client_id], max_rows) for client_id in cohort)
-        total += sum(num_rows[client_id] for client_id in cohort)
-    return drawn / total
-
-
-def passes_over_a_client(
-    federation: FederatedConfig, args: TrainingArguments, rows_a_client: float, share_drawn: float = 1.0
+def fraction_of_examples_drawn(
+    federation: FederatedConfig, args: TrainingArguments, num_examples: Mapping[str, int]
 ) -> float:
     """
-    Passes over its rows of a client that is sampled in every round.
+    Fraction of the examples of the sampled cohorts that is used for training, over all rounds of a run.
 
     Args:
-        federation ([`FederatedConfig`]): With `num_rounds` resolved.
-        args (`transformers.TrainingArguments`): For the batch size, if a round is counted in `local_steps`.
-        rows_a_client (`float`): Mean number of rows of a client.
-        share_drawn (`float`, *optional*, defaults to 1.0): The part of its rows that it draws in a round.
+        federation ([`FederatedConfig`]): The configuration, with `num_rounds` resolved.
+        args (`transformers.TrainingArguments`): Provides the seed if `federation.federation_seed` is `None`.
+        num_examples (`Mapping[str, int]`): Number of examples of each client.
     """
-    assert federation.num_rounds is not None, "num_rounds is resolved when a FederatedTrainer is made"
+    seed = args.seed if federation.federation_seed is None else federation.federation_seed
+    sampler = ClientSampler(list(num_examples), federation.clients_per_round, seed)
+    limit = RowLimit(num_examples, federation.balance, federation.max_rows_per_round)
+    num_drawn = num_total = 0
+    for round in range(federation.num_rounds or 1):
+        cohort = sampler(round)
+        max_examples = limit(cohort)
+        num_drawn += sum(at_most(num_examples[client_id], max_examples) for client_id in cohort)
+        num_total += sum(num_examples[client_id] for client_id in cohort)
+    return num_drawn / num_total
+
+
+def expected_client_epochs(
+    federation: FederatedConfig, args: TrainingArguments, examples_per_client: float, fraction_drawn: float = 1.0
+) -> float:
+    """
+    Number of epochs of a client that participates in every round.
+
+    Args:
+        federation ([`FederatedConfig`]): The configuration, with `num_rounds` resolved.
+        args (`transformers.TrainingArguments`): Provides the batch size if the length of a round is set by
+            `local_steps`.
+        examples_per_client (`float`): Mean number of examples of a client.
+        fraction_drawn (`float`, *optional*, defaults to 1.0): Fraction of its examples that a client uses in a round.
+    """
+    assert federation.num_rounds is not None, "num_rounds is resolved when a FederatedTrainer is created"
     if federation.local_steps is None:
-        return federation.num_rounds * federation.local_epochs * share_drawn
-    rows_a_round = federation.local_steps * args.train_batch_size * args.gradient_accumulation_steps
-    return federation.num_rounds * rows_a_round / rows_a_client
+        return federation.num_rounds * federation.local_epochs * fraction_drawn
+    examples_per_round = federation.local_steps * args.train_batch_size * args.gradient_accumulation_steps
+    return federation.num_rounds * examples_per_round / examples_per_client
 
 
 class Baselines:
@@ -106,15 +113,17 @@ class Baselines:
     Trains the baselines of a federation.
 
     Args:
-        model (`transformers.PreTrainedModel`): The model that all start from. It is copied, not trained.
-        args (`transformers.TrainingArguments`): The federation's arguments.
-        federation ([`FederatedConfig`]): With `num_rounds` resolved.
+        model (`transformers.PreTrainedModel`): The initial model of all baselines. It is copied and not modified.
+        args (`transformers.TrainingArguments`): The training arguments of the federation.
+        federation ([`FederatedConfig`]): The configuration, with `num_rounds` resolved.
         clients ([`FederatedDataset`]): The training clients.
-        eval_dataset (`datasets.Dataset`): The rows to evaluate on.
-        trainer_class (`type`, *optional*, defaults to `transformers.Trainer`): The plain trainer.
-        eval_clients (`Mapping[str, Dataset]`, *optional*): By client, rows to evaluate the centralized model on too.
-        further_tests (`Mapping[str, Dataset]`, *optional*): By name, further rows to evaluate every model on.
-        trainer_kwargs (*optional*): Passed on to it (`data_collator`, `compute_metrics`, …).
+        eval_dataset (`datasets.Dataset`): The evaluation dataset.
+        trainer_class (`type`, *optional*, defaults to `transformers.Trainer`): Class of the trainer.
+        eval_clients (`Mapping[str, Dataset]`, *optional*): Evaluation examples by client. The centralized model is
+            evaluated on each client.
+        further_tests (`Mapping[str, Dataset]`, *optional*): Additional test splits by name. All models are evaluated
+            on each split.
+        trainer_kwargs (*optional*): Additional arguments of `trainer_class` (`data_collator`, `compute_metrics`, …).
     """
 
     def __init__(
@@ -139,59 +148,59 @@ class Baselines:
         self.further_tests = further_tests or {}
         self.trainer_class = trainer_class
         self.trainer_kwargs = trainer_kwargs
-        # A recipe reads no streams, so each client has a number of rows.
-        num_rows = {client_id: rows or 0 for client_id, rows in clients.num_rows.items()}
-        rows_a_client = float(np.mean(list(num_rows.values())))
-        share_drawn = share_of_rows_drawn(federation, args, num_rows)
-        self.local_epochs = passes_over_a_client(federation, args, rows_a_client, share_drawn)
-        sampled = ClientSampler(list(clients), federation.clients_per_round, seed=0).num_sampled
-        self.centralized_epochs = self.local_epochs * sampled / len(clients)
+        # Recipes do not load streaming datasets, so the number of examples of each client is known.
+        num_examples = {client_id: length or 0 for client_id, length in clients.num_rows.items()}
+        examples_per_client = float(np.mean(list(num_examples.values())))
+        fraction_drawn = fraction_of_examples_drawn(federation, args, num_examples)
+        self.local_epochs = expected_client_epochs(federation, args, examples_per_client, fraction_drawn)
+        num_sampled = ClientSampler(list(clients), federation.clients_per_round, seed=0).num_sampled
+        self.centralized_epochs = self.local_epochs * num_sampled / len(clients)
 
     def centralized(self) -> BaselineResult:
-        """Trains one model on the rows of all clients."""
+        """Train one model on the examples of all clients."""
         start = time.perf_counter()
         trainer = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
         metrics = _evaluate(trainer, self.eval_dataset)
-        clients = {client_id: _evaluate(trainer, rows) for client_id, rows in self.eval_clients.items()}
-        further = self._further(trainer)
+        clients = {client_id: _evaluate(trainer, dataset) for client_id, dataset in self.eval_clients.items()}
+        further_tests = self._evaluate_further_tests(trainer)
         seconds = time.perf_counter() - start
-        return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, seconds, clients, further)
+        return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, seconds, clients, further_tests)
 
     def local(
         self, num_clients: int | None = None, on_client: Callable[[str, dict[str, float]], None] | None = None
     ) -> BaselineResult:
         """
-        Trains a model for each client on nothing but its own rows.
+        Train one model per client, on the examples of this client only.
 
         Args:
-            num_clients (`int`, *optional*): How many clients, drawn with the run's seed. All by default.
-            on_client (`Callable`, *optional*): Called with a client's id and metrics once it is evaluated.
+            num_clients (`int`, *optional*): Number of clients, sampled with `args.seed`. Defaults to all clients.
+            on_client (`Callable`, *optional*): Called with the id and the metrics of each client after its evaluation.
         """
         start = time.perf_counter()
         ids = list(self.clients)
         if num_clients is not None and num_clients < len(ids):
-            drawn = np.random.default_rng(self.args.seed).choice(len(ids), num_clients, replace=False)
-            ids = [ids[position] for position in sorted(drawn)]
-        results, further = [], []
+            sampled = np.random.default_rng(self.args.seed).choice(len(ids), num_clients, replace=False)
+            ids = [ids[position] for position in sorted(sampled)]
+        results, further_results = [], []
         for client_id in ids:
             trainer = self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False)
             results.append(_evaluate(trainer, self.eval_dataset))
-            further.append(self._further(trainer))
+            further_results.append(self._evaluate_further_tests(trainer))
             if on_client is not None:
                 on_client(client_id, results[-1])
         spread = {name: float(np.std([result[name] for result in results])) for name in results[0]}
-        means_of_further = {name: _means([result[name] for result in further]) for name in self.further_tests}
+        further_means = {name: _means([result[name] for result in further_results]) for name in self.further_tests}
         seconds = time.perf_counter() - start
         means = _means(results)
         return BaselineResult(
-            "local", means, spread, len(ids), self.local_epochs, seconds, further_tests=means_of_further
+            "local", means, spread, len(ids), self.local_epochs, seconds, further_tests=further_means
         )
 
-    def _further(self, trainer: Trainer) -> dict[str, dict[str, float]]:
-        return {name: _evaluate(trainer, rows) for name, rows in self.further_tests.items()}
+    def _evaluate_further_tests(self, trainer: Trainer) -> dict[str, dict[str, float]]:
+        return {name: _evaluate(trainer, dataset) for name, dataset in self.further_tests.items()}
 
-    def _fit(self, name: str, rows: Dataset, num_epochs: float, show_progress: bool) -> Trainer:
-        """The trainer of a copy of the model, trained on `rows`."""
+    def _fit(self, name: str, dataset: Dataset, num_epochs: float, show_progress: bool) -> Trainer:
+        """Train a copy of the model on `dataset` and return its trainer."""
         quiet = self.args.disable_tqdm or not show_progress
         args = dataclasses.replace(
             self.args,
@@ -206,7 +215,7 @@ class Baselines:
             disable_tqdm=quiet,
         )
         trainer = self.trainer_class(
-            model=copy.deepcopy(self.model), args=args, train_dataset=rows, **self.trainer_kwargs
+            model=copy.deepcopy(self.model), args=args, train_dataset=dataset, **self.trainer_kwargs
         )
         if quiet:
             trainer.remove_callback(PrinterCallback)
@@ -214,11 +223,11 @@ class Baselines:
         return trainer
 
 
-def _evaluate(trainer: Trainer, rows: Dataset) -> dict[str, float]:
-    """A trainer's metrics on rows, without the `eval_` prefix."""
+def _evaluate(trainer: Trainer, dataset: Dataset) -> dict[str, float]:
+    """Evaluate on a dataset and return the metrics without the prefix `eval_`."""
     return {
         key.removeprefix("eval_"): value
-        for key, value in trainer.evaluate(rows).items()
+        for key, value in trainer.evaluate(dataset).items()
         if not key.endswith(("_runtime", "_per_second")) and key != "epoch"
     }
 

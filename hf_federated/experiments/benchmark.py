@@ -1,8 +1,8 @@
-"""`hf-federated benchmark`: the grids of recipes, run once a name and seed, resumed, and reported.
+"""Execute the benchmark grids of recipes, resume them after an interruption, and report the results.
 
-What a run is made of comes from outside ([`benchmark`] takes functions that read, check and execute a recipe); here is
-which runs are made, in which order, and what is left of them: `runs.jsonl`, `report.md` and `learning_curves.png` in
-a folder for each recipe, and what a run writes itself in `runs/<name>/seed-<seed>` below it.
+[`run_benchmark`] decides which runs to execute and in which order. The functions that read, check and execute a recipe
+are arguments. Each recipe has an output folder with `runs.jsonl`, `report.md` and `learning_curves.png`. Each run
+writes its own files to `runs/<name>/seed-<seed>` in this folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 import hf_federated
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.grid import BenchmarkSection, PlannedRun, plan, read_section
+from hf_federated.experiments.grid import BenchmarkSection, PlannedRun, plan_runs, read_section
 from hf_federated.experiments.report import benchmark_report, curve_panel, main_metric
-from hf_federated.experiments.run_log import LOG_NAME, Finished, RunLog, finished, read_records
+from hf_federated.experiments.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 
 
 DEFAULT_DIR = Path("outputs") / "benchmarks"
 REPORT_NAME = "report.md"
 CURVES_NAME = "learning_curves.png"
-# What a run may come to: values that do not fit, no memory, no clients left, no finite loss. Of others one wants to
-# know where they are from.
+# Errors that a run can raise in normal use: incompatible values, out of memory, no remaining clients, a loss that is
+# not finite. For other errors the traceback is printed.
 EXPECTED_ERRORS = (ValueError, RuntimeError, FloatingPointError)
-# What a record keeps of a run beside its metrics; `None` for what a method has not.
+# Results that a record keeps in addition to the metrics. `None` if a method does not have the result.
 RESULT_FIELDS = (
     "lower_is_better",
     "num_rounds",
@@ -52,17 +52,18 @@ RESULT_FIELDS = (
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOptions:
     """
-    Which recipes to run, and how.
+    Options of a benchmark.
 
     Args:
         recipes (`Sequence[str]`): Paths of YAML files with a section `benchmark`.
-        overrides (`Sequence[str]`, *optional*): `section.field=value` each, applied to all recipes.
-        seeds (`Sequence[int]`, *optional*): Seeds that replace the recipe's `benchmark.seeds`.
+        overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, applied to all recipes.
+        seeds (`Sequence[int]`, *optional*): Seeds that replace `benchmark.seeds` of the recipes.
         only (`Sequence[str]`, *optional*): Names of the runs to execute. Defaults to all runs.
-        output_dir (`str`, *optional*): Parent of the folders of the recipes. Defaults to `outputs/benchmarks`.
-        reuse (`Sequence[str]`, *optional*): Folders of other recipes whose finished runs are reused.
-        report (`bool`, *optional*, defaults to `False`): Report the finished runs and execute none.
-        dry_run (`bool`, *optional*, defaults to `False`): List the runs and execute none.
+        output_dir (`str`, *optional*, defaults to `"outputs/benchmarks"`): Parent folder of the output folders.
+        reuse (`Sequence[str]`, *optional*): Output folders of other recipes whose finished runs are reused if they
+            have the same settings and the same seed.
+        report (`bool`, *optional*, defaults to `False`): Report the finished runs without executing any run.
+        dry_run (`bool`, *optional*, defaults to `False`): List the runs without executing any run.
     """
 
     recipes: Sequence[str]
@@ -84,26 +85,34 @@ def run_benchmark(
     echo: Callable[[str], None] = print,
 ) -> int:
     """
-    Carries the command out. Runs that are done are not made again; a run that fails does not keep the others back.
+    Execute the benchmark. Finished runs are not repeated, and the other runs continue if a run fails.
 
     Args:
         options ([`BenchmarkOptions`]):
-            The recipes and how to run them.
+            The recipes, and the runs to execute.
         read (`Callable`):
-            Path of a recipe and overrides to the recipe as read from YAML, `benchmark` included.
+            Called with the path of a recipe and the overrides. Returns the recipe as read from YAML, including the
+            section `benchmark`.
         check (`Callable`):
-            Refuses a recipe that cannot be run with a [`CommandError`]. Called for every run of every recipe before
-            the first is made.
+            Called with the recipe of every run before the first run is executed. Raises a [`CommandError`] if the
+            recipe cannot be run.
         execute (`Callable`):
-            A planned run and its folder to what it measured: `metric` (name of the task's main metric), `metrics` (all
-            of them on the test rows), `history` (`[{"round": 1, "accuracy": 0.5}, ...]`), `scale`, `num_rounds`,
-            `step_name` (what these rounds are, if not rounds), `num_epochs`, `num_clients`, `num_failed` (updates),
-            `bytes_up`, `bytes_down`, `lower_is_better`, `train_rows` and `test_rows` (hashes of the rows), `None` for
-            what a method has not; `seconds`, by default those of the call, `None` if they are not those of the whole
-            run. The folder need not exist, or may hold what a killed run or one of other settings has left; nothing
-            of the latter may be used. What it raises fails the run and no other.
+            Called with a planned run and its folder. Returns the results of the run:
+
+            - `metric`: name of the main metric of the task;
+            - `metrics`: all metrics on the test examples;
+            - `history`: metrics by round, `[{"round": 1, "accuracy": 0.5}, ...]`;
+            - `step_name`: the unit of the steps in `history`, if it is not the round;
+            - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
+              `bytes_down`, `lower_is_better`, `train_rows` and `test_rows` (hashes of the examples): `None` if a
+              method does not have the result;
+            - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
+              run is unknown.
+
+            The folder may be missing, or contain files of a killed run or of a run with different settings. Files of
+            different settings must not be used. If `execute` raises an error, only this run fails.
         partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
-            As in [`~hf_federated.experiments.grid.plan`].
+            As in [`~hf_federated.experiments.grid.plan_runs`].
         echo (`Callable`, *optional*):
             Prints a line.
 
@@ -111,37 +120,37 @@ def run_benchmark(
         `int`: The exit code: `0`, or `1` if a run failed.
 
     Raises:
-        CommandError: If a recipe cannot be run, another benchmark writes to the folder, or a log is damaged; also
-            after the first run of a recipe whose `benchmark.metric` the task does not have.
+        CommandError: If a recipe cannot be run, another benchmark writes to the folder, or a log is damaged. Also
+            after the first run of a recipe whose task does not have the metric `benchmark.metric`.
     """
     grids = _read_grids(options, read, partition_has_seed)
     if options.report:
-        done = [finished(read_records(grid.folder), grid.runs) for grid in grids]
+        done = [find_finished(read_records(grid.folder), grid.runs) for grid in grids]
         for grid, found in zip(grids, done, strict=True):
             echo(_heading(grid, grid.runs, found))
         _finish(grids, done, echo)
         return 0
     for grid in grids:
         for run in grid.runs:
-            with _named(f"{grid.path}, run {run.name!r}"):
+            with _prefix_errors(f"{grid.path}, run {run.name!r}"):
                 check(run.values)
     if options.dry_run:
         for grid in grids:
-            _list_runs(grid, finished(read_records(grid.folder), grid.runs), options.only, echo)
+            _list_runs(grid, find_finished(read_records(grid.folder), grid.runs), options.only, echo)
         return 0
     reusable = [Path(folder) for folder in options.reuse]
     for folder in reusable:
         if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
-            raise CommandError(f"--reuse {folder}: there is no {LOG_NAME}.")
+            raise CommandError(f"--reuse {folder}: the folder contains no {LOG_NAME}.")
     failures: list[str] = []
     with ExitStack() as stack:
-        # All folders are taken before the first run, which may be hours before the last.
+        # Lock all folders before the first run, because the last run can start hours later.
         logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
         for grid, log in zip(grids, logs, strict=True):
             failures += _run_grid(grid, log, options.only, execute, echo, reusable)
-        _finish(grids, [log.finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+        _finish(grids, [log.find_finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
     if failures:
-        echo(f"\n{_count(len(failures), 'run')} failed; the same command makes only these again:")
+        echo(f"\n{_count(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
         for failure in failures:
             echo(f"  {failure}")
     return 1 if failures else 0
@@ -149,6 +158,8 @@ def run_benchmark(
 
 @dataclass(frozen=True)
 class _Grid:
+    """The planned runs of one recipe and its output folder."""
+
     path: str
     folder: Path
     section: BenchmarkSection
@@ -171,15 +182,15 @@ def _read_grids(
     grids: dict[Path, _Grid] = {}
     for path in options.recipes:
         values = read(path, options.overrides)
-        with _named(path):
+        with _prefix_errors(path):
             section = read_section(values)
             if options.seeds:
                 section = dataclasses.replace(section, seeds=list(options.seeds))
-            runs = plan(values, section, partition_has_seed)
+            runs = plan_runs(values, section, partition_has_seed)
         folder = Path(options.output_dir or DEFAULT_DIR) / Path(path).stem
         if folder in grids:
             raise CommandError(
-                f"{grids[folder].path} and {path} would both write to {folder}; run them with different --output-dir."
+                f"{grids[folder].path} and {path} would both write to {folder}. Use a different --output-dir for each."
             )
         grids[folder] = _Grid(path, folder, section, runs)
     known = list(dict.fromkeys(name for grid in grids.values() for name in grid.section.runs))
@@ -190,8 +201,8 @@ def _read_grids(
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Says of which recipe or run an error is."""
+def _prefix_errors(where: str) -> Iterator[None]:
+    """Prefix the message of a [`CommandError`] with the recipe or run that caused it."""
     try:
         yield
     except CommandError as error:
@@ -206,49 +217,49 @@ def _run_grid(
     echo: Callable[[str], None],
     reusable: Sequence[Path],
 ) -> list[str]:
-    """Makes the runs that are not done, or takes them from other folders; what failed, a line each."""
-    done = log.finished(grid.runs)
+    """Execute or reuse the runs that are not finished. Return one line per failed run."""
+    done = log.find_finished(grid.runs)
     selected = [run for run in grid.runs if only is None or run.name in only]
     to_do = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))
-    with _named(grid.path):
+    with _prefix_errors(grid.path):
         main_metric(list(done.records.values()), grid.section)
     failures = []
     for position, run in enumerate(to_do, start=len(selected) - len(to_do) + 1):
-        place = f"[{position}/{len(selected)}] {run}"
-        taken = _same_run(run, reusable)
-        if taken is not None:
+        label = f"[{position}/{len(selected)}] {run}"
+        reused = _find_reusable_record(run, reusable)
+        if reused is not None:
             with command_errors(str(grid.folder)):
-                log.append({**taken, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
-            echo(f"{place}: taken from {taken['taken_from']}")
+                log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
+            echo(f"{label}: reused from {reused['taken_from']}")
             continue
         start = time.perf_counter()
         try:
             result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
-        except Exception as error:  # whatever it is, the other runs need not wait for it
+        except Exception as error:  # the other runs continue after any error
             reason = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, EXPECTED_ERRORS):
                 reason = f"{type(error).__name__}: {reason}"
                 traceback.print_exc()
             failures.append(f"{grid.name}: {run}: {reason}")
-            echo(f"{place}: failed: {reason}")
+            echo(f"{label}: failed: {reason}")
             continue
         with command_errors(str(grid.folder)):
             log.append(_record(grid, run, result, time.perf_counter() - start))
         record = log.records[-1]
-        with _named(grid.path):
-            metric = main_metric([record], grid.section)  # if there is no such metric, stop now and not after all runs
+        with _prefix_errors(grid.path):
+            metric = main_metric([record], grid.section)  # raises on a missing metric, before the next run
         value = record["metrics"][metric]
         shown = "not finite" if value is None else f"{value:.3f}"
         seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
-        echo(f"{place}: {metric} {shown}{seconds}")
+        echo(f"{label}: {metric} {shown}{seconds}")
     return failures
 
 
-def _same_run(run: PlannedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
-    """The first record of the run's settings in these folders, and of which recipe and run it was first."""
+def _find_reusable_record(run: PlannedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
+    """Find a record with the settings of the run, and add the recipe and run that it originates from."""
     for folder in folders:
-        for record in reversed(read_records(folder)):  # the last one counts
+        for record in reversed(read_records(folder)):  # the last record of a run counts
             if record["digest"] == run.digest:
                 return {"taken_from": f"{record['recipe']}: {record['run']}", **record}
     return None
@@ -276,38 +287,40 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
     }
 
 
-def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: Finished) -> str:
+def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: FinishedRuns) -> str:
     num_done = sum(run.key in done.records for run in selected)
-    heading = f"{grid.title} ({grid.name}): {_count(len(selected), 'run')}, {num_done} found done in {grid.folder}."
+    heading = (
+        f"{grid.title} ({grid.name}): {_count(len(selected), 'run')}, {num_done} already finished in {grid.folder}."
+    )
     if done.stale:
         listed = "; ".join(map(str, done.stale))
-        heading += f"\nMade before the recipe was changed, kept in the log, and not used: {listed}."
+        heading += f"\nNot used, because the recipe changed after these runs: {listed}."
     return heading
 
 
-def _list_runs(grid: _Grid, done: Finished, only: Sequence[str] | None, echo: Callable[[str], None]) -> None:
+def _list_runs(grid: _Grid, done: FinishedRuns, only: Sequence[str] | None, echo: Callable[[str], None]) -> None:
     selected = [run for run in grid.runs if only is None or run.name in only]
     echo(_heading(grid, selected, done))
     for run in selected:
-        echo(f"  {'done ' if run.key in done.records else 'to do'}  {run} ({run.method})")
+        echo(f"  {'finished' if run.key in done.records else 'pending '}  {run} ({run.method})")
 
 
-def _finish(grids: Sequence[_Grid], results: Sequence[Finished], echo: Callable[[str], None]) -> None:
-    """Prints the reports and writes them; of several recipes a picture with all curves too."""
+def _finish(grids: Sequence[_Grid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
+    """Print and write the reports. For several recipes, also plot all learning curves in one figure."""
     panels = []
     for grid, done in zip(grids, results, strict=True):
         records = list(done.records.values())
         if not records:
-            echo(f"Nothing to report of {grid.name}.")
+            echo(f"No finished runs of {grid.name} to report.")
             continue
-        with _named(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record cannot be read"):
+        with _prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
             report = benchmark_report(records, grid.section, grid.name)
             panel = curve_panel(records, grid.section, grid.name)
         echo(f"\n{report.rstrip()}\n")
         drawn = _draw([panel] if panel else [], grid.folder / CURVES_NAME, echo)
-        picture = f"\n![Learning curves]({CURVES_NAME})\n" if drawn else ""
+        figure = f"\n![Learning curves]({CURVES_NAME})\n" if drawn else ""
         with command_errors(str(grid.folder)):
-            (grid.folder / REPORT_NAME).write_text(report + picture, encoding="utf-8")
+            (grid.folder / REPORT_NAME).write_text(report + figure, encoding="utf-8")
         echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if drawn else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
@@ -317,9 +330,9 @@ def _finish(grids: Sequence[_Grid], results: Sequence[Finished], echo: Callable[
 
 
 def _draw(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str], None]) -> bool:
-    """Whether the picture could be drawn; if not, the reason is printed."""
+    """Plot learning curves. Return whether the plot was written; if not, print the reason."""
     if not panels:
-        echo(f"No {path.name}: no federated run has logged a round.")
+        echo(f"No {path.name}: no federated run logged metrics of a round.")
         return False
     try:
         plot_learning_curves(panels, path)

@@ -1,4 +1,4 @@
-"""Files and folders of rows that a user names."""
+"""Load local data files and check local data folders."""
 
 from __future__ import annotations
 
@@ -15,46 +15,55 @@ from hf_federated.experiments.errors import CommandError
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 
 
-def suffix_of(path: Path) -> str | None:
-    """What says how a file is read: of `rows.jsonl.gz` what stands before the compression; `None` if nothing does."""
+def data_suffix(path: Path) -> str | None:
+    """The suffix that defines the data format, such as `.jsonl` in `rows.jsonl.gz`, or `None` if there is none."""
     return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix.lower() in READERS), None)
 
 
 def load_file(path: Path, split: str) -> DatasetDict:
     """
-    Loads one file as one split.
+    Load one file as one split.
+
+    Args:
+        path (`Path`): The data file.
+        split (`str`): Name of the split.
 
     Raises:
-        CommandError: If its format is not known.
+        CommandError: If the format of the file is unknown.
     """
-    suffix = suffix_of(path)
+    suffix = data_suffix(path)
     if suffix is None:
-        raise CommandError(f"{path} is a {path.suffix} file; allowed are {', '.join(READERS)}.")
+        raise CommandError(f"{path} is a {path.suffix} file. Allowed formats are {', '.join(READERS)}.")
     options: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
     return load_dataset(READERS[suffix], data_files={split: glob.escape(str(path))}, **options)
 
 
-def is_absent(data: str) -> bool:
-    """Whether a name that is not there can only be that of a file or folder, and not a data set of the Hub."""
-    named_file = suffix_of(Path(data)) is not None or data.startswith((".", "/", "~")) or data.count("/") > 1
+def is_missing_path(data: str) -> bool:
+    """Whether `data` is written like a local path, not like a Hub id, and does not exist."""
+    named_file = data_suffix(Path(data)) is not None or data.startswith((".", "/", "~")) or data.count("/") > 1
     return named_file and not Path(data).exists()
 
 
-def check_one_schema(folder: Path) -> None:
+def check_same_schema(folder: Path) -> None:
     """
+    Check that all Parquet files of a folder have the same columns and label names.
+
+    `datasets` reads all files with the features of the first file, so label ids would change their meaning.
+
     Raises:
-        CommandError: If Parquet files of a folder differ in columns or in the order of label names; `datasets` reads
-            all of them as the first.
+        CommandError: If two files differ in their columns or in the order of their label names.
     """
     first: tuple[Path, Features] | None = None
     for path in sorted(folder.rglob("*.parquet")):
         features = Features.from_arrow_schema(pq.read_schema(path))
         first = first or (path, features)
-        names = [{name: _label_names(feature) for name, feature in one.items()} for one in (first[1], features)]
-        if names[0] != names[1]:
+        expected, found = (
+            {name: _label_names(feature) for name, feature in schema.items()} for schema in (first[1], features)
+        )
+        if expected != found:
             raise CommandError(
                 f"{first[0].relative_to(folder)} and {path.relative_to(folder)} in {folder} differ in their columns or"
-                " label names. Write them with the same features."
+                " label names. Write both files with the same features."
             )
 
 
@@ -63,13 +72,18 @@ def _label_names(feature: Any) -> list[str] | None:
     return feature.names if isinstance(feature, ClassLabel) else None
 
 
-def check_one_format(folder: Path) -> None:
+def check_single_format(folder: Path) -> None:
     """
+    Check that all data files of a folder have the same format, because `datasets` reads only one format.
+
     Raises:
-        CommandError: If rows of a folder lie in files of several formats, of which `datasets` would read one.
+        CommandError: If the folder has data files of several formats.
     """
-    found = {suffix_of(path): path for path in folder.rglob("*") if path.is_file()}
+    found = {data_suffix(path): path for path in folder.rglob("*") if path.is_file()}
     readers = {READERS[suffix]: path for suffix, path in found.items() if suffix is not None and suffix != ".txt"}
     if len(readers) > 1:
         examples = ", ".join(str(path.relative_to(folder)) for path in readers.values())
-        raise CommandError(f"{folder} has files of several formats ({examples}), of which one only would be read.")
+        raise CommandError(
+            f"{folder} has files of several formats ({examples}), and only one of them would be read. Keep files of"
+            " one format."
+        )

@@ -1,4 +1,4 @@
-"""What a command refuses, in one line."""
+"""Errors that a command reports to the user in one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hf_federated.data import ConcurrentPushError
 from hf_federated.transport import LinkError, ServerFailedError
 
 
-# What values, files, packages and other machines are not as they should be for.
-REFUSED = (
+# Errors caused by invalid values, files, packages or remote machines. A command reports them without a traceback.
+USER_ERRORS = (
     ValueError,
     TypeError,
     KeyError,
@@ -23,17 +23,17 @@ REFUSED = (
 
 
 class CommandError(ValueError):
-    """A command that cannot be carried out. The message is one line: what was given, and what is allowed."""
+    """A command that cannot be executed. The one-line message states the given value and the allowed values."""
 
 
 @contextmanager
 def command_errors(where: str) -> Iterator[None]:
-    """Turns what a library says about a value into a [`CommandError`] that names where the value was given."""
+    """Convert an error from a library into a [`CommandError`] prefixed with `where`, the source of the value."""
     try:
         yield
     except CommandError:
         raise
-    except REFUSED as error:
-        # str() of a KeyError is the repr of its text.
+    except USER_ERRORS as error:
+        # str() of a KeyError is the repr of its message.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         raise CommandError(f"{where}: {' '.join(text.split())}") from error

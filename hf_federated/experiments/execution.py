@@ -1,4 +1,4 @@
-"""A recipe made ready, and its three ways of training: federated, centralized, and every client on its own."""
+"""Build the trainers of a recipe, and train it as a federation, centralized, or locally on every client."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from hf_federated.data.source import content_hash
 from hf_federated.distillation import DISTILLATIONS
 from hf_federated.experiments.baselines import BaselineResult, Baselines
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
-from hf_federated.experiments.recipe_loading import Inputs, load_client_specs, load_inputs, load_model, load_tokenizer
+from hf_federated.experiments.recipe_loading import (
+    TokenizedData,
+    load_client_specs,
+    load_model,
+    load_tokenized_data,
+    load_tokenizer,
+)
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
 
 
-# What a method logs of itself and a record keeps: of each client what it weighed, whether a language model said so,
-# how long the feedback is beside the distillation, and the losses of distillation.
+# Logged values of a method that are kept in the record of a run: the aggregation weight of each client, whether an LLM
+# failed to provide weights, the ratio of feedback to distillation, and the losses of distillation.
 WEIGHT_PREFIX = "federated/weight/"
 METHOD_LOGS = {
     "federated/llm_fell_back",
@@ -39,135 +45,145 @@ METHOD_LOGS = {
 @dataclass(frozen=True)
 class Run:
     """
-    What a recipe became: everything is loaded and checked, nothing is trained.
+    A recipe with its loaded data and its trainers, before training.
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        federation ([`FederatedConfig`]): Its federation, with the number of rounds resolved; of a split model the
-            rounds are its epochs, and it says no more than how long baselines train.
-        inputs ([`~hf_federated.experiments.recipe_loading.Inputs`]): Training clients and test rows.
-        trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): Ready to train.
-        baselines ([`~hf_federated.experiments.baselines.Baselines`]): Ready to train.
+        federation ([`FederatedConfig`]): The configuration of the federation, with the number of rounds resolved. For
+            a split model, the rounds are the epochs, and the configuration only determines how long baselines train.
+        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The training clients and test examples.
+        trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): The trainer.
+        baselines ([`~hf_federated.experiments.baselines.Baselines`]): The baselines.
     """
 
     recipe: Recipe
     federation: FederatedConfig
-    inputs: Inputs
+    data: TokenizedData
     trainer: Any
     baselines: Baselines
 
     @property
     def metric(self) -> str:
-        """The metric that results are compared by."""
-        return self.inputs.task.main_metric
+        """The main metric of the task."""
+        return self.data.task.main_metric
 
     @property
     def step_name(self) -> str:
-        """What a step of the trainer is."""
+        """The unit of the trainer's steps: `"round"`, or `"optimizer step"` for a split model."""
         return "round" if self.recipe.split is None else "optimizer step"
 
     def describe(self) -> list[str]:
-        """Who trains on how many rows, and on what is tested."""
-        raw, data = self.inputs.raw, self.recipe.data
-        lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} rows."]
+        """Lines that state the number of clients and of training, public, dropped and test examples."""
+        raw, section = self.data.raw, self.recipe.data
+        lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} examples."]
         if raw.public is not None:
-            server = "" if raw.server is None else f" {len(raw.server)} labelled ones are the server's."
-            lines.append(f"Public: {len(raw.public)} rows without labels.{server}")
+            server = "" if raw.server is None else f" The server holds {len(raw.server)} labelled examples."
+            lines.append(f"Public: {len(raw.public)} examples without labels.{server}")
         if raw.num_empty:
-            lines.append(f"Left out: {raw.num_empty} rows in which something is empty.")
+            lines.append(f"Dropped: {raw.num_empty} examples with an empty text or answer.")
         if raw.num_without_client:
-            lines.append(f"Left out: {raw.num_without_client} test rows that no client has.")
-        if data.test_split is not None:
-            lines.append(f"Test: {len(raw.test)} rows of the split {data.test_split!r}.")
+            lines.append(f"Dropped: {raw.num_without_client} test examples that no client has.")
+        if section.test_split is not None:
+            lines.append(f"Test: {len(raw.test)} examples of the split {section.test_split!r}.")
         elif raw.test_clients is not None:
-            lines.append(f"Test: {len(raw.test_clients)} other clients with {len(raw.test)} rows.")
+            lines.append(f"Test: {len(raw.test_clients)} held-out clients with {len(raw.test)} examples.")
         return lines
 
 
 def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     """
-    Loads what a recipe names and builds its trainers.
+    Load the data and models of a recipe and build its trainers.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        output_dir (`str`, *optional*): Overrides `training.output_dir` of the recipe.
 
     Raises:
-        RecipeError: If a section's values cannot be loaded or do not fit together.
+        RecipeError: If data or models cannot be loaded, or values are incompatible.
     """
     if recipe.plots:
         with recipe_errors("plots"):
             require_matplotlib()
     training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
-    if recipe.task.writes:
+    if recipe.task.generates_text:
         training["predict_with_generate"] = True
     args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
     if args.world_size > 1:
         raise RecipeError(
-            "a recipe runs in one process; under `accelerate launch` run a script with a FederatedTrainer, such as"
-            " recipes/drop_in/federated.py"
+            f"the run was started with {args.world_size} processes, but a recipe runs in one process. To use"
+            " `accelerate launch`, run a script with a FederatedTrainer, such as recipes/drop_in/federated.py."
         )
     federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
     tokenizer = load_tokenizer(recipe.model)
-    inputs = load_inputs(recipe, tokenizer, federation.evaluate_clients)
-    model = load_model(recipe.model, inputs.task, tokenizer, args.seed)
+    data = load_tokenized_data(recipe, tokenizer, federation.evaluate_clients)
+    model = load_model(recipe.model, data.task, tokenizer, args.seed)
     shared: dict[str, Any] = {
         "processing_class": tokenizer,
-        "data_collator": inputs.task.data_collator(tokenizer),
-        **inputs.metrics,
+        "data_collator": data.task.data_collator(tokenizer),
+        **data.metric_arguments,
     }
     if recipe.split is not None:
-        return _build_split(recipe, args, inputs, model, shared)
+        return _build_split(recipe, args, data, model, shared)
     with recipe_errors("federation"):
-        trainer_class: Any = inputs.task.trainer_class
+        trainer_class: Any = data.task.trainer_class
         trainer = federate(trainer_class)(
-            model=model, args=args, federation=federation, **_rows_of(recipe, inputs, tokenizer, args, shared)
+            model=model, args=args, federation=federation, **_dataset_arguments(recipe, data, tokenizer, args, shared)
         )
-    assert trainer.federation is not None  # it was given one
-    # Copies the model, which the trainer above has not trained yet.
+    assert trainer.federation is not None  # the trainer has a federation
+    # Baselines copies the model, which is still untrained.
     baselines = Baselines(
         model,
         args,
         trainer.federation,
-        inputs.train,
-        inputs.test,
-        inputs.task.trainer_class,
-        inputs.test_clients,
-        inputs.further_tests,
+        data.train,
+        data.test,
+        data.task.trainer_class,
+        data.test_clients,
+        data.further_tests,
         **shared,
     )
-    return Run(recipe, trainer.federation, inputs, trainer, baselines)
+    return Run(recipe, trainer.federation, data, trainer, baselines)
 
 
-def _build_split(recipe: Recipe, args: TrainingArguments, inputs: Inputs, model: Any, shared: dict[str, Any]) -> Run:
-    """The run of a split model. Baselines train the whole one for as many passes over the rows."""
+def _build_split(
+    recipe: Recipe, args: TrainingArguments, data: TokenizedData, model: Any, shared: dict[str, Any]
+) -> Run:
+    """Build the run of a split model. Baselines train the unsplit model for the same number of epochs."""
     if args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs):
-        raise RecipeError("split: give whole training.num_train_epochs, so that baselines see each row as often.")
-    trainer_class: Any = inputs.task.trainer_class
+        raise RecipeError(
+            "split: the run needs a whole number of epochs, so that baselines train equally long. Set"
+            " training.num_train_epochs to an integer and remove training.max_steps."
+        )
+    trainer_class: Any = data.task.trainer_class
     epochs = FederatedConfig(num_rounds=int(args.num_train_epochs), clients_per_round=1.0)
     baselines = Baselines(
-        model, args, epochs, inputs.train, inputs.test, trainer_class, further_tests=inputs.further_tests, **shared
+        model, args, epochs, data.train, data.test, trainer_class, further_tests=data.further_tests, **shared
     )
     split: SplitConfig = build("split", SplitConfig, recipe.split or {})
     with recipe_errors("split"):
         trainer = split_federate(trainer_class)(
-            model=model, args=args, train_dataset=inputs.train, eval_dataset=inputs.test, split=split, **shared
+            model=model, args=args, train_dataset=data.train, eval_dataset=data.test, split=split, **shared
         )
-    return Run(recipe, epochs, inputs, trainer, baselines)
+    return Run(recipe, epochs, data, trainer, baselines)
 
 
-def _rows_of(
-    recipe: Recipe, inputs: Inputs, tokenizer: Any, args: TrainingArguments, shared: dict[str, Any]
+def _dataset_arguments(
+    recipe: Recipe, data: TokenizedData, tokenizer: Any, args: TrainingArguments, shared: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the trainer gets beside its model and arguments: rows, and clients that differ."""
-    raw, task = inputs.raw, inputs.task
+    """The arguments of the trainer for datasets, tokenizer, task and client models."""
+    raw, task = data.raw, data.task
     method = recipe.federation.get("distillation")
     if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method]().requirements.public_dataset):
-        # Rows that were set aside train nobody, so that runs with and without distillation have the same private ones.
+        # Drop the examples that are set aside, so runs with and without distillation train on the same private
+        # examples.
         raw = dataclasses.replace(raw, public=None, server=None)
     if recipe.client_models or (raw.public is not None and task.prediction_unit != "row"):
-        # Each client encodes raw rows with its own tokenizer; and where in a row it predicts, the task knows.
+        # Clients tokenize raw examples with their own tokenizers. The task determines the positions of predictions.
         return {
             "processing_class": tokenizer,
             "task": task,
             "train_dataset": raw.train,
-            "eval_dataset": raw.test if inputs.test_clients is None else raw.test_clients,
+            "eval_dataset": raw.test if data.test_clients is None else raw.test_clients,
             "public_dataset": raw.public,
             "server_dataset": raw.server,
             "clients": load_client_specs(recipe, task, args, list(raw.train)) if recipe.client_models else {},
@@ -176,8 +192,8 @@ def _rows_of(
         public = None if raw.public is None else task.prepare(raw.public, tokenizer, with_labels=False)
         server = None if raw.server is None else task.prepare(raw.server, tokenizer)
     return {
-        "train_dataset": inputs.train,
-        "eval_dataset": inputs.test if inputs.test_clients is None else inputs.test_clients,
+        "train_dataset": data.train,
+        "eval_dataset": data.test if data.test_clients is None else data.test_clients,
         "public_dataset": public,
         "server_dataset": server,
         **shared,
@@ -186,20 +202,28 @@ def _rows_of(
 
 def run_federated(run: Run) -> dict[str, Any]:
     """
-    Trains the federation of a run and evaluates its model.
+    Train the federation of a run and evaluate its model.
+
+    Args:
+        run ([`Run`]): The run.
 
     Returns:
-        `dict[str, Any]`: `metrics` on the test rows, without the prefix `eval_`; `num_epochs`, the passes that are
-        expected over a row; `bytes_up` and `bytes_down` of the ledger; `train_seconds` and `seconds`;
-        `over_clients`, how metrics spread over the clients, and `clients`, those of each, if they were evaluated;
-        `further_tests`, by split of `data.further_test_splits`, metrics on its rows.
+        `dict[str, Any]`:
+
+        - `metrics`: metrics on the test examples, without the prefix `eval_`;
+        - `num_epochs`: the expected number of epochs of an example;
+        - `bytes_up` and `bytes_down`: bytes sent by and to clients;
+        - `train_seconds` and `seconds`: duration of training, and of training with evaluation;
+        - `over_clients`: the distribution of metrics over the clients, if clients were evaluated;
+        - `clients`: the metrics of each client, if clients were evaluated;
+        - `further_tests`: the metrics on each split of `data.further_test_splits`.
     """
     start = time.perf_counter()
     run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
     train_seconds = time.perf_counter() - start
     metrics = run.trainer.evaluate()
-    further = evaluate_further(run.trainer, run.inputs)
-    # A split model's clients have no models of their own.
+    further_tests = evaluate_further_splits(run.trainer, run.data)
+    # The clients of a split model share one model.
     clients = {} if run.recipe.split is not None else run.trainer.client_metrics
     return {
         "metrics": _metrics(metrics),
@@ -209,109 +233,115 @@ def run_federated(run: Run) -> dict[str, Any]:
         "train_seconds": train_seconds,
         "seconds": time.perf_counter() - start,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
-        "clients": {client_id: _metrics(own) for client_id, own in clients.items()},
-        "further_tests": further,
+        "clients": {client_id: _metrics(evaluated) for client_id, evaluated in clients.items()},
+        "further_tests": further_tests,
     }
 
 
-# Fields of a federation that a baseline has no use for.
-EXCHANGES = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")
+# Fields of a federation that baselines do not use.
+EXCHANGE_FIELDS = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")
 
 
-def evaluate_further(trainer: Any, inputs: Inputs) -> dict[str, dict[str, float]]:
+def evaluate_further_splits(trainer: Any, data: TokenizedData) -> dict[str, dict[str, float]]:
     """
-    The metrics of a trained model on the rows of `data.further_test_splits`, by split.
+    Evaluate a trained model on the splits `data.further_test_splits`.
 
     Args:
-        trainer (`transformers.Trainer`): With the model.
-        inputs ([`~hf_federated.experiments.recipe_loading.Inputs`]): With the rows.
-    """
-    further = {}
-    for split, rows in inputs.further_tests.items():
-        prefix = f"further_{split}"  # a name of its own, so that no log takes it for the round's evaluation
-        found = trainer.evaluate(rows, metric_key_prefix=prefix)
-        further[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in found.items()})
-    return further
-
-
-def measure(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]:
-    """
-    Makes one run of a benchmark's grid, quietly, and keeps its numbers and no model.
-
-    A federated run whose recipe saves checkpoints goes on from its last one, if a killed run has left it. A run that
-    comes to its end leaves none.
-
-    Args:
-        values (`dict[str, Any]`): The run's recipe, as
-            [`~hf_federated.experiments.recipe_yaml.read_values`] returns one.
-        method (`str`): `"federated"`, `"centralized"` or `"local"`.
-        folder (`Path`): What the run may write to, and nobody else has.
+        trainer (`transformers.Trainer`): The trainer of the model.
+        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The tokenized data.
 
     Returns:
-        `dict[str, Any]`: What [`~hf_federated.experiments.benchmark.benchmark`] asks of a run.
+        `dict[str, dict[str, float]]`: The metrics by split.
+    """
+    results = {}
+    for split, dataset in data.further_tests.items():
+        prefix = f"further_{split}"  # distinguishes the logs from the evaluation of a round
+        evaluated = trainer.evaluate(dataset, metric_key_prefix=prefix)
+        results[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
+    return results
+
+
+def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]:
+    """
+    Execute one run of a benchmark without progress bars, and return its results. The model is not saved.
+
+    If the recipe saves checkpoints and an interrupted run left a checkpoint in `folder`, a federated run resumes from
+    the last checkpoint. A run that finishes removes its checkpoints.
+
+    Args:
+        values (`dict[str, Any]`): The recipe of the run, as returned by
+            [`~hf_federated.experiments.recipe_yaml.read_values`].
+        method (`str`): `"federated"`, `"centralized"` or `"local"`.
+        folder (`Path`): Output folder, which only this run uses.
+
+    Returns:
+        `dict[str, Any]`: The results that [`~hf_federated.experiments.benchmark.run_benchmark`] expects of a run.
+
+    Raises:
+        RecipeError: If the recipe cannot be run, or a run that resumed from a checkpoint fails.
     """
     recipe = parse_recipe(values)
-    if method != "federated":  # baselines train the recipe's own model, and exchange nothing
-        settings = {name: value for name, value in recipe.federation.items() if name not in EXCHANGES}
+    if method != "federated":  # baselines train the server's model without communication
+        settings = {name: value for name, value in recipe.federation.items() if name not in EXCHANGE_FIELDS}
         recipe = dataclasses.replace(recipe, client_models=[], federation=settings)
     training = {"disable_tqdm": True, "report_to": "none", **recipe.training}
-    quiet = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # the same news of new heads for every run
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # hides the warnings about new heads in every run
     try:
         run = build_run(dataclasses.replace(recipe, training=training, plots=False), str(folder))
         run.trainer.remove_callback(PrinterCallback)
         if method == "federated":
-            found = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
-            run.trainer.args.resume_from_checkpoint = True if found else None
+            has_checkpoint = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
+            run.trainer.args.resume_from_checkpoint = True if has_checkpoint else None
             try:
                 result = run_federated(run)
             except Exception as error:
-                if not found:
+                if not has_checkpoint:
                     raise
                 raise RecipeError(
-                    f"{error} (It went on from a checkpoint in {folder}; without it, it begins anew.)"
+                    f"{error} (The run resumed from a checkpoint in {folder}. Delete the checkpoint to start anew.)"
                 ) from error
             num_rounds = run.trainer.state.max_steps
             result |= {"num_rounds": num_rounds, "step_name": run.step_name}
             result |= _read_logs(run.trainer.state.log_history, num_rounds)
-            if found:
-                result["seconds"] = None  # those of the rest
+            if has_checkpoint:
+                result["seconds"] = None  # the duration before the interruption is unknown
             for checkpoint in folder.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
         else:
             result = vars(run_baseline(run, method))
     finally:
-        transformers_logging.set_verbosity(quiet)
-    num_clients = result.get("num_clients", len(run.inputs.train))
+        transformers_logging.set_verbosity(verbosity)
+    num_clients = result.get("num_clients", len(run.data.train))
     return {
         **result,
         "metric": run.metric,
-        "lower_is_better": run.inputs.task.lower_is_better,
+        "lower_is_better": run.data.task.lower_is_better,
         "scale": recipe.scale,
         "num_clients": num_clients,
-        "train_rows": content_hash(run.inputs.raw.train.to_dataset()),
-        "test_rows": content_hash(run.inputs.raw.test),
-        "further_rows": {split: content_hash(rows) for split, rows in run.inputs.raw.further_tests.items()},
+        "train_rows": content_hash(run.data.raw.train.to_dataset()),
+        "test_rows": content_hash(run.data.raw.test),
+        "further_rows": {split: content_hash(rows) for split, rows in run.data.raw.further_tests.items()},
     }
 
 
 def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, Any]:
-    """Each round's metrics on the test rows and what a method says of itself; how many updates were not used."""
+    """Read metrics and logged values of each round, and the number of failed updates, from the log history."""
     rounds: dict[int, dict[str, float]] = {}
     for entry in logs:
-        found = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
-        own = (name for name in entry if name.startswith(WEIGHT_PREFIX) or name in METHOD_LOGS)
-        found |= {name.removeprefix("federated/"): entry[name] for name in own}
-        if found:
-            rounds.setdefault(entry["step"], {}).update(found)
-    history = [{"round": number, **found} for number, found in sorted(rounds.items())]
+        values = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
+        method_names = (name for name in entry if name.startswith(WEIGHT_PREFIX) or name in METHOD_LOGS)
+        values |= {name.removeprefix("federated/"): entry[name] for name in method_names}
+        if values:
+            rounds.setdefault(entry["step"], {}).update(values)
+    history = [{"round": number, **values} for number, values in sorted(rounds.items())]
     failed = [entry["federated/num_failed"] for entry in logs if "federated/num_failed" in entry]
-    # Not known if not every round was logged.
+    # The number is unknown if some rounds were not logged.
     return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}
 
 
 def _metrics(evaluated: dict[str, float]) -> dict[str, float]:
-    """What `evaluate` returns, without times and without the prefix `eval_`."""
+    """The metrics returned by `evaluate`, without durations and without the prefix `eval_`."""
     return {name.removeprefix("eval_"): value for name, value in evaluated.items() if _is_metric(name)}
 
 
@@ -321,12 +351,12 @@ def _is_metric(name: str) -> bool:
 
 def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line: None) -> BaselineResult:
     """
-    Trains a baseline of a run: `"centralized"` or `"local"`.
+    Train a baseline of a run.
 
     Args:
         run ([`Run`]): The run.
-        name (`str`): The baseline.
-        echo (`Callable`, *optional*): Called with a line for each client that trained alone.
+        name (`str`): `"centralized"` or `"local"`.
+        echo (`Callable`, *optional*): Called with one line per client of `"local"`.
     """
     if name == "centralized":
         return run.baselines.centralized()

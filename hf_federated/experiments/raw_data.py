@@ -1,4 +1,4 @@
-"""The raw rows of a recipe: loaded, sampled, and given to clients. Nothing here knows a tokenizer or a model."""
+"""Load, sample and partition the raw examples of a recipe, without a tokenizer or a model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_datase
 
 from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
 from hf_federated.data.storage.partition_file import PARTITION_FILE
-from hf_federated.experiments.data_files import check_one_format, check_one_schema, is_absent, load_file
+from hf_federated.experiments.data_files import check_same_schema, check_single_format, is_missing_path, load_file
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DEFAULT_TEST_CLIENTS, DataSection, PublicSection
 from hf_federated.tasks import Task
 
 
 @dataclass(frozen=True)
-class RawRows:
+class RawData:
     """
-    What a recipe trains and tests on.
+    The raw examples that a recipe uses for training and testing.
 
     Args:
-        train ([`FederatedDataset`]): The clients that train.
-        test (`datasets.Dataset`): The rows to test on, of all clients.
-        test_clients ([`FederatedDataset`], *optional*): The same rows by client; `None` if they belong to none.
+        train ([`FederatedDataset`]): The training clients.
+        test (`datasets.Dataset`): The test examples of all clients.
+        test_clients ([`FederatedDataset`], *optional*): The test examples by client. `None` if the test examples are
+            not assigned to clients.
         task ([`Task`]): The task, with the names of its labels.
-        num_empty (`int`): Rows that were left out because a text was empty.
-        num_without_client (`int`): Rows of the test split that were left out because none of the clients has them.
-        public (`datasets.Dataset`, *optional*): Rows without labels that server and clients have.
-        server (`datasets.Dataset`, *optional*): The server's own rows, with labels.
-        further_tests (`dict[str, datasets.Dataset]`): By split, further rows to test the trained model on.
+        num_empty (`int`): Number of examples that were dropped because a text was empty.
+        num_without_client (`int`): Number of examples of the test split that were dropped because no client has them.
+        public (`datasets.Dataset`, *optional*): Examples without labels that the server and all clients hold.
+        server (`datasets.Dataset`, *optional*): Examples with labels that only the server holds.
+        further_tests (`dict[str, datasets.Dataset]`): Additional test examples by split.
     """
 
     train: FederatedDataset
@@ -46,17 +47,17 @@ class RawRows:
     further_tests: dict[str, Dataset] = field(default_factory=dict)
 
 
-def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
+def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     """
-    Loads the rows of a recipe, and says whose they are.
+    Load the examples of a recipe and assign them to clients.
 
     Args:
-        recipe ([`Recipe`]): Its sections `data`, `partition` and `task` are read.
-        by_client (`bool`, *optional*, defaults to `False`): Whether the rows of a test split have to belong to clients
-            too. They are then cut as the training rows are.
+        recipe ([`Recipe`]): The recipe. The sections `data`, `partition`, `task` and `public` are used.
+        by_client (`bool`, *optional*, defaults to `False`): Whether the examples of a test split are also assigned to
+            clients. They are then partitioned in the same way as the training examples.
 
     Raises:
-        RecipeError: If data, a split or a column does not exist, or no rows or clients are left.
+        RecipeError: If the dataset, a split or a column does not exist, or no examples or clients remain.
     """
     if recipe.partition is None:
         return _load_federated(recipe)
@@ -64,21 +65,23 @@ def load_rows(recipe: Recipe, by_client: bool = False) -> RawRows:
     splits, num_empty = _load_splits(recipe)
     task, splits = build_task(recipe, splits)
     splits = _sample(splits, data)
-    # Nobody's rows: they are cut into no clients.
-    further = {split: splits.pop(split) for split in data.further_test_splits}
+    # Additional test splits are not partitioned.
+    further_tests = {split: splits.pop(split) for split in data.further_test_splits}
     if recipe.public is not None:
-        splits, public, server = _set_aside(splits, recipe, recipe.public)
+        splits, public, server = _set_aside_public(splits, recipe, recipe.public)
         private = dataclasses.replace(recipe, public=None)
-        raw = dataclasses.replace(_cut(private, splits, task, num_empty, by_client), public=public, server=server)
+        raw = dataclasses.replace(
+            _partition(private, splits, task, num_empty, by_client), public=public, server=server
+        )
     else:
-        raw = _cut(recipe, splits, task, num_empty, by_client)
-    return dataclasses.replace(raw, further_tests=further)
+        raw = _partition(recipe, splits, task, num_empty, by_client)
+    return dataclasses.replace(raw, further_tests=further_tests)
 
 
-def _set_aside(
+def _set_aside_public(
     splits: DatasetDict, recipe: Recipe, section: PublicSection
 ) -> tuple[DatasetDict, Dataset, Dataset | None]:
-    """The splits with what stays private of the training rows, the public rows, and the server's."""
+    """Return the splits without the examples that are set aside, the public examples, and the server's examples."""
     data = recipe.data
     argument = "tags_column" if hasattr(recipe.task.cls, "tags_column") else "label_column"
     label_column = recipe.task.arguments.get(argument, getattr(recipe.task.cls, argument, "label"))
@@ -91,13 +94,13 @@ def _set_aside(
             section.stratify_by_column,
             data.seed,
         )
-    public = _draw(parts.public, section.max_rows, data.seed)
-    server = None if parts.server is None else _draw(parts.server, section.max_server_rows, data.seed)
+    public = _sample_examples(parts.public, section.max_rows, data.seed)
+    server = None if parts.server is None else _sample_examples(parts.server, section.max_server_rows, data.seed)
     return DatasetDict({**splits, data.train_split: parts.private}), public, server
 
 
-def _cut(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_client: bool) -> RawRows:
-    """The rows given to clients, and those to test on."""
+def _partition(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_client: bool) -> RawData:
+    """Partition the training examples, and select the test examples."""
     data = recipe.data
     assert recipe.partition is not None
     partitioner = build("partition", recipe.partition.cls, recipe.partition.arguments)
@@ -106,57 +109,60 @@ def _cut(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_cli
         if test_split is None:
             clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)
         elif by_client:
-            cut = FederatedDatasetDict.from_dataset(splits, partitioner)
-            train, test = _at_most(cut[data.train_split], data), cut[test_split].to_dataset()
-            return RawRows(train, test, cut[test_split], task, num_empty, len(splits[test_split]) - len(test))
+            federated = FederatedDatasetDict.from_dataset(splits, partitioner)
+            train, test = _limit_clients(federated[data.train_split], data), federated[test_split].to_dataset()
+            return RawData(train, test, federated[test_split], task, num_empty, len(splits[test_split]) - len(test))
         else:
-            train = _at_most(FederatedDataset.from_dataset(splits[data.train_split], partitioner), data)
-            return RawRows(train, splits[test_split], None, task, num_empty)
+            train = _limit_clients(FederatedDataset.from_dataset(splits[data.train_split], partitioner), data)
+            return RawData(train, splits[test_split], None, task, num_empty)
     train, test = _hold_out(clients, data)
-    return RawRows(train, test.to_dataset(), test, task, num_empty)
+    return RawData(train, test.to_dataset(), test, task, num_empty)
 
 
 def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
-    """The splits that the recipe names, without rows whose texts are empty if it says so, and how many those were."""
+    """Load the splits of a recipe, without empty examples if requested, and count the empty examples."""
     data, path = recipe.data, Path(recipe.data.path)
-    wanted = [data.train_split, *_test_splits(data)]
+    names = [data.train_split, *_test_splits(data)]
     with recipe_errors("data.path"):
-        if is_absent(data.path):
-            raise RecipeError(f"data.path: there is no file or folder {data.path}.")
+        if is_missing_path(data.path):
+            raise RecipeError(f"data.path: the file or folder {data.path} does not exist.")
         if (path / PARTITION_FILE).is_file():
-            raise RecipeError(f"partition: {data.path} is cut into clients already; leave the section out.")
+            raise RecipeError(f"partition: {data.path} is already partitioned. Remove the section.")
         if path.is_file():
-            if len(wanted) > 1:
-                raise RecipeError(f"data: {data.path} is one file, which has one split, and not {wanted[1]!r} too.")
+            if len(names) > 1:
+                raise RecipeError(
+                    f"data: {data.path} is a file with one split, so the split {names[1]!r} does not exist. Use a"
+                    " folder."
+                )
             loaded = load_file(path, data.train_split)
         else:
             if path.is_dir():
-                check_one_format(path)
-                check_one_schema(path)
-            # Of a folder whose card names its files, `datasets` goes on reading what it read first, also when that was
-            # another folder of the same name. Of files that are named to it, it notices when they change.
+                check_single_format(path)
+                check_same_schema(path)
+            # If the card of a folder lists the data files, `datasets` reuses its cache even if the files change or
+            # another folder has the same name. With explicit `data_files`, it detects changes.
             files = _files_of(data) if path.is_dir() else None
-            parts = load_dataset(data.path, data.name, data_files=files, revision=data.revision, split=wanted)
-            loaded = DatasetDict(dict(zip(wanted, parts, strict=True)))
+            parts = load_dataset(data.path, data.name, data_files=files, revision=data.revision, split=names)
+            loaded = DatasetDict(dict(zip(names, parts, strict=True)))
     before = sum(map(len, loaded.values()))
     if data.drop_empty:
-        task = _nameless_task(recipe)
+        task = _task_without_label_names(recipe)
         with recipe_errors("task"):
             loaded = loaded.filter(lambda batch: [not empty for empty in task.find_empty(batch)], batched=True)
-    for split, rows in loaded.items():
-        if not len(rows):
-            raise RecipeError(f"data.path: no row is left of the split {split!r} of {data.path}.")
+    for split, dataset in loaded.items():
+        if not len(dataset):
+            raise RecipeError(f"data.path: no example remains of the split {split!r} of {data.path}.")
     return loaded, before - sum(map(len, loaded.values()))
 
 
 def _files_of(data: DataSection) -> dict[str, list[str]]:
-    """The files of each split of a folder."""
+    """The data files of each split of a folder."""
     found = load_dataset_builder(data.path, data.name).config.data_files or {}
     return {str(split): list(map(str, paths)) for split, paths in found.items()}
 
 
-def _nameless_task(recipe: Recipe) -> Task:
-    """The task before the names of its labels are known."""
+def _task_without_label_names(recipe: Recipe) -> Task:
+    """Build the task with placeholders for unknown label names."""
     names: dict[str, Any] = {name: ["0"] for name in ("label_names", "tag_names") if name in _fields(recipe.task.cls)}
     given = {key: value for key, value in recipe.task.arguments.items() if value is not None}
     return build("task", recipe.task.cls, {**names, **given})
@@ -168,58 +174,60 @@ def _fields(cls: type) -> list[str]:
 
 def build_task(recipe: Recipe, splits: DatasetDict) -> tuple[Task, DatasetDict]:
     """
-    The recipe's task, with names of labels from the rows where the recipe leaves them out.
+    Build the task of a recipe. Label names that the recipe does not set are read from the data.
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        splits (`datasets.DatasetDict`): The raw rows, the training split first.
+        splits (`datasets.DatasetDict`): The raw examples, with the training split first.
 
     Returns:
-        `tuple[Task, datasets.DatasetDict]`: The task, and the rows; numbers that are labels have become a
-        `ClassLabel`, which names them.
+        `tuple[Task, datasets.DatasetDict]`: The task and the examples. A label column without names is converted to
+        `ClassLabel`.
 
     Raises:
-        RecipeError: If a column does not exist, or labels have no names and cannot be given any.
+        RecipeError: If a column does not exist, or the label names cannot be determined.
     """
-    cls, rows = recipe.task.cls, next(iter(splits.values()))
+    cls, dataset = recipe.task.cls, next(iter(splits.values()))
     arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
     unnamed = [name for name in ("label_names", "tag_names") if name in _fields(cls) and name not in arguments]
     column = arguments.get("label_column", "label")
-    if unnamed == ["label_names"] and not isinstance(rows.features.get(column), (ClassLabel, type(None))):
+    if unnamed == ["label_names"] and not isinstance(dataset.features.get(column), (ClassLabel, type(None))):
         splits = _name_labels(splits, column)
-        rows = next(iter(splits.values()))
-    _check_order(rows, cls, arguments)
+        dataset = next(iter(splits.values()))
+    _check_label_order(dataset, cls, arguments)
     with recipe_errors("task"):
-        task: Task = cls.from_dataset(rows, **arguments) if unnamed else cls(**arguments)
+        task: Task = cls.from_dataset(dataset, **arguments) if unnamed else cls(**arguments)
     for column in task.columns:
-        if column not in rows.column_names:
-            raise RecipeError(f"task: there is no column {column!r}; the columns are {', '.join(rows.column_names)}.")
+        if column not in dataset.column_names:
+            raise RecipeError(
+                f"task: the column {column!r} does not exist. The columns are {', '.join(dataset.column_names)}."
+            )
     return task, splits
 
 
-def _check_order(rows: Dataset, cls: type, arguments: dict[str, Any]) -> None:
-    """Names that are given and those that the data have, where both have one, must stand for the same number."""
+def _check_label_order(dataset: Dataset, cls: type, arguments: dict[str, Any]) -> None:
+    """Check that label names in the recipe and in the dataset refer to the same label ids."""
     for given, column_name in (("label_names", "label_column"), ("tag_names", "tags_column")):
         if given not in arguments or given not in _fields(cls):
             continue
         default = next(item.default for item in dataclasses.fields(cls) if item.name == column_name)
-        feature = rows.features.get(arguments.get(column_name, default))
+        feature = dataset.features.get(arguments.get(column_name, default))
         feature = getattr(feature, "feature", feature)
         names = feature.names if isinstance(feature, ClassLabel) else []
         for number, name in enumerate(arguments[given]):
             if name in names and names.index(name) != number:
                 raise RecipeError(
-                    f"task.{given}: {name!r} is number {number} here, and {names.index(name)} in the data. Leave the"
-                    f" names out, or give them in the data's order: {', '.join(names)}."
+                    f"task.{given}: {name!r} is label {number} in the recipe and label {names.index(name)} in the"
+                    f" data. Remove the field, or use the order of the data: {', '.join(names)}."
                 )
 
 
 def _name_labels(splits: DatasetDict, column: str) -> DatasetDict:
-    """The same rows with the values of a column, sorted by value, as a `ClassLabel`."""
+    """Convert a column to `ClassLabel`, with its sorted values as label names."""
     with recipe_errors(f"task: labels of the column {column!r}"):
-        found = sorted({value for rows in splits.values() for value in rows.unique(column) if value is not None})
+        found = sorted({value for dataset in splits.values() for value in dataset.unique(column) if value is not None})
         if any(isinstance(value, float) and not value.is_integer() for value in found):
-            raise RecipeError(f"task: the column {column!r} holds fractions, which are no labels.")
+            raise RecipeError(f"task: the column {column!r} has values that are not integers, which cannot be labels.")
         number_of = {value: number for number, value in enumerate(found)}
         if found and list(number_of) != list(range(len(found))) and not isinstance(found[0], str):
             splits = splits.map(
@@ -231,11 +239,11 @@ def _name_labels(splits: DatasetDict, column: str) -> DatasetDict:
 
 
 def _sample(splits: DatasetDict, data: DataSection) -> DatasetDict:
-    """At most so many rows of each split as the recipe says, drawn with its seed, in the order they had."""
+    """Sample at most `max_train_rows` and `max_test_rows` examples of the splits with `data.seed`."""
     sampled = DatasetDict(splits)
-    sampled[data.train_split] = _draw(splits[data.train_split], data.max_train_rows, data.seed)
+    sampled[data.train_split] = _sample_examples(splits[data.train_split], data.max_train_rows, data.seed)
     for split in _test_splits(data):
-        sampled[split] = _draw(splits[split], data.max_test_rows, data.seed)
+        sampled[split] = _sample_examples(splits[split], data.max_test_rows, data.seed)
     return sampled
 
 
@@ -243,28 +251,28 @@ def _test_splits(data: DataSection) -> list[str]:
     return [*filter(None, (data.test_split,)), *data.further_test_splits]
 
 
-def _draw(rows: Dataset, most: int | None, seed: int) -> Dataset:
-    """At most so many rows, in the order they had."""
-    if most is None or most >= len(rows):
-        return rows
-    return rows.select(np.sort(np.random.default_rng(seed).choice(len(rows), most, replace=False)))
+def _sample_examples(dataset: Dataset, maximum: int | None, seed: int) -> Dataset:
+    """Sample at most `maximum` examples and keep their order."""
+    if maximum is None or maximum >= len(dataset):
+        return dataset
+    return dataset.select(np.sort(np.random.default_rng(seed).choice(len(dataset), maximum, replace=False)))
 
 
-def _load_federated(recipe: Recipe) -> RawRows:
-    """Clients that were saved or pushed."""
+def _load_federated(recipe: Recipe) -> RawData:
+    """Load a federated dataset from a folder or the Hub."""
     data = recipe.data
     for name in ("max_train_rows", "max_test_rows", "name"):
         if getattr(data, name) is not None:
-            raise RecipeError(f"data.{name} is for rows that the recipe's partition cuts; leave it out.")
+            raise RecipeError(f"data.{name} is set without partition. Only recipes with a partition accept it.")
     if data.drop_empty:
-        raise RecipeError("data.drop_empty is for rows that the recipe's partition cuts; leave it out.")
+        raise RecipeError("data.drop_empty is set without partition. Only recipes with a partition accept it.")
     with recipe_errors("data.path"):
-        if is_absent(data.path):
-            raise RecipeError(f"data.path: there is no file or folder {data.path}.")
+        if is_missing_path(data.path):
+            raise RecipeError(f"data.path: the file or folder {data.path} does not exist.")
         if Path(data.path).exists() and not (Path(data.path) / PARTITION_FILE).is_file():
             raise RecipeError(
-                f"partition is missing, and {data.path} does not say whose its rows are. Name a partitioner, or give a"
-                " federated data set."
+                f"partition is missing, and {data.path} is not a federated dataset. Set partition, or use a federated"
+                " dataset."
             )
         if Path(data.path).exists():
             splits = FederatedDatasetDict.load_from_disk(data.path)
@@ -272,42 +280,45 @@ def _load_federated(recipe: Recipe) -> RawRows:
             splits = FederatedDatasetDict.from_hub(data.path, revision=data.revision)
     for split in (data.train_split, *_test_splits(data)):
         if split not in splits:
-            raise RecipeError(f"data: {data.path} has no split {split!r}; it has {', '.join(splits)}.")
+            raise RecipeError(f"data: {data.path} has no split {split!r}. Its splits are {', '.join(splits)}.")
     clients = splits[data.train_split]
     names = DatasetDict({data.train_split: clients.to_dataset()})
     task, named = build_task(recipe, names)
     if named is not names:
         raise RecipeError(
-            f"task.label_names is missing: the labels of {data.path} are {clients.features}, which have no names."
+            f"task.label_names is missing, and {data.path} has no label names. Its features are {clients.features}."
         )
     if data.test_split is None:
         train, test = _hold_out(clients, data)
     else:
-        train, test = _at_most(clients, data), splits[data.test_split]
-    further = {split: splits[split].to_dataset() for split in data.further_test_splits}
-    return RawRows(train, test.to_dataset(), test, task, further_tests=further)
+        train, test = _limit_clients(clients, data), splits[data.test_split]
+    further_tests = {split: splits[split].to_dataset() for split in data.further_test_splits}
+    return RawData(train, test.to_dataset(), test, task, further_tests=further_tests)
 
 
-def _at_most(clients: FederatedDataset, data: DataSection) -> FederatedDataset:
-    """At most `max_clients` of the clients, drawn with the recipe's seed, in the order of the data set."""
+def _limit_clients(clients: FederatedDataset, data: DataSection) -> FederatedDataset:
+    """Sample at most `max_clients` clients with `data.seed` and keep the order of the dataset."""
     if data.max_clients is None:
         return clients
-    return _first(clients, _shuffled(clients, data)[: data.max_clients])
+    return _select_clients(clients, _shuffled(clients, data)[: data.max_clients])
 
 
 def _hold_out(clients: FederatedDataset, data: DataSection) -> tuple[FederatedDataset, FederatedDataset]:
     """
-    Clients to train on and to test on.
+    Split the clients into training clients and held-out test clients.
 
-    The held-out clients and, with `max_clients`, the training clients are the first of one permutation of all clients
-    that `data.seed` decides.
+    `data.seed` determines one permutation of all clients. The first clients of the permutation are held out. With
+    `max_clients`, the next clients of the permutation are the training clients.
     """
-    wanted = DEFAULT_TEST_CLIENTS if data.test_clients is None else data.test_clients
-    num_test = max(1, round(wanted * len(clients))) if isinstance(wanted, float) else wanted
+    test_clients = DEFAULT_TEST_CLIENTS if data.test_clients is None else data.test_clients
+    num_test = max(1, round(test_clients * len(clients))) if isinstance(test_clients, float) else test_clients
     if num_test >= len(clients):
-        raise RecipeError(f"data.test_clients holds out {num_test} of {len(clients)} clients; none is left to train.")
+        raise RecipeError(
+            f"data.test_clients holds out {num_test} of {len(clients)} clients. At least one client must remain for"
+            " training."
+        )
     order = _shuffled(clients, data)
-    return _first(clients, order[num_test:][: data.max_clients]), _first(clients, order[:num_test])
+    return _select_clients(clients, order[num_test:][: data.max_clients]), _select_clients(clients, order[:num_test])
 
 
 def _shuffled(clients: FederatedDataset, data: DataSection) -> list[str]:
@@ -315,6 +326,6 @@ def _shuffled(clients: FederatedDataset, data: DataSection) -> list[str]:
     return [ids[position] for position in np.random.default_rng(data.seed).permutation(len(ids))]
 
 
-def _first(clients: FederatedDataset, chosen: list[str]) -> FederatedDataset:
-    """Chosen clients in the order of the data set, so that results do not hang on how they were drawn."""
+def _select_clients(clients: FederatedDataset, chosen: list[str]) -> FederatedDataset:
+    """Select clients in the order of the dataset, so that results do not depend on the order of sampling."""
     return clients.select_clients([client_id for client_id in clients if client_id in set(chosen)])

@@ -1,10 +1,19 @@
-"""Recipes: one YAML file that says what to train, on which clients and how.
+"""The class [`Recipe`], which defines what to train on which clients, and the validation of its sections.
 
-A recipe has the sections `model`, `data`, `task` (a task of `hf_federated.tasks` and its arguments), `partition` (a
-partitioner of `hf_federated.data` and its arguments), `training` (any field of `transformers.TrainingArguments`),
-`federation` (any field of [`FederatedConfig`]) or in its place `split` (any field of [`SplitConfig`]), and `card` (any
-argument of `Trainer.create_model_card`), and beside them `compare`, `local_clients` and `plots`. Everything is checked
-before anything is loaded; what is wrong is a [`RecipeError`] of one line. How the file is read is in `recipe_yaml.py`.
+A recipe is a YAML file with these sections:
+
+- `model`: the initial model of every client;
+- `data`: the dataset;
+- `task`: a task of `hf_federated.tasks` and its arguments;
+- `partition`: a partitioner of `hf_federated.data` and its arguments;
+- `training`: any field of `transformers.TrainingArguments`;
+- `federation`: any field of [`FederatedConfig`], or in its place `split`: any field of [`SplitConfig`];
+- `public` and `client_models`: data and client models for distillation;
+- `card`: any argument of `Trainer.create_model_card`;
+- the top-level fields `compare`, `local_clients`, `plots`, `scale` and `benchmark`.
+
+All sections are validated before any data or model is loaded. Each problem is reported as a [`RecipeError`] with a
+message of one line. `recipe_yaml.py` reads the YAML file.
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from hf_federated.experiments.recipe_schema import (
     RecipeField,
     check_section,
     dataclass_fields,
-    unknown_field,
+    unknown_field_error,
 )
 from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, read_values
@@ -38,14 +47,14 @@ from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq, Task
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClassSection:
     """
-    A section that names a class and gives its arguments.
+    A section that names a class and its arguments: `task` or `partition`.
 
     Args:
-        name (`str`): The name of the class in a recipe.
+        name (`str`): Name of the class in a recipe.
         cls (`type`): The class.
-        arguments (`dict[str, Any]`): Arguments that were written; some may be left to be read from the data.
+        arguments (`dict[str, Any]`): The arguments in the recipe. Arguments that depend on the data can be missing.
     """
 
     name: str
@@ -53,43 +62,45 @@ class Choice:
     arguments: dict[str, Any]
 
     @property
-    def writes(self) -> bool:
-        """Of a task: whether it is evaluated on texts that its model writes."""
+    def generates_text(self) -> bool:
+        """Whether the class is a task that is evaluated on generated texts."""
         return self.cls.trainer_class is Seq2SeqTrainer
 
     @property
-    def joins_models(self) -> bool:
-        """Of a task: whether its model can be an encoder and a decoder, joined."""
+    def supports_encoder_decoder(self) -> bool:
+        """Whether the class is a task whose model can be built from a pretrained encoder and a pretrained decoder."""
         return issubclass(self.cls, (Seq2Seq, SuperGlueSeq2Seq))
 
 
 @dataclass
 class Recipe:
     """
-    What a run does.
+    The validated content of a recipe.
 
     Args:
-        model ([`ModelSection`]): The model that every client starts from.
-        data ([`DataSection`]): The rows.
-        task ([`Choice`]): How rows become inputs, and predictions metrics.
-        partition ([`Choice`], *optional*): Who has which rows; `None` where the data set says so itself.
+        model ([`ModelSection`]): The initial model of every client.
+        data ([`DataSection`]): The dataset.
+        task ([`ClassSection`]): The task, which converts examples to model inputs and computes metrics.
+        partition ([`ClassSection`], *optional*): The partitioner that distributes the examples over clients. `None`
+            for a federated dataset, which is partitioned already.
         training (`dict`, *optional*): Fields of `transformers.TrainingArguments`.
         federation (`dict`, *optional*): Fields of [`FederatedConfig`].
-        split (`dict`, *optional*): Fields of [`SplitConfig`]: the model is split, and there are no rounds.
         card (`dict`, *optional*): Arguments of `Trainer.create_model_card`.
-        public ([`PublicSection`], *optional*): Rows that are set aside for distillation.
-        client_models (`list[ClientModelSection]`, *optional*): Models that are dealt out to the clients in turn.
+        split (`dict`, *optional*): Fields of [`SplitConfig`]. If set, a split model is trained, without rounds.
+        public ([`PublicSection`], *optional*): Examples that are set aside for distillation.
+        client_models (`list[ClientModelSection]`, *optional*): Models that are assigned to the clients in turn.
         compare (`list[str]`, *optional*): Baselines to train in the same run: `"centralized"`, `"local"`.
-        local_clients (`int`, *optional*): How many clients (seeded) train alone for `"local"`; all by default.
+        local_clients (`int`, *optional*): Number of clients, chosen at random, that train alone for the baseline
+            `"local"`. Defaults to all clients.
         plots (`bool`, *optional*, defaults to `False`): Write PNG plots of the learning curve and the partition.
-        scale (`str`, *optional*, defaults to `"default"`): The name in `scales` that was taken.
-        benchmark (`dict`, *optional*): What `hf-federated benchmark` makes of the recipe.
+        scale (`str`, *optional*, defaults to `"default"`): Name of the applied scale.
+        benchmark (`dict`, *optional*): The section `benchmark`, which `hf-federated benchmark` reads.
     """
 
     model: ModelSection
     data: DataSection
-    task: Choice
-    partition: Choice | None = None
+    task: ClassSection
+    partition: ClassSection | None = None
     training: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
@@ -97,46 +108,61 @@ class Recipe:
     public: PublicSection | None = None
     client_models: list[ClientModelSection] = field(
         default_factory=list,
-        metadata={"help": "Models dealt out to the clients in turn: {name_or_path, revision, kwargs, training} each."},
+        metadata={
+            "help": "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, training}."
+        },
     )
     compare: list[Literal["centralized", "local"]] = field(
         default_factory=list, metadata={"help": "Baselines to train in the same run."}
     )
     local_clients: int | None = field(
-        default=None, metadata={"help": "How many training clients (seeded) train alone for 'local'; default: all."}
+        default=None,
+        metadata={"help": "Number of clients, chosen at random, that train alone for 'local'; default: all."},
     )
-    plots: bool = field(default=False, metadata={"help": "Write learning_curve.png and partition.png (extra: plots)."})
-    scale: str = field(default="default", metadata={"help": "What the recipe's scales lay over the rest."})
+    plots: bool = field(
+        default=False, metadata={"help": "Write learning_curve.png and partition.png (requires the extra plots)."}
+    )
+    scale: str = field(
+        default="default", metadata={"help": "Name of the scale whose changes are merged into the recipe."}
+    )
     benchmark: dict[str, Any] | None = field(
-        default=None, metadata={"help": "The runs that hf-federated benchmark makes of the recipe."}
+        default=None, metadata={"help": "The runs that hf-federated benchmark executes."}
     )
 
     def __post_init__(self) -> None:
         if self.local_clients is not None and self.local_clients < 1:
             raise RecipeError(f"local_clients is {self.local_clients}; it must be at least 1.")
-        if self.task.writes and self.training.get("predict_with_generate") is False:
+        if self.task.generates_text and self.training.get("predict_with_generate") is False:
             raise RecipeError(
-                f"training.predict_with_generate is false; the task {self.task.name} is evaluated on what it writes."
+                f"training.predict_with_generate is false, but the task {self.task.name} is evaluated on generated"
+                " texts. Remove the field."
             )
-        if self.model.decoder_name_or_path is not None and not self.task.joins_models:
-            raise RecipeError(f"model.decoder_name_or_path is for tasks of seq2seq; this one is {self.task.name}.")
+        if self.model.decoder_name_or_path is not None and not self.task.supports_encoder_decoder:
+            raise RecipeError(
+                f"model.decoder_name_or_path is set, but the task is {self.task.name}. Only sequence-to-sequence tasks"
+                " (seq2seq, superglue-seq2seq) accept it."
+            )
         if self.split is not None:
             for name in ("federation", "public", "client_models"):
                 if getattr(self, name):
-                    raise RecipeError(f"split: clients of a split model have no {name}; leave that section out.")
+                    raise RecipeError(
+                        f"split and {name} are both set. A split model does not use {name}; remove the section."
+                    )
         if self.public is not None and self.partition is None:
-            raise RecipeError("public sets rows aside before they are cut into clients; name a partition.")
+            raise RecipeError(
+                "public is set without partition. Public examples are set aside before partitioning; set partition."
+            )
 
 
-BESIDE = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
+TOP_LEVEL_FIELDS = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
 
 
 def _federation_fields() -> dict[str, RecipeField]:
-    """The fields of `FederatedConfig` with the types that YAML can write instead of those a command line can."""
+    """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
     fields = dataclass_fields(FederatedConfig)
-    written = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
+    yaml_types = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
     for name, item in fields.items():
-        annotation = int | float if item.annotation is ShareOrCount else written.get(name, item.annotation)
+        annotation = int | float if item.annotation is ShareOrCount else yaml_types.get(name, item.annotation)
         fields[name] = dataclasses.replace(item, annotation=annotation)
     return fields
 
@@ -147,7 +173,7 @@ def _card_fields() -> dict[str, RecipeField]:
 
 
 def task_fields(cls: type[Task]) -> dict[str, RecipeField]:
-    """The arguments of a task. Names of labels can be left out: they are then read from the data."""
+    """The arguments of a task. Required arguments (the label names) become optional: the data can provide them."""
     fields = dataclass_fields(cls)
     for name, item in fields.items():
         if item.required:
@@ -155,12 +181,12 @@ def task_fields(cls: type[Task]) -> dict[str, RecipeField]:
     return fields
 
 
-def choices() -> dict[str, dict[str, dict[str, RecipeField]]]:
+def named_section_fields() -> dict[str, dict[str, dict[str, RecipeField]]]:
     """
-    The sections that name a class.
+    The fields of the sections `task` and `partition`, for each class.
 
     Returns:
-        `dict`: Section to name to the fields that the section may then have beside `name`.
+        `dict`: Maps the name of a section to the names of its classes, and each class to its fields without `name`.
     """
     partitioners: Mapping[str, type[Partitioner]] = PARTITIONERS
     return {
@@ -169,18 +195,19 @@ def choices() -> dict[str, dict[str, dict[str, RecipeField]]]:
     }
 
 
-def sections(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
+def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
     """
-    The fields of every section that names no class, and under `""` those that stand beside the sections.
+    The fields of all other sections, and of the top level under the key `""`.
 
     Args:
-        task (`str`, *optional*, defaults to `"text-classification"`): The task, whose trainer has its own arguments.
+        task (`str`, *optional*, defaults to `"text-classification"`): The task, which determines the class of the
+            training arguments.
 
     Returns:
-        `dict[str, dict[str, RecipeField]]`: Section name to field name to field, in the order of `--help`.
+        `dict[str, dict[str, RecipeField]]`: Maps a section to its fields by name, in the order of `--help`.
     """
     top = dataclass_fields(Recipe)
-    # A list of mappings in YAML, each of which is checked by itself.
+    # In YAML, client_models is a list of mappings. Each mapping is validated separately.
     top["client_models"] = dataclasses.replace(top["client_models"], annotation=list[dict])
     return {
         "model": dataclass_fields(ModelSection),
@@ -190,17 +217,17 @@ def sections(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
         "card": _card_fields(),
         "public": dataclass_fields(PublicSection),
         "split": dataclass_fields(SplitConfig),
-        "": {name: top[name] for name in BESIDE},
+        "": {name: top[name] for name in TOP_LEVEL_FIELDS},
     }
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """
-    Reads a recipe and checks every name and type in it.
+    Read a recipe and validate all names and types in it.
 
     Args:
         path (`str`): The YAML file.
-        overrides (`Sequence[str]`, *optional*): `section.field=value` each; the value is YAML.
+        overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, where the value is YAML.
 
     Raises:
         RecipeError: If the file is missing or not YAML, or a field is unknown, missing or of the wrong type.
@@ -224,33 +251,36 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     """
-    Checks every name and type in what was read.
+    Validate all names and types in the values of a recipe.
 
     Args:
-        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_yaml.read_values`] returns it.
+        values (`Mapping[str, Any]`): The values returned by
+            [`~hf_federated.experiments.recipe_yaml.read_values`].
 
     Raises:
         RecipeError: If a field is unknown, missing or of the wrong type.
     """
-    chosen = choices()
+    class_fields = named_section_fields()
     task_values = values.get("task")
     if isinstance(task_values, dict) and "name" not in task_values:
         task_values = {"name": DEFAULT_TASK, **task_values}
-    task = _choose("task", {"name": DEFAULT_TASK} if task_values is None else task_values, chosen["task"], TASKS)
+    task = _class_section(
+        "task", {"name": DEFAULT_TASK} if task_values is None else task_values, class_fields["task"], TASKS
+    )
     assert task is not None
-    partition = _choose("partition", values.get("partition"), chosen["partition"], PARTITIONERS)
-    known = sections(task.name)
-    beside = known.pop("")
+    partition = _class_section("partition", values.get("partition"), class_fields["partition"], PARTITIONERS)
+    known = section_fields(task.name)
+    top_level = known.pop("")
     for key in values:
-        if key not in known and key not in beside and key not in chosen:
-            raise unknown_field(str(key), str(key), [*known, *chosen, *beside])
-    # Sections that set rows aside, or split the model, are there or not.
+        if key not in known and key not in top_level and key not in class_fields:
+            raise unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
+    # These sections change the run by being present, so a missing section stays missing.
     absent = {name for name in ("public", "split") if values.get(name) is None}
     checked = {
         name: check_section(name, values.get(name), fields) for name, fields in known.items() if name not in absent
     }
-    others = check_section("", {key: value for key, value in values.items() if key in beside}, beside)
-    models = [_client_model(place, item) for place, item in enumerate(others.get("client_models") or [])]
+    top_values = check_section("", {key: value for key, value in values.items() if key in top_level}, top_level)
+    models = [_client_model(index, item) for index, item in enumerate(top_values.get("client_models") or [])]
     return Recipe(
         model=ModelSection(**checked["model"]),
         data=DataSection(**checked["data"]),
@@ -261,13 +291,13 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         card=checked["card"],
         split=checked.get("split"),
         public=None if "public" in absent else PublicSection(**checked["public"]),
-        **{**others, "compare": others.get("compare") or [], "client_models": models},
+        **{**top_values, "compare": top_values.get("compare") or [], "client_models": models},
     )
 
 
-def _client_model(place: int, values: Any) -> ClientModelSection:
-    """One of the models for clients, with every name and type checked."""
-    section = f"client_models[{place}]"
+def _client_model(index: int, values: Any) -> ClientModelSection:
+    """Validate one entry of `client_models`."""
+    section = f"client_models[{index}]"
     checked = check_section(section, values, dataclass_fields(ClientModelSection))
     check_section(f"{section}.training", checked.get("training"), dataclass_fields(TrainingArguments))
     return ClientModelSection(**{**checked, "training": checked.get("training") or {}})
@@ -275,13 +305,14 @@ def _client_model(place: int, values: Any) -> ClientModelSection:
 
 def check_recipe(values: Mapping[str, Any]) -> None:
     """
-    Checks all that can be checked of a recipe without loading anything: names, types, and what fits together.
+    Validate names, types and combinations of values, without loading data or models.
 
     Args:
-        values (`Mapping[str, Any]`): As [`~hf_federated.experiments.recipe_yaml.read_values`] returns it.
+        values (`Mapping[str, Any]`): The values returned by
+            [`~hf_federated.experiments.recipe_yaml.read_values`].
 
     Raises:
-        RecipeError: If it cannot be run.
+        RecipeError: If the recipe cannot be run.
     """
     recipe = parse_recipe(values)
     if recipe.split is not None:
@@ -293,13 +324,14 @@ def check_recipe(values: Mapping[str, Any]) -> None:
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
-    """Whether the partitioner of a recipe's section `partition` draws anything."""
-    return "seed" in choices()["partition"].get(str(partition.get("name")), {})
+    """Whether the partitioner of the section `partition` takes a seed."""
+    return "seed" in named_section_fields()["partition"].get(str(partition.get("name")), {})
 
 
-def _choose(
+def _class_section(
     section: str, values: Any, fields: dict[str, dict[str, RecipeField]], classes: Mapping[str, Any]
-) -> Choice | None:
+) -> ClassSection | None:
+    """Validate a section that names one of `classes`."""
     if values is None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("name"), str) or values["name"] not in classes:
@@ -308,16 +340,17 @@ def _choose(
     name = values["name"]
     arguments = {key: value for key, value in values.items() if key != "name"}
     check_section(section, arguments, fields[name])
-    # A class knows best what fits together; what needs the data is left out here and given later.
+    # The constructor validates combinations of arguments. It is not called while required arguments are missing, which
+    # are read from the data later.
     required = [item.name for item in dataclasses.fields(classes[name]) if item.default is dataclasses.MISSING]
     if all(arguments.get(item) is not None for item in required):
         build(section, classes[name], arguments)
-    return Choice(name, classes[name], arguments)
+    return ClassSection(name, classes[name], arguments)
 
 
 @contextmanager
 def recipe_errors(section: str) -> Iterator[None]:
-    """Turns what a library says about a section's values into a [`RecipeError`] that names the section."""
+    """Convert an error from a library into a [`RecipeError`] that names the section."""
     try:
         with command_errors(section):
             yield
@@ -328,6 +361,16 @@ def recipe_errors(section: str) -> Iterator[None]:
 
 
 def build(section: str, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Calls `function(**values)`; what it refuses is a [`RecipeError`]."""
+    """
+    Return `function(**values)`.
+
+    Args:
+        section (`str`): The section of the recipe that contains `values`, for error messages.
+        function (`Callable`): A class or function.
+        values (`dict[str, Any]`): The keyword arguments.
+
+    Raises:
+        RecipeError: If `function` rejects the values.
+    """
     with recipe_errors(section):
         return function(**values)

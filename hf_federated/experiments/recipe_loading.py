@@ -1,4 +1,4 @@
-"""What a recipe names, loaded: the clients tokenized, the model with a head for the task."""
+"""Load the tokenized data and the models that a recipe names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_
 
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
-from hf_federated.experiments.raw_data import RawRows, load_rows
+from hf_federated.experiments.raw_data import RawData, load_raw_data
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.tasks import (
@@ -34,7 +34,7 @@ from hf_federated.tasks import (
 from hf_federated.utils.random import derived_seed
 
 
-# PEFT has no name for masked language modelling; an adapter for it is a plain one.
+# PEFT has no task type for masked language modeling, so its adapters have no task type.
 LORA_TASKS: dict[type[Task], TaskType] = {
     TextClassification: TaskType.SEQ_CLS,
     SequenceTagging: TaskType.TOKEN_CLS,
@@ -48,24 +48,24 @@ LORA_TASKS: dict[type[Task], TaskType] = {
 
 
 @dataclass(frozen=True)
-class Inputs:
+class TokenizedData:
     """
-    The clients of a recipe, tokenized.
+    The tokenized data of a recipe.
 
     Args:
-        raw ([`RawRows`]): What was tokenized.
-        train ([`FederatedDataset`]): The clients that train.
-        test (`datasets.Dataset`): The rows to test on, short ones first: batches of one length hardly need padding.
-        test_clients ([`FederatedDataset`], *optional*): The same by client, if they were asked for.
-        metrics (`dict`): Arguments of a `Trainer` that make metrics of predictions.
-        further_tests (`dict[str, datasets.Dataset]`): By split, further rows to test the trained model on.
+        raw ([`RawData`]): The raw examples.
+        train ([`FederatedDataset`]): The tokenized training clients.
+        test (`datasets.Dataset`): The tokenized test examples, sorted by length to minimize padding.
+        test_clients ([`FederatedDataset`], *optional*): The tokenized test examples by client, if requested.
+        metric_arguments (`dict`): The arguments of a `Trainer` that compute metrics from predictions.
+        further_tests (`dict[str, datasets.Dataset]`): Additional tokenized test examples by split.
     """
 
-    raw: RawRows
+    raw: RawData
     train: FederatedDataset
     test: Dataset
     test_clients: FederatedDataset | None
-    metrics: dict[str, Any]
+    metric_arguments: dict[str, Any]
     further_tests: dict[str, Dataset] = field(default_factory=dict)
 
     @property
@@ -74,24 +74,30 @@ class Inputs:
         return self.raw.task
 
 
-def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inputs:
+def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> TokenizedData:
     """
-    Loads the rows of a recipe and tokenizes them, each client's for itself.
+    Load the data of a recipe and tokenize it, separately for each client.
 
     Args:
         recipe ([`Recipe`]): The recipe.
         tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
-        by_client (`bool`, *optional*, defaults to `False`): Whether test rows are wanted by client too.
+        by_client (`bool`, *optional*, defaults to `False`): Whether to also return the test examples by client.
 
     Raises:
-        RecipeError: If there are no such rows, or the task cannot read one.
+        RecipeError: If the data cannot be loaded, or the task cannot process an example.
     """
     if by_client and recipe.task.cls.needs_rows:
-        raise RecipeError(f"federation.evaluate_clients is not there for {recipe.task.name}, whose metrics read rows.")
-    # Of sequence to sequence the rows' own targets count, where they are given.
+        raise RecipeError(
+            f"federation.evaluate_clients is not supported for {recipe.task.name}, whose metrics need the raw"
+            " examples. Remove the field."
+        )
+    # The metrics of sequence-to-sequence tasks use the raw targets, if these are available.
     if recipe.data.further_test_splits and (recipe.task.cls.needs_rows or issubclass(recipe.task.cls, Seq2Seq)):
-        raise RecipeError(f"data.further_test_splits is not there for {recipe.task.name}, whose metrics read rows.")
-    raw = load_rows(recipe, by_client)
+        raise RecipeError(
+            f"data.further_test_splits is not supported for {recipe.task.name}, whose metrics need the raw examples."
+            " Remove the field."
+        )
+    raw = load_raw_data(recipe, by_client)
     task = raw.task
     with recipe_errors("data"):
         train = task.prepare(raw.train, tokenizer)
@@ -99,58 +105,61 @@ def load_inputs(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> Inpu
         test_clients = None
         if by_client and raw.test_clients is not None:
             clients = task.prepare(raw.test_clients, tokenizer)
-            fixed = {client_id: task.for_evaluation(rows, tokenizer) for client_id, rows in clients.items()}
-            test_clients = FederatedDataset.from_dict(fixed)
-        further = {
-            split: task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
-            for split, rows in raw.further_tests.items()
+            evaluated = {client_id: task.for_evaluation(client, tokenizer) for client_id, client in clients.items()}
+            test_clients = FederatedDataset.from_dict(evaluated)
+        further_tests = {
+            split: task.for_evaluation(task.prepare(dataset, tokenizer), tokenizer)
+            for split, dataset in raw.further_tests.items()
         }
     order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
     one_to_one = len(test) == len(raw.test)
     test = test.select(order)
-    # Metrics that read rows take them in the order of the features; of clients' own rows they see the labels alone.
-    rows = None if test_clients is not None else raw.test.select(order) if one_to_one else raw.test
+    # Metrics that use raw examples need them in the order of the features. Metrics by client use only the labels.
+    raw_test = None if test_clients is not None else raw.test.select(order) if one_to_one else raw.test
     with recipe_errors("data"):
-        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=rows)
-    metrics = {
+        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=raw_test)
+    metric_arguments = {
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
     }
-    return Inputs(raw, train, test, test_clients, metrics, further)
+    return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
 
 
 def load_tokenizer(model: ModelSection) -> Any:
-    """The tokenizer that lies with the model."""
+    """Load the tokenizer of a model."""
     with recipe_errors("model.name_or_path"):
         return AutoTokenizer.from_pretrained(model.name_or_path, revision=model.revision)
 
 
 def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> PreTrainedModel:
     """
-    The model with a head for the task, and with an adapter if the recipe asks for one.
+    Load a model with the head of the task, and with an adapter if the recipe sets `model.lora` or `model.prefix`.
 
     Args:
-        model ([`ModelSection`]): The recipe's section.
-        task ([`Task`]): The task; its labels become the model's `id2label`.
-        tokenizer (`PreTrainedTokenizerFast`): The model's.
-        seed (`int`): Seed of what the checkpoint does not hold (the head, the adapter).
+        model ([`ModelSection`]): The section `model` of a recipe.
+        task ([`Task`]): The task. Its labels become the model's `id2label`.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        seed (`int`): Seed for parameters that are not in the checkpoint (the head, the adapter).
+
+    Raises:
+        RecipeError: If the model or the adapter cannot be loaded.
     """
     set_seed(seed)
-    changes = model.kwargs or {}
+    kwargs = model.kwargs or {}
     with recipe_errors("model"), _size_errors():
         if model.decoder_name_or_path is not None:
-            assert isinstance(task, (Seq2Seq, SuperGlueSeq2Seq))  # Recipe has checked
-            sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in changes.items()}
+            assert isinstance(task, (Seq2Seq, SuperGlueSeq2Seq))  # checked by Recipe
+            sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in kwargs.items()}
             loaded: Any = task.load_encoder_decoder(
                 model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision
             )
         else:
-            loaded = task.load_model(model.name_or_path, revision=model.revision, **changes)
+            loaded = task.load_model(model.name_or_path, revision=model.revision, **kwargs)
     if model.lora is None and model.prefix is None:
         return loaded
-    kind = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
+    task_type = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
     section, cls = ("model.lora", LoraConfig) if model.lora is not None else ("model.prefix", PrefixTuningConfig)
-    config = build(section, cls, {"task_type": kind, **(model.lora or model.prefix or {})})
+    config = build(section, cls, {"task_type": task_type, **(model.lora or model.prefix or {})})
     with recipe_errors(section):
         return get_peft_model(loaded, config)
 
@@ -159,42 +168,47 @@ def load_client_specs(
     recipe: Recipe, task: Task, args: TrainingArguments, client_ids: Sequence[str]
 ) -> dict[str, ClientSpec]:
     """
-    The recipe's models for clients, dealt out to them in turn.
+    Assign the models of `client_models` to the clients in turn.
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        task ([`Task`]): The task; its labels become the models' `id2label`.
-        args (`TrainingArguments`): The server's; a client's are these but for what its model's section says.
-        client_ids (`Sequence[str]`): The clients, in order.
+        task ([`Task`]): The task. Its labels become the `id2label` of the models.
+        args (`TrainingArguments`): The training arguments of the server. An entry of `client_models` can override
+        them.
+        client_ids (`Sequence[str]`): The ids of the clients in order.
+
+    Returns:
+        `dict[str, ClientSpec]`: The model, tokenizer and training arguments of each client.
     """
     sections = recipe.client_models
     tokenizers = [load_tokenizer(ModelSection(item.name_or_path, item.revision)) for item in sections]
     specs = {}
-    for place, client_id in enumerate(client_ids):
-        section, tokenizer = sections[place % len(sections)], tokenizers[place % len(sections)]
+    for number, client_id in enumerate(client_ids):
+        index = number % len(sections)
+        section, tokenizer = sections[index], tokenizers[index]
         model = ModelSection(section.name_or_path, section.revision, kwargs=section.kwargs)
-        with recipe_errors(f"client_models[{place % len(sections)}].training"):
-            own = dataclasses.replace(args, **section.training) if section.training else None
+        with recipe_errors(f"client_models[{index}].training"):
+            client_args = dataclasses.replace(args, **section.training) if section.training else None
         specs[client_id] = ClientSpec(
-            # Whenever it is needed in memory, the same.
+            # The derived seed gives the same model each time it is loaded into memory.
             model=functools.partial(load_model, model, task, tokenizer, derived_seed(args.seed, "head", client_id)),
             processing_class=tokenizer,
-            args=own,
+            args=client_args,
         )
     return specs
 
 
 @contextmanager
 def _size_errors() -> Iterator[None]:
-    """Says what to do about a head of another size, which transformers lists in its log and raises as this."""
+    """Explain the `RuntimeError` that transformers raises if the head in the checkpoint has a different size."""
     try:
         yield
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise RecipeError(
-            "model: the head in the checkpoint is not of the size that the task's labels need. Start from the model"
-            " without its head, or draw a new one with model.kwargs={ignore_mismatched_sizes: true}."
+            "model: the size of the head in the checkpoint does not match the number of labels of the task. Use a"
+            " checkpoint without a head, or initialize a new head with model.kwargs={ignore_mismatched_sizes: true}."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The fields that a section of a recipe may have, with types, defaults and help, and the check of what was written."""
+"""The fields that a section of a recipe accepts, and the validation of a section against these fields."""
 
 from __future__ import annotations
 
@@ -17,12 +17,20 @@ from hf_federated.experiments.errors import CommandError
 
 
 class RecipeError(CommandError):
-    """A recipe that cannot be run. The message is one line: what was given, and what is allowed."""
+    """An invalid recipe. The one-line message states the given value and the allowed values."""
 
 
 @dataclass(frozen=True)
 class RecipeField:
-    """One field of a recipe as `--help` and the checks need it."""
+    """
+    One field of a recipe, as used by `--help` and by validation.
+
+    Args:
+        name (`str`): Name of the field.
+        annotation (`Any`): Type of the field.
+        default (`Any`): Default value, or `dataclasses.MISSING` for a required field.
+        help (`str`, *optional*, defaults to `""`): Description of the field.
+    """
 
     name: str
     annotation: Any
@@ -31,12 +39,13 @@ class RecipeField:
 
     @property
     def required(self) -> bool:
+        """Whether the field has no default."""
         return self.default is dataclasses.MISSING
 
 
 def dataclass_fields(cls: type) -> dict[str, RecipeField]:
-    """The fields of a dataclass, with the help of their metadata or else of the class's docstring."""
-    annotations, texts = typing.get_type_hints(cls), argument_texts(cls)
+    """The fields of a dataclass by name. The help comes from a field's metadata or from the class docstring."""
+    annotations, texts = typing.get_type_hints(cls), argument_help(cls)
     fields = {}
     for item in dataclasses.fields(cls):
         default = item.default
@@ -47,8 +56,8 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
     return fields
 
 
-def argument_texts(cls: type) -> dict[str, str]:
-    """The texts of a docstring's `Args:`, the first sentence of each."""
+def argument_help(cls: type) -> dict[str, str]:
+    """The first sentence of each entry in the `Args:` section of a class docstring, by argument name."""
     documentation = inspect.getdoc(cls) or ""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
@@ -57,14 +66,14 @@ def argument_texts(cls: type) -> dict[str, str]:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a person reads it: `int or float`, `list of str`, the choices of an enumeration."""
+    """A readable name of a type: `int or float`, `list of str`, or the values of an enumeration."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         writable = [item for item in arguments if item is not type(None) and not _is_function(item)]
-        choices = [type_name(item) for item in writable if _is_enum(item)]
-        # An enumeration says more than the `str` beside it.
-        kept = choices or list(dict.fromkeys(type_name(item) for item in writable))
-        return " or ".join(kept + (["null"] if type(None) in arguments else []))
+        enum_names = [type_name(item) for item in writable if _is_enum(item)]
+        # In a union of an enumeration and `str`, only the enumeration is informative.
+        names = enum_names or list(dict.fromkeys(type_name(item) for item in writable))
+        return " or ".join(names + (["null"] if type(None) in arguments else []))
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin in (list, tuple, Sequence):
@@ -85,19 +94,19 @@ def _is_function(annotation: Any) -> bool:
     return typing.get_origin(annotation) is typing.get_origin(typing.Callable[[], None])
 
 
-def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value read from YAML may be given to a field of this type. Whole numbers pass for floats."""
+def matches_type(value: Any, annotation: Any) -> bool:
+    """Whether a value read from YAML is valid for a field of this type. Integers are valid for `float`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        # Where an enumeration stands beside `str`, only its own values are meant.
+        # A union of an enumeration and `str` accepts only the values of the enumeration.
         enums = [item for item in arguments if _is_enum(item)]
-        return any(fits(value, item) for item in arguments if not (enums and item is str))
+        return any(matches_type(value, item) for item in arguments if not (enums and item is str))
     if origin is Literal:
         return value in arguments
     if origin in (list, tuple, Sequence):
-        return isinstance(value, (list, tuple)) and all(fits(item, arguments[0]) for item in value)
+        return isinstance(value, (list, tuple)) and all(matches_type(item, arguments[0]) for item in value)
     if origin is dict or annotation is dict:
         return isinstance(value, dict)
     if _is_enum(annotation):
@@ -106,18 +115,21 @@ def fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    # Anything else is a class or a function (say, accelerate's ParallelismConfig) that YAML cannot write.
+    # Any other type is a class or a function, such as accelerate's ParallelismConfig, which YAML cannot represent.
     return isinstance(annotation, type) and isinstance(value, annotation)
 
 
 def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dict[str, Any]:
     """
-    What was written in a section, if every name and type in it is right.
+    Validate the names and types in a section and return the section.
 
     Args:
-        name (`str`): The section; `""` for what stands beside the sections.
-        values (`Any`): What was read from YAML.
-        fields (`dict[str, RecipeField]`): The fields that the section may have.
+        name (`str`): Name of the section, or `""` for the top-level fields that belong to no section.
+        values (`Any`): The section as read from YAML. `None` is read as an empty section.
+        fields (`dict[str, RecipeField]`): The fields that the section accepts.
+
+    Returns:
+        `dict[str, Any]`: The fields that the section sets.
 
     Raises:
         RecipeError: If a field is unknown, missing or of the wrong type.
@@ -129,8 +141,8 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
         raise RecipeError(f"{name or 'the recipe'} is {values!r}; it must be a mapping of fields to values.")
     for key, value in values.items():
         if key not in fields:
-            raise unknown_field(f"{prefix}{key}", str(key), list(fields))
-        if not fits(value, fields[key].annotation):
+            raise unknown_field_error(f"{prefix}{key}", str(key), list(fields))
+        if not matches_type(value, fields[key].annotation):
             raise RecipeError(
                 f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be {type_name(fields[key].annotation)}."
             )
@@ -140,9 +152,16 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
     return values
 
 
-def unknown_field(given: str, key: str, known: list[str]) -> RecipeError:
-    """The error for a name that is not a field, with those it may have been meant to be."""
-    near = difflib.get_close_matches(key, known, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    listed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
-    return RecipeError(f"{given} is not a field of a recipe; {hint}Allowed: {listed}.")
+def unknown_field_error(given: str, key: str, known: list[str]) -> RecipeError:
+    """
+    Build the error for an unknown field, with suggestions of similar names.
+
+    Args:
+        given (`str`): The unknown field with its section.
+        key (`str`): The name of the unknown field.
+        known (`list[str]`): The names of the known fields.
+    """
+    similar = difflib.get_close_matches(key, known, n=3)
+    hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+    allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
+    return RecipeError(f"{given} is not a field of a recipe; {hint}Allowed: {allowed}.")

@@ -1,4 +1,4 @@
-"""The sections of a recipe that name no class of ours: the model, the data, and who trains what beside them."""
+"""Dataclasses of the recipe sections `model`, `data`, `public` and `client_models`."""
 
 from __future__ import annotations
 
@@ -13,75 +13,93 @@ DEFAULT_TEST_CLIENTS = 0.2
 
 @dataclass
 class ModelSection:
-    """The model that every client starts from."""
+    """The section `model`: the initial model of every client."""
 
     name_or_path: str = field(metadata={"help": "Hub id or folder of the pretrained model and its tokenizer."})
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."})
     decoder_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "For tasks of seq2seq: a pretrained decoder behind name_or_path, joined by new attention."},
+        metadata={
+            "help": "Pretrained decoder for sequence-to-sequence tasks, connected to the encoder name_or_path by new"
+            " cross-attention."
+        },
     )
     kwargs: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Further arguments of from_pretrained, such as num_hidden_layers."}
+        default=None, metadata={"help": "Additional arguments of from_pretrained, such as num_hidden_layers."}
     )
     lora: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Any fields of peft.LoraConfig; clients then train and send the adapter only."}
+        default=None, metadata={"help": "Fields of peft.LoraConfig; clients train and send only the adapter."}
     )
     prefix: dict[str, Any] | None = field(
         default=None,
-        metadata={"help": "Any fields of peft.PrefixTuningConfig (p-tuning v2); the prefixes alone are trained."},
+        metadata={"help": "Fields of peft.PrefixTuningConfig (P-Tuning v2); clients train only the prefixes."},
     )
 
     def __post_init__(self) -> None:
         if self.lora is not None and self.prefix is not None:
-            raise RecipeError("model: give either lora or prefix; a model has one adapter.")
+            raise RecipeError(
+                "model: lora and prefix are both set. Set either lora or prefix; a model has one adapter."
+            )
 
 
 @dataclass
 class DataSection:
-    """The rows, and which of them are held out to test on."""
+    """The section `data`: the dataset, and the part of it that is held out for testing."""
 
-    path: str = field(metadata={"help": "Hub id, or a local folder or file of parquet, JSON or CSV."})
-    name: str | None = field(default=None, metadata={"help": "Configuration of the data set on the Hub."})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the data set on the Hub."})
-    train_split: str = field(default="train", metadata={"help": "Split that belongs to the clients."})
+    path: str = field(metadata={"help": "Hub id, or a local folder or file (Parquet, JSON or CSV)."})
+    name: str | None = field(default=None, metadata={"help": "Configuration of the dataset on the Hub."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the dataset on the Hub."})
+    train_split: str = field(default="train", metadata={"help": "Split that is distributed over the clients."})
     test_split: str | None = field(
-        default=None, metadata={"help": "Split to test on, instead of clients that are held out."}
+        default=None, metadata={"help": "Split to test on; if not set, some clients are held out for testing."}
     )
     further_test_splits: list[str] = field(
-        default_factory=list, metadata={"help": "Splits that the model is tested on too once it is trained."}
+        default_factory=list, metadata={"help": "Additional splits to evaluate the trained model on."}
     )
     test_clients: int | float | None = field(
         default=None,
-        metadata={"help": "Clients held out as the test set (seeded): a count (10) or a share (0.2, if left out)."},
+        metadata={"help": "Randomly chosen clients to hold out for testing: a count (10) or a share (default 0.2)."},
     )
-    max_clients: int | None = field(default=None, metadata={"help": "Train on so many clients at most (seeded)."})
-    max_train_rows: int | None = field(default=None, metadata={"help": "Draw so many rows of train_split (seeded)."})
+    max_clients: int | None = field(
+        default=None, metadata={"help": "Maximum number of training clients, chosen at random with seed."}
+    )
+    max_train_rows: int | None = field(
+        default=None, metadata={"help": "Maximum number of examples of train_split, sampled with seed."}
+    )
     max_test_rows: int | None = field(
-        default=None, metadata={"help": "Draw so many rows of each split to test on (seeded)."}
+        default=None, metadata={"help": "Maximum number of examples of each test split, sampled with seed."}
     )
-    drop_empty: bool = field(default=False, metadata={"help": "Leave out rows with an empty text or answer."})
-    seed: int = field(default=0, metadata={"help": "Seed of taking rows and of holding out clients."})
+    drop_empty: bool = field(default=False, metadata={"help": "Drop examples with an empty text or answer."})
+    seed: int = field(default=0, metadata={"help": "Seed for sampling examples and choosing held-out clients."})
 
     def __post_init__(self) -> None:
         if self.test_split is not None and self.test_clients is not None:
-            raise RecipeError("data: give either test_split (rows to test on) or test_clients (clients to hold out).")
+            raise RecipeError(
+                "data: test_split and test_clients are both set. Set either test_split (a split to test on) or"
+                " test_clients (clients to hold out)."
+            )
         if self.test_split == self.train_split:
-            raise RecipeError(f"data.test_split is {self.test_split!r}, which trains; test on other rows.")
+            raise RecipeError(
+                f"data.test_split is {self.test_split!r}, which is the training split. Choose another split."
+            )
         for split in self.further_test_splits:
             if split in (self.train_split, self.test_split) or self.further_test_splits.count(split) > 1:
                 raise RecipeError(
-                    f"data.further_test_splits: {split!r} is the training split, test_split, or there twice."
+                    f"data.further_test_splits: {split!r} is train_split, test_split or a duplicate. Remove it."
                 )
         if self.seed < 0:
             raise RecipeError(f"data.seed is {self.seed}; it must be at least 0.")
         if self.max_test_rows is not None and self.test_split is None:
-            raise RecipeError("data.max_test_rows goes with test_split; of held-out clients all rows are taken.")
+            raise RecipeError(
+                "data.max_test_rows is set without test_split. Set test_split; all examples of held-out clients are"
+                " used."
+            )
         if self.test_clients is not None:
-            share = isinstance(self.test_clients, float)
-            if not (0 < self.test_clients < 1 if share else self.test_clients >= 1):
+            is_share = isinstance(self.test_clients, float)
+            if not (0 < self.test_clients < 1 if is_share else self.test_clients >= 1):
                 raise RecipeError(
-                    f"data.test_clients is {self.test_clients}; give a count of at least 1 or a share between 0 and 1."
+                    f"data.test_clients is {self.test_clients}; it must be a count of at least 1 or a share between 0"
+                    " and 1."
                 )
         for name in ("max_clients", "max_train_rows", "max_test_rows"):
             value = getattr(self, name)
@@ -91,17 +109,26 @@ class DataSection:
 
 @dataclass
 class PublicSection:
-    """Rows that are set aside for distillation: public ones, which lose their labels, and the server's own."""
+    """
+    The section `public`: training examples that are set aside for distillation.
 
-    share: float = field(metadata={"help": "Share of the training rows that server and clients all have."})
+    Public examples lose their labels and are available to the server and all clients. The server can also hold
+    labelled examples that no client has.
+    """
+
+    share: float = field(metadata={"help": "Share of the training examples that the server and all clients hold."})
     server_share: float = field(
-        default=0.0, metadata={"help": "Share of the training rows that are the server's own, with their labels."}
+        default=0.0, metadata={"help": "Share of the training examples that only the server holds, with labels."}
     )
     stratify_by_column: str | None = field(
-        default=None, metadata={"help": "Take the same shares of each value of this column, such as a domain."}
+        default=None, metadata={"help": "Take the same share of each value of this column, such as a domain."}
     )
-    max_rows: int | None = field(default=None, metadata={"help": "Keep so many of the public rows (seeded)."})
-    max_server_rows: int | None = field(default=None, metadata={"help": "Keep so many of the server's (seeded)."})
+    max_rows: int | None = field(
+        default=None, metadata={"help": "Maximum number of public examples, sampled with data.seed."}
+    )
+    max_server_rows: int | None = field(
+        default=None, metadata={"help": "Maximum number of examples of the server, sampled with data.seed."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_server_rows"):
@@ -112,11 +139,11 @@ class PublicSection:
 
 @dataclass
 class ClientModelSection:
-    """A model that clients have instead of the server's, and how they train it."""
+    """An entry of `client_models`: a client model that differs from the server's model, and its training settings."""
 
     name_or_path: str = field(metadata={"help": "Hub id or folder of the pretrained model and its tokenizer."})
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."})
-    kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Further arguments of from_pretrained."})
+    kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Additional arguments of from_pretrained."})
     training: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Fields of the training arguments that are these clients' own."}
+        default_factory=dict, metadata={"help": "Training arguments that these clients override."}
     )

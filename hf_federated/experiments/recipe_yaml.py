@@ -1,7 +1,7 @@
-"""The YAML of a recipe: how it is read, which scale of it is meant, and what `--set` changes.
+"""Read the YAML file of a recipe, apply one of its scales and apply the changes of `--set`.
 
-Numbers and truth values are read as YAML 1.2 writes them: `5e-4` is a number, `no` is a word. Under `scales` a recipe
-may say, by name, what is different at another scale: `--set scale=paper` lays `scales.paper` over the rest.
+Numbers and booleans follow YAML 1.2: `5e-4` is a number and `no` is a string. The section `scales` maps the name of a
+scale to changes of the recipe: `--set scale=paper` merges `scales.paper` into the other sections.
 """
 
 from __future__ import annotations
@@ -19,76 +19,82 @@ from hf_federated.experiments.recipe_schema import RecipeError
 
 DEFAULT_SCALE = "default"
 DEFAULT_TASK = "text-classification"
-# The sections that name a class, and which it is if they do not say.
+# The sections that name a class, with the default class.
 NAMED_SECTIONS = {"task": DEFAULT_TASK, "partition": None}
 
 
 def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
-    Reads a recipe as it stands, at one scale and with changes, and checks no name in it.
+    Read the values of a recipe at one scale, without checking the names of its fields.
 
     Args:
         path (`str`): The YAML file.
-        overrides (`Sequence[str]`, *optional*): `section.field=value` each; the value is YAML. They come last, after
-            what the scale changes.
+        overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, where the value is YAML.
+            They are applied after the changes of the scale.
 
     Returns:
-        `dict[str, Any]`: The mapping, without `scales`; its `scale` is the one that was taken.
+        `dict[str, Any]`: The recipe without `scales`. Its `scale` is the name of the applied scale.
 
     Raises:
-        RecipeError: If the file is missing or not a YAML mapping, or there is no such scale.
+        RecipeError: If the file cannot be read, is not a YAML mapping, or does not define the scale.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            values = read_yaml(file.read(), str(path)) or {}
+            values = parse_yaml(file.read(), str(path)) or {}
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {os.fspath(path)!r}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"cannot read the recipe {os.fspath(path)!r}: it is not UTF-8.") from error
     if not isinstance(values, dict):
-        raise RecipeError(f"{os.fspath(path)!r} holds a {type(values).__name__}; a recipe is a mapping of sections.")
+        raise RecipeError(
+            f"{os.fspath(path)!r} holds a {type(values).__name__}; a recipe must be a mapping of sections."
+        )
     changes = [_parse_override(override) for override in overrides]
     scales = values.pop("scales", None) or {}
     scale = next((value for keys, value, _ in reversed(changes) if keys == ["scale"]), values.get("scale"))
     if not isinstance(scales, dict) or not all(
         isinstance(name, str) and isinstance(change, dict) for name, change in scales.items()
     ):
-        raise RecipeError("scales must be a mapping from names to sections.")
+        raise RecipeError("scales must be a mapping of names to sections.")
     if not isinstance(scale, (str, type(None))):
-        raise RecipeError(f"scale is {scale!r}; it must be a name.")
+        raise RecipeError(f"scale is {scale!r}; it must be the name of a scale.")
     if scale is not None and scale != DEFAULT_SCALE:
         if scale not in scales:
-            raise RecipeError(f"scale is {scale!r}; this recipe has {', '.join([DEFAULT_SCALE, *scales])}.")
-        values = lay_over(values, scales[scale])
+            raise RecipeError(f"scale is {scale!r}; it must be one of {', '.join([DEFAULT_SCALE, *scales])}.")
+        values = apply_changes(values, scales[scale])
     for keys, value, text in changes:
         _apply(values, keys, value, text)
     values["scale"] = scale or DEFAULT_SCALE
     return values
 
 
-def lay_over(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def apply_changes(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """
-    A copy of a recipe with changes laid over it, as [`merged`] does.
+    Return a copy of a recipe with changes merged into it by [`merge_mappings`].
 
-    A section that names another class (another task or partitioner) replaces the one that is there, whose fields are
-    not its own.
+    A changed section that names a different class (a different task or partitioner) replaces the section of the
+    recipe, because the fields of the previous class do not apply to the new class.
+
+    Args:
+        recipe (`Mapping[str, Any]`): The values of a recipe.
+        changes (`Mapping[str, Any]`): Sections, with the fields to change.
     """
     base = dict(recipe)
     for section, default in NAMED_SECTIONS.items():
-        there, change = base.get(section), changes.get(section)
-        if isinstance(there, dict) and isinstance(change, Mapping) and "name" in change:
-            if change["name"] != there.get("name", default):
+        current, change = base.get(section), changes.get(section)
+        if isinstance(current, dict) and isinstance(change, Mapping) and "name" in change:
+            if change["name"] != current.get("name", default):
                 base[section] = None
-    return merged(base, changes)
+    return merge_mappings(base, changes)
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested mappings with others laid over them: mappings are merged, anything else is replaced."""
+def merge_mappings(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `values` with `changes` merged recursively. Values that are not mappings are replaced."""
     result = copy.deepcopy(dict(values))
     for key, change in changes.items():
-        there = result.get(key)
-        if isinstance(change, Mapping) and isinstance(there, dict):
-            result[key] = merged(there, change)
+        current = result.get(key)
+        if isinstance(change, Mapping) and isinstance(current, dict):
+            result[key] = merge_mappings(current, change)
         else:
             result[key] = copy.deepcopy(change)
     return result
@@ -98,34 +104,34 @@ def _parse_override(override: str) -> tuple[list[str], Any, str]:
     key, equals, text = override.partition("=")
     keys = key.split(".")
     if not equals or not all(keys):
-        raise RecipeError(f"--set {override!r} is not of the form section.field=value.")
-    return keys, read_yaml(text, f"--set {override}"), override
+        raise RecipeError(f"--set {override!r} is invalid; it must be of the form section.field=value.")
+    return keys, parse_yaml(text, f"--set {override}"), override
 
 
 def _apply(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    *folders, last = keys
-    for folder in folders:
-        inner = values.get(folder)
+    *parents, last = keys
+    for parent in parents:
+        inner = values.get(parent)
         if inner is None:
-            inner = values[folder] = {}
+            inner = values[parent] = {}
         if not isinstance(inner, dict):
-            raise RecipeError(f"--set {override!r}: {folder} is {inner!r}, which has no fields.")
+            raise RecipeError(f"--set {override!r}: {parent} is {inner!r}, which is not a mapping and has no fields.")
         values = inner
     values[last] = value
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers and truth values; a key that stands twice is an error instead of the last one winning."""
+    """A loader with the numbers and booleans of YAML 1.2, which rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is a duplicate key", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-# PyYAML follows YAML 1.1, where 5e-4 is text, `no` (an `eval_strategy`) is false, 010 is 8 and 1:30 is 90.
+# PyYAML follows YAML 1.1, which reads 5e-4 as a string, `no` (an `eval_strategy`) as false, 010 as 8 and 1:30 as 90.
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("bool", "float", "int", "timestamp")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -141,10 +147,16 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
     """
+    Parse YAML.
+
+    Args:
+        text (`str`): The YAML document.
+        source (`str`): Where the text is from, for error messages.
+
     Raises:
-        RecipeError: If the text is not YAML. The message names the source.
+        RecipeError: If the text is not valid YAML.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)

@@ -1,8 +1,8 @@
-"""What a benchmark found, beside what was published: tables, claims and how far they can be compared.
+"""Reports of a benchmark: tables of results next to published results, and checks of claims.
 
-Everything here is computed from the records of finished runs; nothing is read or run. A spread is the sample standard
-deviation over seeds (`n - 1` in the denominator). With a handful of seeds it is rough, and nothing here is a test of
-significance: a claim is said to hold if it holds on average and under every seed.
+All values are computed from the records of finished runs. A spread is the sample standard deviation over seeds (`n -
+1` in the denominator). With few seeds the spread is only a rough estimate, and the report contains no significance
+test: a claim holds if it holds on average and under every seed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from hf_federated.experiments.grid import BenchmarkSection
 from hf_federated.reporting.learning_curves import CurvePanel
 
 
-# A record of a run as `run_log` reads it.
+# A record of a run, as read by `run_log`.
 Record = Mapping[str, Any]
-# Of more clients a report has no columns.
+# Maximum number of clients for a table with one column per client.
 MAX_CLIENT_COLUMNS = 12
 
 
 @dataclass(frozen=True)
 class Comparison:
     """
-    A claim "A > B" over the seeds under which both were run.
+    Result of a claim "A > B" over the seeds that both runs have.
 
     Args:
-        differences (`list[float | None]`): By how much A was better, a seed each; `None` where one of them gave no
-            finite value.
-        verdict (`str`): `"holds"` if A is better on average and under every seed, `"mixed"` if on average only,
-            `"does not hold"` if not on average, `"not measured"` without a difference.
+        differences (`list[float | None]`): For each seed, the difference between A and B, positive if A is better.
+            `None` if a value is not finite.
+        verdict (`str`): `"holds"` if A is better on average and under every seed, `"mixed"` if A is better only on
+            average, `"does not hold"` if A is not better on average, `"not measured"` if there is no finite
+            difference.
     """
 
     differences: list[float | None]
@@ -43,35 +44,43 @@ class Comparison:
 
     @property
     def finite(self) -> list[float]:
-        """The differences that there are."""
+        """The finite differences."""
         return [difference for difference in self.differences if difference is not None]
 
     @property
     def num_agreeing(self) -> int:
-        """Under how many seeds A was better."""
+        """Number of seeds under which A is better."""
         return sum(difference > 0 for difference in self.finite)
 
 
 def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
     """
-    The metric that is compared: that of the section, or else the one that the runs name.
+    The metric to compare: the metric of the section or, by default, the main metric of the runs.
+
+    Args:
+        records (`Sequence[Mapping]`): The records of finished runs.
+        section ([`BenchmarkSection`]): The section `benchmark`.
 
     Raises:
-        CommandError: If the runs name several, or a run has no such metric.
+        CommandError: If the runs have different main metrics, or a run does not have the metric.
     """
     named = list(dict.fromkeys(record["metric"] for record in records))
     if section.metric is None and len(named) > 1:
-        raise CommandError(f"benchmark.metric: the runs have several main metrics ({', '.join(named)}); name one.")
+        raise CommandError(
+            f"benchmark.metric: the runs have several main metrics ({', '.join(named)}). Set one of them."
+        )
     metric = section.metric or (named[0] if named else "value")
     for record in records:
         if metric not in record["metrics"]:
             known = ", ".join(record["metrics"]) or "none"
-            raise CommandError(f"benchmark.metric: {record['run']!r} has no {metric!r}; its metrics are {known}.")
+            raise CommandError(
+                f"benchmark.metric: {record['run']!r} has no metric {metric!r}. Its metrics are {known}."
+            )
     return metric
 
 
 def is_lower_better(records: Sequence[Record], section: BenchmarkSection) -> bool:
-    """Whether a smaller value is the better one: as the section says, or else the task of the main metric."""
+    """Whether smaller values are better, according to the section or, by default, to the task of the main metric."""
     if section.lower_is_better is not None:
         return section.lower_is_better
     metric = main_metric(records, section)
@@ -82,7 +91,16 @@ def values_by_run(
     records: Sequence[Record], section: BenchmarkSection, metric: str
 ) -> dict[str, dict[int, float | None]]:
     """
-    Values of a metric: name of each run of the section to seed to value, which is `None` where it was not finite.
+    Values of a metric by run and seed.
+
+    Args:
+        records (`Sequence[Mapping]`): The records of finished runs.
+        section ([`BenchmarkSection`]): The section `benchmark`.
+        metric (`str`): Name of the metric.
+
+    Returns:
+        `dict[str, dict[int, float | None]]`: Maps the name of each run to its values by seed. A value is `None` if it
+        was not finite.
     """
     values: dict[str, dict[int, float | None]] = {name: {} for name in section.runs}
     for seed in section.seeds:
@@ -96,12 +114,12 @@ def compare(
     better: Mapping[int, float | None], worse: Mapping[int, float | None], lower_is_better: bool = False
 ) -> Comparison:
     """
-    Checks that one run is better than another, seed by seed.
+    Check the claim that one run is better than another run, seed by seed.
 
     Args:
-        better (`Mapping[int, float | None]`): Seed to value of the run that is said to be better.
-        worse (`Mapping[int, float | None]`): The same of the other.
-        lower_is_better (`bool`, *optional*, defaults to `False`): Whether a smaller value is the better one.
+        better (`Mapping[int, float | None]`): Values by seed of the run that is claimed to be better.
+        worse (`Mapping[int, float | None]`): Values by seed of the run that is claimed to be worse.
+        lower_is_better (`bool`, *optional*, defaults to `False`): Whether smaller values are better.
 
     Example:
 
@@ -131,18 +149,18 @@ def compare(
 
 def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name: str) -> str:
     """
-    The report of a benchmark as Markdown that reads well in a terminal too.
+    The report of a benchmark as Markdown, with aligned tables that are also readable in a terminal.
 
     Args:
-        records (`Sequence[Record]`):
-            One record of each finished run: those that [`~hf_federated.experiments.run_log.finished`] found.
+        records (`Sequence[Mapping]`):
+            One record per finished run, as found by [`~hf_federated.experiments.run_log.find_finished`].
         section ([`BenchmarkSection`]):
-            What was planned.
+            The section `benchmark`.
         name (`str`):
-            The recipe's file name.
+            File name of the recipe.
 
     Raises:
-        CommandError: As [`main_metric`] does.
+        CommandError: If [`main_metric`] cannot determine the metric.
     """
     metric = main_metric(records, section)
     values = values_by_run(records, section, metric)
@@ -150,10 +168,10 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     better = "lower" if lower_is_better else "higher"
     parts = [f"# {section.title or name}"]
     if section.paper_setting:
-        parts.append(f"Published: {section.paper_setting}.")
+        parts.append(f"Setting of the published results: {section.paper_setting}.")
     parts.append(
-        f"Ours: `{name}`, seeds {', '.join(map(str, section.seeds))}; {metric}, {better} is better, as mean ± sample"
-        " standard deviation over seeds (number of seeds)."
+        f"Setting of these results: `{name}`, seeds {', '.join(map(str, section.seeds))}. The table shows {metric}"
+        f" ({better} is better) as mean ± sample standard deviation over seeds (number of seeds)."
     )
     parts.append(_results_table(records, section, metric, values))
     parts += _notes(records, metric, values)
@@ -161,39 +179,39 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     if section.claims:
         parts.append(_claims_table(section, values, lower_is_better))
         parts.append(
-            "A difference is by how much the first run of a claim is better; ours is paired, seed by seed, as mean ±"
-            " sample standard deviation. A claim holds if the first is better on average and under every seed. This is"
-            " no test of significance."
+            "A difference is positive if the first run of a claim is better. The measured difference is paired by"
+            " seed, as mean ± sample standard deviation. A claim holds if the first run is better on average and under"
+            " every seed. This is not a test of significance."
         )
     if records and (section.paper or section.paper_setting):
-        parts.append(comparability(records))
+        parts.append(comparability_note(records))
     return "\n\n".join(parts) + "\n"
 
 
-def comparability(records: Sequence[Record]) -> str:
-    """How far the numbers can be compared with published ones."""
+def comparability_note(records: Sequence[Record]) -> str:
+    """A sentence that states how far the results are comparable with the published results."""
     scales = list(dict.fromkeys(record.get("scale") for record in records))
     if scales == ["paper"]:
         return (
-            "Model, data and sizes are the paper's, but for what --set changed. Its client optimizer and learning"
-            " rates are not all published, so small differences mean little."
+            "Model, data and sizes are those of the paper, except for changes by --set. The paper does not publish all"
+            " client optimizers and learning rates, so small differences mean little."
         )
     named = [str(scale) for scale in scales if scale is not None]
     scale = f" ({'scale' if len(named) == 1 else 'scales'} {', '.join(named)})" if named else ""
     return (
-        f"The numbers are not comparable with the paper's: another model, other or fewer rows{scale}. What can be"
-        " compared is the order of the methods."
+        f"The results are not comparable with the results of the paper: the model and the data differ{scale}. Only the"
+        " order of the methods can be compared."
     )
 
 
 def curve_panel(records: Sequence[Record], section: BenchmarkSection, name: str) -> CurvePanel | None:
     """
-    The learning curves of a benchmark, or `None` if no run has logged any.
+    The learning curves of a benchmark, or `None` if no run logged the metric.
 
     Args:
-        records (`Sequence[Record]`): As in [`benchmark_report`].
-        section ([`BenchmarkSection`]): What was planned.
-        name (`str`): The recipe's file name.
+        records (`Sequence[Mapping]`): One record per finished run.
+        section ([`BenchmarkSection`]): The section `benchmark`.
+        name (`str`): File name of the recipe.
     """
     metric = main_metric(records, section)
     curves: dict[str, list[dict[int, float | None]]] = {}
@@ -213,7 +231,7 @@ def curve_panel(records: Sequence[Record], section: BenchmarkSection, name: str)
 
 
 def step_names(records: Sequence[Record]) -> list[str]:
-    """What the runs count: `"round"`, or `"optimizer step"` of split models. A record of before these has no name."""
+    """The units of the runs' steps: `"round"`, or `"optimizer step"` for split models. Old records have no unit."""
     names = [record.get("step_name") or "round" for record in records if record["method"] == "federated"]
     return list(dict.fromkeys(names)) or ["round"]
 
@@ -226,49 +244,49 @@ def _results_table(
 ) -> str:
     rows = []
     for run, by_seed in values.items():
-        made = [record for record in records if record["run"] == run]
+        own_records = [record for record in records if record["run"] == run]
         finite = [value for value in by_seed.values() if value is not None]
         num_seeds = len(section.seeds)
         count = str(num_seeds) if len(finite) == num_seeds else f"{len(finite)} of {num_seeds}"
-        bytes_up = _mean(made, "bytes_up")
+        bytes_up = _mean(own_records, "bytes_up")
         rows.append(
             [
                 run,
                 f"{_mean_and_spread(finite)} ({count})" if finite else "-",
                 _number(section.paper[run]) if run in section.paper else "-",
-                _or_dash(_mean(made, "num_epochs"), ".2f"),
+                _or_dash(_mean(own_records, "num_epochs"), ".2f"),
                 _or_dash(None if bytes_up is None else bytes_up / 1e6, ".1f"),
-                _or_dash(_mean(made, "num_rounds"), "g"),
-                _or_dash(_mean(made, "seconds"), ".0f"),
+                _or_dash(_mean(own_records, "num_rounds"), "g"),
+                _or_dash(_mean(own_records, "seconds"), ".0f"),
             ]
         )
     steps = " or ".join(f"{name}s" for name in step_names(records))
-    header = ["run", metric.replace("|", r"\|"), "paper", "passes over a row", "MB up", steps, "seconds"]
+    header = ["run", metric.replace("|", r"\|"), "paper", "epochs", "MB up", steps, "seconds"]
     return markdown_table(header, rows, text_columns={0})
 
 
 def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:
-    """Tables of further rows that models were tested on: those of named splits, and each client's own."""
+    """Tables of the metric on additional test splits, and on the test examples of each client."""
     parts = []
     splits = _names_in(records, "further_tests")
     if splits:
-        found = {own: _values_by_name(records, own, "further_tests", metric) for own in section.runs}
-        parts += ["The same models on further rows, by split:", _columns_table(found, splits)]
+        values = {run: _values_by_name(records, run, "further_tests", metric) for run in section.runs}
+        parts += ["The same models on additional test splits:", _columns_table(values, splits)]
     clients = _names_in(records, "clients")
     if clients:
-        title = "On each client's own test rows, by its own model, or by the one that all have"
-        found = {own: _values_by_name(records, own, "clients", metric) for own in section.runs}
-        # Numbers are those of a partition that each seed draws anew: they name no client.
-        if len(clients) <= MAX_CLIENT_COLUMNS and not all(own.isdecimal() for own in clients):
-            parts += [f"{title}:", _columns_table(found, clients)]
+        title = "On the test examples of each client, evaluated with its own model or with the shared model"
+        values = {run: _values_by_name(records, run, "clients", metric) for run in section.runs}
+        # A partitioner numbers the clients, and client "1" under one seed is not client "1" under the next seed.
+        if len(clients) <= MAX_CLIENT_COLUMNS and not all(client_id.isdecimal() for client_id in clients):
+            parts += [f"{title}:", _columns_table(values, clients)]
         else:
-            parts += [f"{title}, of the clients of a run:", _columns_table(_extremes(found), list(_EXTREMES))]
+            parts += [f"{title}, over the clients of a run:", _columns_table(_extremes(values), list(_EXTREMES))]
     return parts
 
 
 _EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "median": statistics.median, "highest": max}
-# By run and then seed: values by split or client.
-_Found = Mapping[str, Sequence[Mapping[str, float | None]]]
+# Maps a run to one mapping per seed, which maps a split or client to a value.
+_RunValues = Mapping[str, Sequence[Mapping[str, float | None]]]
 
 
 def _names_in(records: Sequence[Record], field: str) -> list[str]:
@@ -276,26 +294,29 @@ def _names_in(records: Sequence[Record], field: str) -> list[str]:
 
 
 def _values_by_name(records: Sequence[Record], run: str, field: str, metric: str) -> list[dict[str, float | None]]:
-    made = [record.get(field) or {} for record in records if record["run"] == run]
-    return [{name: values.get(metric) for name, values in own.items()} for own in made]
+    fields = [record.get(field) or {} for record in records if record["run"] == run]
+    return [{name: metrics.get(metric) for name, metrics in by_name.items()} for by_name in fields]
 
 
-def _extremes(found: _Found) -> dict[str, list[dict[str, float | None]]]:
-    """Of the clients of each run and seed, the lowest value, the one in the middle and the highest."""
-    finite = {run: [[v for v in own.values() if v is not None] for own in made] for run, made in found.items()}
+def _extremes(values: _RunValues) -> dict[str, list[dict[str, float | None]]]:
+    """For each run and seed, the lowest, median and highest value over the clients."""
+    finite = {
+        run: [[value for value in by_client.values() if value is not None] for by_client in by_seed]
+        for run, by_seed in values.items()
+    }
     return {
-        run: [{name: of(values) for name, of in _EXTREMES.items()} for values in made if values]
-        for run, made in finite.items()
+        run: [{name: function(numbers) for name, function in _EXTREMES.items()} for numbers in by_seed if numbers]
+        for run, by_seed in finite.items()
     }
 
 
-def _columns_table(found: _Found, columns: Sequence[str]) -> str:
-    """Runs as rows, each value a mean over seeds."""
+def _columns_table(values: _RunValues, columns: Sequence[str]) -> str:
+    """A table with one row per run, with means over seeds."""
     rows = []
-    for run, made in found.items():
-        values = [[value for own in made if (value := own.get(name)) is not None] for name in columns]
-        if any(values):
-            rows.append([run, *(_mean_and_spread(own) if own else "-" for own in values)])
+    for run, by_seed in values.items():
+        cells = [[value for by_name in by_seed if (value := by_name.get(name)) is not None] for name in columns]
+        if any(cells):
+            rows.append([run, *(_mean_and_spread(numbers) if numbers else "-" for numbers in cells)])
     return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, text_columns={0})
 
 
@@ -320,42 +341,45 @@ def _claims_table(
                 comparison.verdict + (" so far" if missing and comparison.differences else ""),
             ]
         )
-    header = ["claim", "paper's difference", "our difference", "seeds that agree", "verdict"]
+    header = ["claim", "published difference", "measured difference", "seeds in agreement", "verdict"]
     return markdown_table(header, rows, text_columns={0, 3, 4})
 
 
 def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[int, float | None]]) -> list[str]:
-    """What a reader of the table has to know of its runs."""
+    """Notes on runs that limit the interpretation of the table."""
     notes = []
-    lost = [
+    not_finite = [
         f"{run}, seed {seed}" for run, by_seed in values.items() for seed, value in by_seed.items() if value is None
     ]
-    if lost:
-        notes.append(f"Without a finite {metric}, and so in no mean: {'; '.join(lost)}.")
-    taken = dict.fromkeys(f"{r['run']} ({r['taken_from']})" for r in records if r.get("taken_from"))
-    if taken:
-        notes.append(f"Runs of other recipes, which have the same settings: {'; '.join(taken)}.")
+    if not_finite:
+        notes.append(f"Runs without a finite {metric}, which are excluded from the means: {'; '.join(not_finite)}.")
+    reused = dict.fromkeys(f"{r['run']} ({r['taken_from']})" for r in records if r.get("taken_from"))
+    if reused:
+        notes.append(f"Runs reused from other recipes with the same settings: {'; '.join(reused)}.")
     failed = [f"{r['run']}, seed {r['seed']} ({r['num_failed']})" for r in records if r.get("num_failed")]
     if failed:
-        notes.append(f"With updates that failed or were refused: {'; '.join(failed)}.")
+        notes.append(f"Runs with failed or rejected updates: {'; '.join(failed)}.")
     for seed in sorted({record["seed"] for record in records}):
-        made = [record for record in records if record["seed"] == seed]
+        seed_records = [record for record in records if record["seed"] == seed]
         hashes: dict[str, set[str]] = {}
-        for record in made:  # of which older ones may say nothing of further rows
-            for split, rows in {"": record.get("test_rows"), **(record.get("further_rows") or {})}.items():
-                hashes.setdefault(split, set()).update([rows] if rows else [])
-        if any(len(own) > 1 for own in hashes.values()):
-            notes.append(f"Under seed {seed} the runs were tested on different rows; their differences mean little.")
+        for record in seed_records:
+            # Old records do not contain `further_rows`.
+            for split, digest in {"": record.get("test_rows"), **(record.get("further_rows") or {})}.items():
+                hashes.setdefault(split, set()).update([digest] if digest else [])
+        if any(len(digests) > 1 for digests in hashes.values()):
+            notes.append(
+                f"Under seed {seed} the runs were tested on different examples, so their differences mean little."
+            )
     packages = {name for record in records for name in record.get("versions", {})}
     for package in sorted(packages):
         versions = sorted({str(record.get("versions", {}).get(package, "unknown")) for record in records})
         if len(versions) > 1:
-            notes.append(f"The runs were made with different versions of {package}: {', '.join(versions)}.")
+            notes.append(f"The runs used different versions of {package}: {', '.join(versions)}.")
     return notes
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:
-    """The mean of a field, unless a record is without it."""
+    """The mean of a field, or `None` if there are no records or a record does not have the field."""
     values = [record.get(name) for record in records]
     return float(np.mean([value for value in values if value is not None])) if values and None not in values else None
 
@@ -366,7 +390,7 @@ def _mean_and_spread(values: Sequence[float], signed: bool = False) -> str:
 
 
 def _number(value: float, signed: bool = False) -> str:
-    """Four decimals, as tables of accuracies have; two from ten on, for percentages and perplexities."""
+    """Format with four decimals (accuracies), or with two decimals from 10 on (percentages and perplexities)."""
     return format(value, ("+" if signed else "") + (".4f" if abs(value) < 10 else ".2f"))
 
 

@@ -1,12 +1,12 @@
-"""The runs of a benchmark that are done: `runs.jsonl`, one line a run, which survives whatever ends the process.
+"""The log of finished benchmark runs, `runs.jsonl`: one line per run, safe against crashes of the process.
 
-A finished run is appended in one write and synced to the disk before the next begins, so that a process killed at any
-moment loses the run in progress and no other. What a killed writer left of a line is cut off by the next one. Nothing
-is ever rewritten: a run made again is another line, and the last one counts.
+A finished run is appended with a single write and synced to disk before the next run starts. If the process is killed,
+only the run in progress is lost. The next writer removes an incomplete last line. Complete lines are never rewritten:
+a repeated run is appended as another line, and the last line of a run counts.
 
-One benchmark at a time writes to a folder. This is held by a lock of the operating system on `runs.lock`, which goes
-with the process however it ends. Windows has no such lock (`fcntl` is missing); there nobody is kept out, and starting
-two benchmarks in one folder may run the same runs twice, but tears no line that a process has finished writing.
+Only one benchmark can write to a folder at a time. An operating system lock on `runs.lock` ensures this; the system
+releases the lock when the process ends, for any reason. Windows has no such lock (`fcntl` is missing). Two benchmarks
+in one folder on Windows may execute the same runs twice, but they do not damage complete lines.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from hf_federated.experiments.grid import PlannedRun
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # mypy knows the module only
+    fcntl = None  # type: ignore[assignment]  # mypy expects a module
 
 LOG_NAME = "runs.jsonl"
 LOCK_NAME = "runs.lock"
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRuns:
     """
-    What a log holds of a plan.
+    The planned runs that a log contains.
 
     Args:
-        records (`dict[tuple[str, int], dict]`): Name and seed of a run to its last record under the planned settings.
-        stale (`list[PlannedRun]`): Runs of which there are records under other settings only. These are not used.
+        records (`dict[tuple[str, int], dict]`): Maps the name and seed of a run to its last record with the planned
+            settings.
+        stale (`list[PlannedRun]`): Runs that have only records with different settings. These records are not used.
     """
 
     records: dict[tuple[str, int], dict[str, Any]]
@@ -51,45 +52,50 @@ class Finished:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """
-    The records of a folder in the order in which they were written; none if nothing was. Writes nothing, so that it
-    may be called beside a running benchmark: a line that is being written is left out.
+    Read the records of a folder in the order of writing.
+
+    The function does not write to the folder, so it is safe while a benchmark is running. It ignores an incomplete
+    last line.
+
+    Args:
+        folder (`Path`): The folder of `runs.jsonl`. If the file does not exist, there are no records.
 
     Raises:
-        CommandError: If a line is no record, with its number.
+        CommandError: If a line is not a record. The message contains the line number.
     """
     path = folder / LOG_NAME
     if not path.exists():
         return []
     with command_errors(str(path)):
         content = path.read_bytes()
-    lines = content[: _end_of_whole_lines(content)].splitlines()
+    lines = content[: _length_of_complete_lines(content)].splitlines()
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def finished(records: Sequence[Mapping[str, Any]], plan: Sequence[PlannedRun]) -> Finished:
+def find_finished(records: Sequence[Mapping[str, Any]], plan: Sequence[PlannedRun]) -> FinishedRuns:
     """
-    The records that are of planned runs: name, seed and digest agree. The last one of each counts.
+    Find the records of planned runs, by name, seed and digest. The last record of a run counts.
 
     Args:
-        records (`Sequence[Mapping]`): Those of a log, in its order.
+        records (`Sequence[Mapping]`): The records of a log, in the order of writing.
         plan (`Sequence[PlannedRun]`): The runs of a grid.
     """
-    made = {(record["run"], record["seed"], record["digest"]): dict(record) for record in records}
-    known = {(record["run"], record["seed"]) for record in records}
-    wanted = {run.key: (run.name, run.seed, run.digest) for run in plan}
-    found = {key: made[identity] for key, identity in wanted.items() if identity in made}
-    return Finished(found, [run for run in plan if run.key in known and run.key not in found])
+    by_identity = {(record["run"], record["seed"], record["digest"]): dict(record) for record in records}
+    logged_keys = {(record["run"], record["seed"]) for record in records}
+    planned = {run.key: (run.name, run.seed, run.digest) for run in plan}
+    found = {key: by_identity[identity] for key, identity in planned.items() if identity in by_identity}
+    return FinishedRuns(found, [run for run in plan if run.key in logged_keys and run.key not in found])
 
 
 class RunLog:
     """
-    The log of a folder, open for writing; a context manager.
+    Context manager that opens the log of a folder for writing.
 
     Args:
-        folder (`Path`): Where `runs.jsonl` lies. It is made if need be.
+        folder (`Path`): The folder of `runs.jsonl`. It is created if it does not exist.
 
     Raises:
-        CommandError: On entering, if another benchmark writes to the folder, or a line is no record.
+        CommandError: On entering, if another benchmark writes to the folder, or a line is not a record.
 
     Example:
 
@@ -129,39 +135,43 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
-            self._lock.close()  # and with it the lock
+            self._lock.close()  # releases the lock
 
     def append(self, record: Mapping[str, Any]) -> None:
         """
-        Adds a finished run. When this returns, the record is on the disk.
+        Append the record of a finished run and sync it to disk.
 
         Args:
             record (`Mapping[str, Any]`):
-                What JSON can hold, with `run`, `seed` and `digest`. Numbers that are not finite are written as null.
+                Values that JSON supports, including `run`, `seed` and `digest`. Numbers that are not finite are
+                written as null.
 
         Raises:
-            OSError: If it cannot be written whole, say because the disk is full; then nothing of it is left.
+            OSError: If the record cannot be written completely, for example because the disk is full. No part of the
+                record remains in the file.
         """
-        plain = finite(record)
+        plain = to_strict_json(record)
         line = (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode()
         path = self.folder / LOG_NAME
-        with open(path, "ab", buffering=0) as file:  # without a buffer a write is one call of the system
+        with open(path, "ab", buffering=0) as file:  # without a buffer, a write is a single system call
             before = os.fstat(file.fileno()).st_size
             if file.write(line) != len(line):
                 file.truncate(before)
-                raise OSError(f"{path}: the record of a run could not be written whole; is the disk full?")
+                raise OSError(
+                    f"{path}: the record of a run was not written completely. Check whether the disk is full."
+                )
             os.fsync(file.fileno())
         if before == 0:
             _sync_folder(self.folder)
         self.records.append(plain)
 
-    def finished(self, plan: Sequence[PlannedRun]) -> Finished:
-        """What of a plan is done; see [`finished`]."""
-        return finished(self.records, plan)
+    def find_finished(self, plan: Sequence[PlannedRun]) -> FinishedRuns:
+        """Find the records of planned runs, as the function [`find_finished`] does."""
+        return find_finished(self.records, plan)
 
 
 def _lock(path: Path) -> BinaryIO:
-    """The lock file, locked for as long as it is open."""
+    """Open the lock file and lock it. Closing the file releases the lock."""
     file = open(path, "a+b")
     if fcntl is not None:
         try:
@@ -171,27 +181,29 @@ def _lock(path: Path) -> BinaryIO:
             if not isinstance(error, BlockingIOError):
                 raise
             raise CommandError(
-                f"another benchmark is running in this folder: {path.parent}. Wait for it, or give another"
-                " --output-dir; --report prints what is there so far."
+                f"another benchmark is running in this folder: {path.parent}. Wait until it ends, or choose another"
+                " --output-dir. --report prints the results so far."
             ) from error
     return file
 
 
-def _end_of_whole_lines(content: bytes) -> int:
+def _length_of_complete_lines(content: bytes) -> int:
     """
-    Where the whole lines end. Records are written with the end of their line, in one write: what stands behind the
-    last end is the beginning of a record, unless somebody has edited the file and left the end out.
+    Return the length of the complete lines.
+
+    A record is written together with its newline. The content after the last newline is therefore an incomplete
+    record, unless a user edited the file and removed the last newline.
     """
     end = content.rfind(b"\n") + 1
-    return end if _parsed(content[end:]) is None else len(content)
+    return end if _parse_object(content[end:]) is None else len(content)
 
 
 def _repair(path: Path) -> None:
-    """Cuts off what a killed writer left of a line, and ends a whole one that has no end."""
+    """Remove an incomplete last line, and add a missing newline to a complete last line."""
     if not path.exists():
         return
     content = path.read_bytes()
-    end = _end_of_whole_lines(content)
+    end = _length_of_complete_lines(content)
     with open(path, "r+b") as file:
         file.truncate(end)
         if end and not content[:end].endswith(b"\n"):
@@ -201,43 +213,43 @@ def _repair(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _parsed(line: bytes) -> Any:
-    """The object of a line of JSON, or `None`. No beginning of an object is an object."""
+def _parse_object(line: bytes) -> Any:
+    """Return the JSON object of a line, or `None`. A truncated object is never a valid object."""
     try:
         value = json.loads(line)
-    except ValueError:  # also what is no UTF-8
+    except ValueError:  # includes invalid UTF-8
         return None
     return value if isinstance(value, dict) else None
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
-    record = _parsed(line)
+    record = _parse_object(line)
     if record is None:
-        raise CommandError(f"{where}: is no JSON object. Remove the line to have its run made again.")
+        raise CommandError(f"{where}: is not a JSON object. Remove the line to execute its run again.")
     for name, kind in (("run", str), ("seed", int), ("digest", str)):
         if not isinstance(record.get(name), kind):
             raise CommandError(
-                f"{where}: is no record of a run, for {name!r} is {record.get(name)!r}. Remove the line to have its"
-                " run made again."
+                f"{where}: is not a record of a run, because {name!r} is {record.get(name)!r}. Remove the line to"
+                " execute its run again."
             )
     return record
 
 
-def finite(value: Any) -> Any:
-    """A value as strict JSON holds it, which knows neither NaN nor infinity."""
+def to_strict_json(value: Any) -> Any:
+    """Convert a value to types of strict JSON. NaN and infinity become `None`."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): to_strict_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [to_strict_json(item) for item in value]
     return value
 
 
 def _sync_folder(folder: Path) -> None:
-    """The file's name is on the disk too. Windows opens no folders, and needs it not."""
+    """Sync the directory entry of a new file to disk. Windows cannot open folders and does not need this."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""`hf-federated train`: a recipe from its data to a model, its card, its plots and a closing table."""
+"""Train a recipe with its baselines, and write the model, model card, results, plots and a table of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe import Recipe
-from hf_federated.experiments.run_log import finite
+from hf_federated.experiments.run_log import to_strict_json
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.tasks import (
     SequenceTagging,
@@ -24,51 +24,51 @@ from hf_federated.tasks import (
 
 
 RESULTS_NAME = "results.json"
-# What the card is rendered from.
+# The data from which the model card is rendered.
 RECORD_NAME = "run_record.json"
 
 
 def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], None] = print) -> dict[str, Any]:
     """
-    Runs a recipe: baselines, federation, model, card, plots and closing table.
+    Train the baselines and the federation of a recipe, save all outputs and print a table of results.
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        output_dir (`str`, *optional*): Instead of the recipe's `training.output_dir`.
+        output_dir (`str`, *optional*): Overrides `training.output_dir` of the recipe.
         echo (`Callable`, *optional*): Prints a line.
 
     Returns:
         `dict`: The content of `results.json`.
 
     Raises:
-        RecipeError: Before anything is trained, if the recipe cannot be run.
+        RecipeError: If the recipe cannot be run. The error is raised before training starts.
     """
     run = build_run(recipe, output_dir)
     for line in run.describe():
         echo(line)
     baselines = _train_baselines(run, echo)
     if recipe.split is not None:
-        echo(f"Split (epochs: {run.federation.num_rounds}; the bar and the logs count optimizer steps):")
+        echo(f"Split model ({run.federation.num_rounds} epochs; the progress bar and the logs count optimizer steps):")
     else:
-        echo(f"Federated (rounds: {run.federation.num_rounds}; so count the bar and the logs):")
+        echo(f"Federated ({run.federation.num_rounds} rounds; the progress bar and the logs count rounds):")
     federated = run_federated(run)
-    raw = run.inputs.raw
+    raw = run.data.raw
     held_out = raw.test_clients if recipe.data.test_split is None else None
     results = {
         "metric": run.metric,
-        "lower_is_better": run.inputs.task.lower_is_better,
+        "lower_is_better": run.data.task.lower_is_better,
         "num_train_clients": len(raw.train),
         "num_train_rows": sum(raw.train.num_rows.values()),
         "num_test_clients": None if held_out is None else len(held_out),
         "num_test_rows": len(raw.test),
-        # Of a split model; what it came to stands under `federated` as of every other run.
+        # Only for a split model. Its results are under `federated`, as for all runs.
         "strategy": None if recipe.split is None else run.trainer.split.strategy,
         "baselines": {result.name: vars(result) for result in baselines},
         "federated": federated,
     }
     folder = Path(str(run.trainer.args.output_dir))
     run.trainer.save_model()
-    (folder / RESULTS_NAME).write_text(json.dumps(finite(results), indent=2) + "\n", encoding="utf-8")
+    (folder / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
     run.trainer.create_model_card(**recipe.card)
     record: Any = RunRecord if recipe.split is None else SplitRecord
     record.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
@@ -77,35 +77,36 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
     echo("")
     for line in closing_table(results):
         echo(line)
-    echo(f"\nModel, card (README.md), {RESULTS_NAME}{' and plots' if recipe.plots else ''} are in {folder}.")
+    saved = f"The model, its card (README.md){', plots' if recipe.plots else ''} and {RESULTS_NAME}"
+    echo(f"\n{saved} are in {folder}.")
     return results
 
 
 def _train_baselines(run: Run, echo: Callable[[str], None]) -> list[BaselineResult]:
     results = []
     if "centralized" in run.recipe.compare:
-        echo(f"Centralized ({run.baselines.centralized_epochs:.3g} passes over all training rows):")
+        echo(f"Centralized ({run.baselines.centralized_epochs:.3g} epochs over all training examples):")
         results.append(run_baseline(run, "centralized"))
     if "local" in run.recipe.compare:
-        wanted = run.recipe.local_clients or len(run.inputs.train)
-        echo(f"Local only ({min(wanted, len(run.inputs.train))} clients, each alone):")
+        num_clients = run.recipe.local_clients or len(run.data.train)
+        echo(f"Local only ({min(num_clients, len(run.data.train))} clients, each trained alone):")
         results.append(run_baseline(run, "local", echo))
     return results
 
 
 def closing_table(results: dict[str, Any]) -> list[str]:
     """
-    The lines that a run ends with.
+    The table of results that is printed at the end of a run.
 
     Args:
         results (`dict`): The content of `results.json`.
     """
     federated, metric = results["federated"], results["metric"]
     title = metric.replace("_", " ")
-    rows = [("", title, "passes/row", "bytes up", "bytes down", "seconds")]
+    rows = [("", title, "epochs", "bytes up", "bytes down", "seconds")]
     labels = {"centralized": "centralized", "local": "local-only (mean of {})"}
     strategy = results.get("strategy")
-    own = "federated" if strategy is None else f"split ({strategy})"
+    trained = "federated" if strategy is None else f"split ({strategy})"
     for name, result in results["baselines"].items():
         spread = f" ±{result['spread'][metric]:.3f}" if result["spread"] else ""
         rows.append(
@@ -120,7 +121,7 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         )
     rows.append(
         (
-            own,
+            trained,
             f"{federated['metrics'][metric]:.3f}",
             f"{federated['num_epochs']:.2f}",
             _megabytes(federated["bytes_up"]),
@@ -131,16 +132,16 @@ def closing_table(results: dict[str, Any]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     of_clients = "" if results["num_test_clients"] is None else f" of {results['num_test_clients']} held-out clients"
     lines = [
-        f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} rows{of_clients}:",
+        f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} examples{of_clients}:",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
     ]
-    for split, found in federated.get("further_tests", {}).items():
-        lines.append(f"{own} on the split {split}: {found[metric]:.3f}")
+    for split, metrics in federated.get("further_tests", {}).items():
+        lines.append(f"{trained} on the split {split}: {metrics[metric]:.3f}")
     for name, result in results["baselines"].items():
         difference = federated["metrics"][metric] - result["metrics"][metric]
-        # Metrics where less is better are no shares of 1.
-        said = f"{difference:+.2f}" if results["lower_is_better"] else f"{100 * difference:+.1f} points"
-        lines.append(f"{own} minus {labels[name].partition(' ')[0]}: {said}")
+        # Metrics for which lower values are better are not between 0 and 1, so they have no percentage points.
+        shown = f"{difference:+.2f}" if results["lower_is_better"] else f"{100 * difference:+.1f} points"
+        lines.append(f"{trained} minus {labels[name].partition(' ')[0]}: {shown}")
     return lines
 
 
@@ -149,17 +150,17 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
-    clients, task = run.inputs.raw.train, run.inputs.task
+    clients, task = run.data.raw.train, run.data.task
     column = None
     if isinstance(task, TextClassification):
         column = task.label_column
     elif isinstance(task, SequenceTagging):
         column = task.tags_column
     elif isinstance(task, (SuperGlueClassification, SuperGlueSeq2Seq)):
-        column = "task"  # as figure 3 of FedDRS
+        column = "task"  # as in figure 3 of FedDRS
     elif isinstance(task, SuperGlueCloze):
-        # Of one task its labels, as figure 5 of FL-GLM.
-        column = "task" if len(run.inputs.raw.test.unique("task")) > 1 else task.label_column
+        # For a single task, show the labels, as in figure 5 of FL-GLM.
+        column = "task" if len(run.data.raw.test.unique("task")) > 1 else task.label_column
     if column is not None:
         counts = label_counts(clients, column)
         by_client = dict(zip(counts.client_ids, counts.counts.tolist(), strict=True))

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from hf_federated.data import label_counts, plot_label_shares
-from hf_federated.experiments.raw_data import load_rows
+from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     counts = {}
     for name, scale in SCALES.items():
         recipe = load_recipe(RECIPE, [f"scale={scale}", *options.settings])
-        counts[name] = label_counts(load_rows(recipe).train, "task")
+        counts[name] = label_counts(load_raw_data(recipe).train, "task")
         sizes = counts[name].sizes
         print(f"{name}: {len(sizes)} clients of {min(sizes)} to {max(sizes)} rows")
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ def main() -> None:
     run = build_run(load_recipe(RECIPE, [*settings, *options.settings]))
     trainer, algorithm = run.trainer, run.trainer.distillation
     assert isinstance(algorithm, FedDRS)
-    audit = PseudoSampleAudit(algorithm, run.inputs.train)
+    audit = PseudoSampleAudit(algorithm, run.data.train)
     trainer.add_callback(audit)
     trainer.train()
     columns = ["client", "its own", "other clients'", "where they began", "moved to another word"]
@@ -53,7 +53,7 @@ def main() -> None:
         raise SystemExit(f"Client {client_id!r} has no samples of the last round; these have: {names}.")
     weight = token_embeddings(trainer.model).cpu()
     samples, kinds = algorithm.samples[client_id], list(algorithm.sampling)
-    known = sorted({token for row in run.inputs.train[client_id]["input_ids"] for token in row})
+    known = sorted({token for row in run.data.train[client_id]["input_ids"] for token in row})
     groups = dict(zip(kinds, samples["embeddings"].chunk(len(kinds)), strict=True))
     title = f"client {client_id}: words of its rows, and pseudo-samples"
     plot_pseudo_samples(weight[torch.tensor(known)], groups, Path(options.output_dir) / "samples.png", title)

@@ -220,7 +220,7 @@ def test_parties_load_their_parts_as_train_loads_the_model(adapter, kwargs, spli
     line = ["split-client", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
     sets = [part for change in changes for part in ("--set", change)]
     recipe, split, args, adapter_config = _settings(build_parser().parse_args([*line, *sets]), "0")
-    client = client_model(recipe, split, "0", adapter_config, args.seed, run.inputs.task)
+    client = client_model(recipe, split, "0", adapter_config, args.seed, run.data.task)
     config, body, wire = server_body(recipe, split, adapter_config, args.seed)
 
     whole = run.trainer.model

@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 from hf_federated import FederatedConfig, FederatedDatasetDict, LabelDirichletPartitioner
 from hf_federated.cli.main import main
 from hf_federated.clients import ClientSampler
-from hf_federated.experiments.baselines import Baselines, passes_over_a_client, share_of_rows_drawn
-from hf_federated.experiments.raw_data import load_rows
+from hf_federated.experiments.baselines import Baselines, expected_client_epochs, fraction_of_examples_drawn
+from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_loading import load_inputs, load_model, load_tokenizer
+from hf_federated.experiments.recipe_loading import load_model, load_tokenized_data, load_tokenizer
 from hf_federated.experiments.train_recipe import closing_table, train_recipe
 
 
@@ -82,7 +82,7 @@ def test_results_over_held_out_clients_are_given_on_request(recipe_path):
 
 def test_test_rows_are_of_clients_that_do_not_train(recipe_path):
     recipe = load_recipe(recipe_path, ["data.max_clients=10"])
-    inputs = load_inputs(recipe, load_tokenizer(recipe.model))
+    inputs = load_tokenized_data(recipe, load_tokenizer(recipe.model))
     assert (len(inputs.raw.train), len(inputs.raw.test_clients)) == (10, 4)
     assert not set(inputs.raw.train) & set(inputs.raw.test_clients)
     assert set(inputs.train.column_names) >= {"input_ids", "attention_mask", "labels"}
@@ -92,7 +92,7 @@ def test_test_rows_are_of_clients_that_do_not_train(recipe_path):
 
 def test_max_clients_changes_no_test_client_and_the_seed_does(recipe_path):
     def test_ids(*overrides):
-        return list(load_rows(load_recipe(recipe_path, overrides)).test_clients)
+        return list(load_raw_data(load_recipe(recipe_path, overrides)).test_clients)
 
     assert test_ids() == test_ids("data.max_clients=10")
     assert test_ids() != test_ids("data.seed=1")
@@ -104,7 +104,7 @@ def test_pairs_of_texts_files_and_even_shares(recipe_path, tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     overrides = [f"data.path={path}", "partition={name: iid, num_clients: 4}", "data.test_clients=0.25"]
     recipe = load_recipe(recipe_path, [*overrides, "task.text_column=[one, two]"])
-    inputs = load_inputs(recipe, load_tokenizer(recipe.model))
+    inputs = load_tokenized_data(recipe, load_tokenizer(recipe.model))
     assert list(inputs.train.num_rows.values()) == [3, 3, 3] and len(inputs.raw.test_clients) == 1
     assert inputs.task.label_names == ("0", "1", "2")
     first = inputs.train[next(iter(inputs.train))][0]
@@ -174,11 +174,11 @@ def test_a_test_split_is_sampled_and_empty_texts_are_left_out_when_asked(recipe_
     ]
     recipe = load_recipe(recipe_path, overrides)
     with pytest.raises(ValueError, match="data: Row .* has an empty text in the column 'text'"):
-        load_inputs(recipe, load_tokenizer(recipe.model))
-    raw = load_rows(load_recipe(recipe_path, [*overrides, "data.drop_empty=true"]))
+        load_tokenized_data(recipe, load_tokenizer(recipe.model))
+    raw = load_raw_data(load_recipe(recipe_path, [*overrides, "data.drop_empty=true"]))
     assert raw.num_empty == 40
     assert (sum(raw.train.num_rows.values()), len(raw.test)) == (12, 5)
-    other = load_rows(load_recipe(recipe_path, [*overrides, "data.drop_empty=true", "data.seed=1"]))
+    other = load_raw_data(load_recipe(recipe_path, [*overrides, "data.drop_empty=true", "data.seed=1"]))
     assert len(other.test) == 5 and other.test["text"][:] != raw.test["text"][:]
 
 
@@ -219,7 +219,7 @@ def test_a_folder_of_two_formats_is_refused(recipe_path, tmp_path):
     overrides = write_splits(tmp_path / "data", train=([0, 1] * 4, ["bad", "good"]), test=([0, 1], ["bad", "good"]))
     (tmp_path / "data" / "more_train.csv").write_text("text,label\na film,bad\n")
     with pytest.raises(ValueError, match="files of several formats"):
-        load_rows(load_recipe(recipe_path, overrides))
+        load_raw_data(load_recipe(recipe_path, overrides))
 
 
 def test_test_rows_that_no_client_has_are_counted(recipe_path, texts_dir, tmp_path):
@@ -229,8 +229,8 @@ def test_test_rows_that_no_client_has_are_counted(recipe_path, texts_dir, tmp_pa
         kept.to_parquet(tmp_path / "data" / f"{split}.parquet")
     overrides = [f"data.path={tmp_path / 'data'}", "data.test_clients=null", "data.test_split=test"]
     recipe = load_recipe(recipe_path, [*overrides, "partition.column=site"])
-    assert load_rows(recipe).num_without_client == 0 and len(load_rows(recipe).test) == 12
-    raw = load_rows(recipe, by_client=True)
+    assert load_raw_data(recipe).num_without_client == 0 and len(load_raw_data(recipe).test) == 12
+    raw = load_raw_data(recipe, by_client=True)
     assert raw.num_without_client == 2 and len(raw.test) == 10
 
 
@@ -242,7 +242,7 @@ def test_questions_that_share_an_id_are_refused_before_training(recipe_path, tex
     task = "task={name: question-answering, max_length: 12, stride: 2}"
     recipe = load_recipe(recipe_path, [*overrides, task, "partition.column=site"])
     with pytest.raises(ValueError, match="data: Row 0 shares the id 'same'"):
-        load_inputs(recipe, load_tokenizer(recipe.model))
+        load_tokenized_data(recipe, load_tokenizer(recipe.model))
 
 
 def test_a_round_that_fails_is_said_in_one_line(recipe_path, capsys):
@@ -258,7 +258,7 @@ def test_numbers_that_are_no_positions_become_named_labels(recipe_path, tmp_path
         recipe_path,
         [f"data.path={tmp_path / 'stars'}", "partition={name: iid, num_clients: 2}", "data.test_clients=1"],
     )
-    raw = load_rows(recipe)
+    raw = load_raw_data(recipe)
     assert raw.task.label_names == ("1", "5", "10")
     assert sorted([*raw.train.to_dataset()["label"], *raw.test["label"]]) == [0, 0, 1, 1, 2, 2]
 
@@ -288,7 +288,7 @@ def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp
     held_out = "data.test_clients=1" if test_split is None else "data.test_clients=null"
     overrides = [f"data.path={tmp_path / 'clients'}", "partition=null", held_out]
     recipe = load_recipe(recipe_path, [*overrides, f"data.test_split={test_split or 'null'}"])
-    raw = load_rows(recipe)
+    raw = load_raw_data(recipe)
     cut = FederatedDatasetDict.from_dataset(splits, partitioner)["train"]
     for client_id, rows in raw.train.items():
         assert rows["id"][:] == cut[client_id]["id"][:]
@@ -296,7 +296,7 @@ def test_a_saved_federation_is_trained_as_it_was_cut(recipe_path, texts_dir, tmp
     assert raw.task.label_names == ("x", "y", "z")
     assert train_recipe(recipe)["num_train_clients"] == len(raw.train)
     with pytest.raises(ValueError, match="cut into clients already"):
-        load_rows(load_recipe(recipe_path, [*overrides, "partition={name: iid, num_clients: 2}"]))
+        load_raw_data(load_recipe(recipe_path, [*overrides, "partition={name: iid, num_clients: 2}"]))
 
 
 @pytest.mark.parametrize(
@@ -358,31 +358,31 @@ def test_several_processes_are_refused(recipe_path, capsys, monkeypatch):
 
 def test_budgets_of_the_baselines():
     args = TrainingArguments(output_dir="unused", per_device_train_batch_size=4, use_cpu=True)
-    assert passes_over_a_client(FederatedConfig(num_rounds=6, local_epochs=2), args, rows_a_client=10) == 12
+    assert expected_client_epochs(FederatedConfig(num_rounds=6, local_epochs=2), args, examples_per_client=10) == 12
     # 6 rounds × 5 steps × 4 rows, over 10 rows.
-    assert passes_over_a_client(FederatedConfig(num_rounds=6, local_steps=5), args, rows_a_client=10) == 12
+    assert expected_client_epochs(FederatedConfig(num_rounds=6, local_steps=5), args, examples_per_client=10) == 12
 
 
 def test_passes_of_clients_that_draw_rows_count_what_is_drawn():
     args = TrainingArguments(output_dir="unused", use_cpu=True)
     num_rows = {"a": 10, "b": 3, "c": 7}
     for settings, drawn in (({}, 20), ({"balance": "min"}, 9), ({"max_rows_per_round": 5}, 13)):
-        share = share_of_rows_drawn(FederatedConfig(num_rounds=2, **settings), args, num_rows)
+        share = fraction_of_examples_drawn(FederatedConfig(num_rounds=2, **settings), args, num_rows)
         assert share == drawn / 20
-        assert passes_over_a_client(FederatedConfig(num_rounds=2), args, 20 / 3, share) == 2 * share
+        assert expected_client_epochs(FederatedConfig(num_rounds=2), args, 20 / 3, share) == 2 * share
     # Pairs of clients: the mean over the cohorts that the run will have, each of which has a smallest of its own.
     federation = FederatedConfig(num_rounds=4, clients_per_round=2, balance="min")
     cohorts = [ClientSampler(list(num_rows), 2, args.seed)(round) for round in range(4)]
     assert len(set(cohorts)) > 1
     drawn = sum(2 * min(num_rows[client_id] for client_id in cohort) for cohort in cohorts)
     total = sum(num_rows[client_id] for cohort in cohorts for client_id in cohort)
-    assert share_of_rows_drawn(federation, args, num_rows) == drawn / total
+    assert fraction_of_examples_drawn(federation, args, num_rows) == drawn / total
 
 
 def test_baselines_start_from_the_model_and_leave_it_alone(recipe_path, tmp_path):
     recipe = load_recipe(recipe_path)
     tokenizer = load_tokenizer(recipe.model)
-    inputs = load_inputs(recipe, tokenizer)
+    inputs = load_tokenized_data(recipe, tokenizer)
     model = load_model(recipe.model, inputs.task, tokenizer, seed=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=0.01)

@@ -12,7 +12,7 @@ from superglue_raw import files
 from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
-from hf_federated.experiments.execution import measure
+from hf_federated.experiments.execution import measure_run
 from hf_federated.experiments.recipe import RecipeError, check_recipe, load_recipe
 from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.experiments.train_recipe import closing_table, train_recipe
@@ -100,7 +100,7 @@ def test_a_grid_measures_a_split_model(recipe_path, llama_dir, cloze_dir, adapte
         "split={strategy: client_batch, average_every: 1}",
     ]
     values = read_values(recipe_path, overrides)
-    results = {name: measure(values, name, tmp_path / name) for name in ("federated", "centralized")}
+    results = {name: measure_run(values, name, tmp_path / name) for name in ("federated", "centralized")}
     assert results["federated"]["num_epochs"] == results["centralized"]["num_epochs"] == 2
     assert results["federated"]["bytes_up"] > 0 and results["federated"]["num_clients"] == 2
     for result in results.values():

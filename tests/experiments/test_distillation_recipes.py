@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_federated.experiments.execution import build_run, run_federated
-from hf_federated.experiments.raw_data import load_rows
+from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.recipe_loading import load_tokenizer
 from hf_federated.experiments.recipe_schema import RecipeError
@@ -24,7 +24,7 @@ def recipe(recipe_path, texts_dir):
 
 
 def test_rows_are_public_the_servers_or_a_clients(recipe):
-    raw = load_rows(recipe("federation.distillation=dsfl"))
+    raw = load_raw_data(recipe("federation.distillation=dsfl"))
     assert (len(raw.public), len(raw.server), len(raw.train.to_dataset())) == (15, 6, 39)
     parts = [set(rows["id"]) for rows in (raw.public, raw.server, raw.train.to_dataset())]
     assert len(set.union(*parts)) == sum(map(len, parts)) == 60
@@ -32,8 +32,8 @@ def test_rows_are_public_the_servers_or_a_clients(recipe):
 
 
 def test_public_rows_and_the_servers_can_be_fewer_and_clients_keep_theirs(recipe):
-    whole = load_rows(recipe("federation.distillation=dsfl"))
-    fewer = load_rows(recipe("public={share: 0.25, server_share: 0.1, max_rows: 4, max_server_rows: 2}"))
+    whole = load_raw_data(recipe("federation.distillation=dsfl"))
+    fewer = load_raw_data(recipe("public={share: 0.25, server_share: 0.1, max_rows: 4, max_server_rows: 2}"))
     assert (len(fewer.public), len(fewer.server)) == (4, 2)
     assert set(fewer.public["id"]) < set(whole.public["id"])
     assert fewer.train.to_dataset()["id"] == whole.train.to_dataset()["id"]
@@ -41,7 +41,7 @@ def test_public_rows_and_the_servers_can_be_fewer_and_clients_keep_theirs(recipe
 
 def test_a_run_without_distillation_has_the_same_private_rows(recipe):
     with_it, without = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
-    assert with_it.inputs.raw.train.to_dataset()["id"] == without.inputs.raw.train.to_dataset()["id"]
+    assert with_it.data.raw.train.to_dataset()["id"] == without.data.raw.train.to_dataset()["id"]
     assert without.trainer.distillation is None
 
 
@@ -59,11 +59,11 @@ def test_models_are_dealt_out_in_turn_and_trained_as_each_says(recipe, model_dir
 
 def test_tags_are_distilled_from_raw_rows(recipe):
     run = build_run(recipe("federation.distillation=dsfl", "task=null", "task.name=sequence-tagging"))
-    assert "tokens" in run.inputs.raw.public.column_names
-    assert {"ner_tags", "labels"}.isdisjoint(run.inputs.raw.public.column_names)
+    assert "tokens" in run.data.raw.public.column_names
+    assert {"ner_tags", "labels"}.isdisjoint(run.data.raw.public.column_names)
     assert run_federated(run)["bytes_up"] > 0
     logged = [entry for entry in run.trainer.state.log_history if "federated/public_positions" in entry]
-    assert logged[0]["federated/public_positions"] == sum(map(len, run.inputs.raw.public["tokens"]))
+    assert logged[0]["federated/public_positions"] == sum(map(len, run.data.raw.public["tokens"]))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_tags_are_distilled_from_raw_rows(recipe):
 )
 def test_what_is_wrong_is_named(recipe, setting, message):
     with pytest.raises(RecipeError, match=message):
-        load_rows(recipe(setting))
+        load_raw_data(recipe(setting))
 
 
 def test_public_rows_of_clients_that_are_there_already_are_refused(recipe_path):

@@ -11,10 +11,10 @@ import yaml
 from datasets import load_dataset
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.execution import build_run, measure, run_federated
-from hf_federated.experiments.raw_data import load_rows
+from hf_federated.experiments.execution import build_run, measure_run, run_federated
+from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_loading import load_inputs, load_tokenizer
+from hf_federated.experiments.recipe_loading import load_tokenized_data, load_tokenizer
 from hf_federated.experiments.recipe_schema import RecipeError
 from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.experiments.train_recipe import closing_table
@@ -73,11 +73,11 @@ def test_records_and_reports_have_further_splits_and_clients(grid_path, tmp_path
 def test_clients_are_evaluated_with_models_of_their_own(grid_path):
     run = build_run(load_recipe(grid_path, ["federation.distillation=dsfl"]))
     result = run_federated(run)
-    further = run.trainer.evaluate(run.inputs.further_tests["shifted"])["eval_loss"]
+    further = run.trainer.evaluate(run.data.further_tests["shifted"])["eval_loss"]
     assert result["further_tests"]["shifted"]["loss"] == pytest.approx(further, rel=1e-6)
     opened = {client_id: run.trainer.engine.worker.models.open(client_id) for client_id in run.trainer.clients}
     for client_id, model in opened.items():
-        rows = run.inputs.test_clients[client_id]
+        rows = run.data.test_clients[client_id]
         expected = model.trainer.evaluate(rows)["eval_loss"]
         assert result["clients"][client_id]["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -86,7 +86,7 @@ def test_clients_are_evaluated_with_models_of_their_own(grid_path):
 @pytest.mark.parametrize("aggregation", ["mutual_kd", "fedavg"])
 def test_baselines_need_no_clients_models(grid_path, method, aggregation, tmp_path):
     settings = [f"federation.aggregation={aggregation}", "federation.evaluate_clients=false"]
-    result = measure(
+    result = measure_run(
         {k: v for k, v in read_values(str(grid_path), settings).items() if k != "benchmark"}, method, tmp_path / "run"
     )
     assert result["further_tests"]["shifted"]["loss"] != result["metrics"]["loss"]
@@ -101,7 +101,7 @@ def test_a_folder_with_a_card_is_read_anew_when_its_files_change(texts_dir, grid
         for number_of_rows in (4, 3):
             drawn = rows.select(range(number_of_rows + 2 * (name == "b")))
             drawn.to_parquet(folder / "shifted.parquet")
-            raw = load_rows(load_recipe(grid_path, [f"data.path={folder}", "data.max_test_rows=null"]))
+            raw = load_raw_data(load_recipe(grid_path, [f"data.path={folder}", "data.max_test_rows=null"]))
             found.append(len(raw.further_tests["shifted"]))
     assert found == [4, 3, 6, 5]
 
@@ -109,7 +109,7 @@ def test_a_folder_with_a_card_is_read_anew_when_its_files_change(texts_dir, grid
 def test_tasks_whose_metrics_read_rows_have_no_further_splits(grid_path, model_dir):
     recipe = load_recipe(grid_path, ["task={name: seq2seq}", "client_models=[]", "public=null"])
     with pytest.raises(RecipeError, match="further_test_splits is not there for seq2seq"):
-        load_inputs(recipe, load_tokenizer(recipe.model))
+        load_tokenized_data(recipe, load_tokenizer(recipe.model))
 
 
 def test_the_closing_table_of_a_run_names_further_splits():
@@ -136,7 +136,7 @@ def test_a_split_model_is_tested_on_further_rows_too(recipe_path, texts_dir, lla
 
 
 def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
-    raw = load_rows(load_recipe(grid_path, ["data.max_test_rows=5"]), by_client=True)
+    raw = load_raw_data(load_recipe(grid_path, ["data.max_test_rows=5"]), by_client=True)
     assert len(raw.further_tests["shifted"]) == len(raw.test) == 5
     assert len(raw.train) == len(raw.test_clients) == 3
 
@@ -152,4 +152,4 @@ def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
 )
 def test_what_is_wrong_with_further_splits_is_named(grid_path, setting, message):
     with pytest.raises(RecipeError, match=message):
-        load_rows(load_recipe(grid_path, [setting]))
+        load_raw_data(load_recipe(grid_path, [setting]))

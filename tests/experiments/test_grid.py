@@ -8,7 +8,7 @@ import datetime
 import pytest
 
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.grid import BenchmarkSection, plan, read_section
+from hf_federated.experiments.grid import BenchmarkSection, plan_runs, read_section
 
 
 RECIPE = {
@@ -21,7 +21,7 @@ RECIPE = {
 
 
 def planned(runs, values=RECIPE, seeds=(0,), **kwargs):
-    return plan(values, BenchmarkSection(runs, seeds=list(seeds)), **kwargs)
+    return plan_runs(values, BenchmarkSection(runs, seeds=list(seeds)), **kwargs)
 
 
 def only(changes, values=RECIPE, **kwargs):

@@ -9,7 +9,7 @@ import yaml
 from transformers import TrainerCallback
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.execution import build_run, measure, run_federated
+from hf_federated.experiments.execution import build_run, measure_run, run_federated
 from hf_federated.experiments.recipe import parse_recipe
 from hf_federated.experiments.recipe_yaml import read_values
 
@@ -67,7 +67,7 @@ def test_a_grid_of_real_runs_is_measured_reported_and_not_made_twice(grid_path, 
 def test_the_seed_draws_the_partition_and_the_training(grid_path, tmp_path):
     def losses(seed):
         values = read_values(grid_path, [f"training.seed={seed}", f"partition.seed={seed}"])
-        return [entry["loss"] for entry in measure(values, "federated", tmp_path / f"{seed}")["history"]]
+        return [entry["loss"] for entry in measure_run(values, "federated", tmp_path / f"{seed}")["history"]]
 
     assert losses(0) == losses(0) != losses(1)
 
@@ -80,13 +80,13 @@ class CutOff(TrainerCallback):
 
 def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_and_leaves_none(grid_path, tmp_path):
     values = read_values(grid_path, ["federation.num_rounds=3", "training.save_strategy=steps"])
-    whole = measure(values, "federated", tmp_path / "whole")
+    whole = measure_run(values, "federated", tmp_path / "whole")
     run = build_run(parse_recipe(values), str(tmp_path / "cut"))
     run.trainer.add_callback(CutOff())
     with pytest.raises(KeyboardInterrupt):
         run_federated(run)
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
-    again = measure(values, "federated", tmp_path / "cut")
+    again = measure_run(values, "federated", tmp_path / "cut")
     for name in ("history", "metrics", "bytes_up", "test_rows"):
         assert again[name] == whole[name]
     assert again["seconds"] is None and whole["seconds"] > 0

@@ -14,10 +14,10 @@ from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli.field_help import recipe_help
 from hf_federated.cli.main import main
 from hf_federated.experiments import recipe as recipe_module
-from hf_federated.experiments.recipe import choices, load_recipe, sections
-from hf_federated.experiments.recipe_schema import RecipeError, fits, type_name
+from hf_federated.experiments.recipe import load_recipe, named_section_fields, section_fields
+from hf_federated.experiments.recipe_schema import RecipeError, matches_type, type_name
 from hf_federated.experiments.recipe_sections import DataSection, ModelSection
-from hf_federated.experiments.recipe_yaml import lay_over, read_values
+from hf_federated.experiments.recipe_yaml import apply_changes, read_values
 
 
 MINIMAL = "model: {name_or_path: m}\ndata: {path: d}\npartition: {name: iid, num_clients: 4}\n"
@@ -159,11 +159,11 @@ def test_a_recipe_in_another_encoding_is_refused(tmp_path):
 
 
 def test_every_default_fits_its_own_type():
-    for section, fields in sections().items():
+    for section, fields in section_fields().items():
         for item in fields.values():
             if not item.required:
                 # transformers writes an empty list of debug options as "".
-                assert fits(item.default, item.annotation) or item.name == "debug", (section, item)
+                assert matches_type(item.default, item.annotation) or item.name == "debug", (section, item)
 
 
 def test_help_lists_every_field_with_type_and_default():
@@ -197,7 +197,7 @@ def test_help_of_the_command_prints_it(capsys):
 
 def test_help_lists_what_every_task_and_partitioner_takes():
     text = recipe_help()
-    for section, classes in choices().items():
+    for section, classes in named_section_fields().items():
         for name, fields in classes.items():
             assert f"with {section}.name: {name}\n" in text
             for field in fields:
@@ -243,17 +243,17 @@ def test_a_scale_that_is_not_there_is_refused_with_those_that_are(tmp_path):
 
 def test_merging_copies_and_replaces_a_section_of_another_class():
     values = {"partition": {"name": "iid", "num_clients": 4}, "card": {"tags": ["a"]}, "data": None}
-    result = lay_over(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
+    result = apply_changes(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
     assert result == {"partition": {"name": "natural", "column": "c"}, "card": {"tags": ["a"]}, "data": {"path": "p"}}
     result["card"]["tags"].append("b")
     assert values["card"]["tags"] == ["a"]
-    assert lay_over(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
+    assert apply_changes(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
 
 
 def test_a_configuration_of_the_hub_is_no_class():
     values = {"data": {"path": "p", "name": "a", "test_split": "test"}, "task": {"label_column": "y"}}
-    assert lay_over(values, {"data": {"name": "b"}})["data"] == {"path": "p", "name": "b", "test_split": "test"}
-    same_task = lay_over(values, {"task": {"name": "text-classification", "max_length": 8}})
+    assert apply_changes(values, {"data": {"name": "b"}})["data"] == {"path": "p", "name": "b", "test_split": "test"}
+    same_task = apply_changes(values, {"task": {"name": "text-classification", "max_length": 8}})
     assert same_task["task"] == {"label_column": "y", "name": "text-classification", "max_length": 8}
 
 

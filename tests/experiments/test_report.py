@@ -9,7 +9,7 @@ import pytest
 
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.report import benchmark_report, comparability, compare, curve_panel, main_metric
+from hf_federated.experiments.report import benchmark_report, comparability_note, compare, curve_panel, main_metric
 
 
 SECTION = BenchmarkSection(
@@ -138,13 +138,13 @@ def test_another_metric_is_read_from_the_same_records():
 
 
 def test_only_the_scale_of_the_paper_is_called_comparable():
-    small = comparability(records())
+    small = comparability_note(records())
     assert small.startswith("The numbers are not comparable with the paper's") and "(scale small)" in small
     paper = [record("FedAvg", 0, 0.5, scale="paper")]
-    assert comparability(paper).startswith("Model, data and sizes are the paper's, but for what --set changed.")
-    assert "(scales paper, small)" in comparability([*paper, *records()])
-    assert "rows. What" in comparability([record("FedAvg", 0, 0.5, scale=None)])
-    assert "not comparable" not in comparability(paper)
+    assert comparability_note(paper).startswith("Model, data and sizes are the paper's, but for what --set changed.")
+    assert "(scales paper, small)" in comparability_note([*paper, *records()])
+    assert "rows. What" in comparability_note([record("FedAvg", 0, 0.5, scale=None)])
+    assert "not comparable" not in comparability_note(paper)
 
 
 def test_without_published_numbers_nothing_is_said_of_a_paper():

@@ -13,8 +13,8 @@ import pytest
 
 from hf_federated.experiments import run_log
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.grid import BenchmarkSection, plan
-from hf_federated.experiments.run_log import LOG_NAME, RunLog, finished, read_records
+from hf_federated.experiments.grid import BenchmarkSection, plan_runs
+from hf_federated.experiments.run_log import LOG_NAME, RunLog, find_finished, read_records
 
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_an_error_on_opening_lets_go_of_the_folder(tmp_path):
 
 
 def test_a_run_of_other_settings_is_stale(tmp_path):
-    runs = plan({"x": 1}, BenchmarkSection({"é": {}, "b": {}}, seeds=[0, 1]))
+    runs = plan_runs({"x": 1}, BenchmarkSection({"é": {}, "b": {}}, seeds=[0, 1]))
     first, other, second, _ = runs
     records = [
         record(0, "another", value=1),
@@ -110,7 +110,7 @@ def test_a_run_of_other_settings_is_stale(tmp_path):
         {**record(0, first.digest), "run": "c"},
     ]
     path = write(tmp_path, *records)
-    done = finished(read_records(tmp_path), runs)
+    done = find_finished(read_records(tmp_path), runs)
     assert {key: item["value"] for key, item in done.records.items()} == {("é", 0): 3}  # the last that matches
     assert done.stale == [second] and other not in done.stale
     assert len(path.read_text(encoding="utf-8").splitlines()) == len(records)  # all are kept

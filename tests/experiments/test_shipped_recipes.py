@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_federated.experiments.execution import measure
-from hf_federated.experiments.grid import plan, read_section
+from hf_federated.experiments.execution import measure_run
+from hf_federated.experiments.grid import plan_runs, read_section
 from hf_federated.experiments.recipe import check_recipe, load_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.experiments.train_recipe import train_recipe
@@ -80,7 +80,7 @@ def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir,
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda item: getattr(item, "stem", item))
 def test_every_run_of_a_benchmark_can_be_made_at_every_scale(path, scale):
     values = read_values(path, [f"scale={scale}"])
-    runs = plan(values, read_section(values), partitioner_has_seed)
+    runs = plan_runs(values, read_section(values), partitioner_has_seed)
     assert len({run.digest for run in runs}) == len(runs) >= 4
     for run in runs:
         check_recipe(run.values)
@@ -97,17 +97,19 @@ def test_every_benchmark_runs_one_round_on_a_tiny_model(
     else:
         settings = tiny(values, model_dir, texts_dir, superglue_dir)
     values = read_values(path, settings)
-    runs = plan(values, read_section(values), partitioner_has_seed)
+    runs = plan_runs(values, read_section(values), partitioner_has_seed)
     run = next(run for run in runs if run.method == "federated")
-    result = measure(run.values, run.method, tmp_path)
+    result = measure_run(run.values, run.method, tmp_path)
     assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
 
 
 def test_what_adafds_clients_weighed_is_in_the_history(model_dir, texts_dir, superglue_dir, tmp_path):
     path = FOLDER / "adafd" / "table1_homogeneous.yaml"
     values = read_values(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
-    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == "AdaFD ENWC")
-    result = measure(run.values, run.method, tmp_path)
+    run = next(
+        run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == "AdaFD ENWC"
+    )
+    result = measure_run(run.values, run.method, tmp_path)
     weights = {name: value for name, value in result["history"][0].items() if name.startswith("weight/")}
     assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # of the two clients of the round
     assert result["history"][0].keys() >= {"server_distillation_loss", "client_distillation_loss"}
@@ -118,8 +120,8 @@ def test_how_long_fedids_feedback_was_is_in_the_history(model_dir, texts_dir, su
     values = read_values(
         path, [*tiny(read_values(path), model_dir, texts_dir, superglue_dir), "task.metric=matthews_correlation"]
     )
-    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == "FedID")
-    result = measure(run.values, run.method, tmp_path)
+    run = next(run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == "FedID")
+    result = measure_run(run.values, run.method, tmp_path)
     assert result["history"][0]["feedback_ratio"] > 0
     assert result["metric"] == "matthews_correlation" and -1 <= result["history"][0]["matthews_correlation"] <= 1
 
@@ -138,9 +140,9 @@ def test_methods_of_feddrs_tables_train_on_all_tasks(name, run_name, model_dir, 
     settings = tiny(read_values(path), model_dir, None, superglue_dir)
     settings.append(f"benchmark.runs.MutualKD.client_models=[{{name_or_path: {model_dir}}}]")
     values = read_values(path, settings if name == "table1_encoder" else settings[:-1])
-    run = next(run for run in plan(values, read_section(values), partitioner_has_seed) if run.name == run_name)
+    run = next(run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == run_name)
     for size, value in (("num_samples", 3), ("sample_length", 4), ("num_steps", 2)):
         if size in run.values["federation"].get("distillation_kwargs", {}):
             run.values["federation"]["distillation_kwargs"][size] = value
-    result = measure(run.values, run.method, tmp_path)
+    result = measure_run(run.values, run.method, tmp_path)
     assert 0 <= result["metrics"]["superglue_score"] <= 1

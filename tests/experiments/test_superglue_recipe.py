@@ -12,7 +12,7 @@ from superglue_raw import benchmark
 from hf_federated import FederatedDataset, FederatedDatasetDict, PerClassDirichletPartitioner
 from hf_federated.cli.main import main
 from hf_federated.data import label_counts, plot_label_shares
-from hf_federated.experiments.raw_data import load_rows
+from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.train_recipe import train_recipe
 from hf_federated.tasks.superglue import LABELS
@@ -109,6 +109,6 @@ def test_public_rows_lose_their_labels(recipe_path, superglue_dir):
             "public={share: 0.3}",
         ],
     )
-    raw = load_rows(recipe)
+    raw = load_raw_data(recipe)
     assert raw.public is not None and "target" not in raw.public.column_names
     assert "target" in raw.train.column_names
