@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> N
     if partitioner in PARTITIONERS:
         add_dataclass_options(parser, PARTITIONERS[partitioner])
     else:
-        parser.epilog = "For the options of a partitioner, run: hf-federated partition --partitioner NAME --help"
+        parser.epilog = "Options of a partitioner: hf-federated partition --partitioner NAME --help"
 
 
 def partition(arguments: argparse.Namespace) -> None:

@@ -220,12 +220,12 @@ def _run_grid(
     """Execute or reuse the runs that are not finished. Return one line per failed run."""
     done = log.find_finished(grid.runs)
     selected = [run for run in grid.runs if only is None or run.name in only]
-    to_do = [run for run in selected if run.key not in done.records]
+    pending = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))
     with _prefix_errors(grid.path):
         main_metric(list(done.records.values()), grid.section)
     failures = []
-    for position, run in enumerate(to_do, start=len(selected) - len(to_do) + 1):
+    for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
         label = f"[{position}/{len(selected)}] {run}"
         reused = _find_reusable_record(run, reusable)
         if reused is not None:
@@ -317,19 +317,19 @@ def _finish(grids: Sequence[_Grid], results: Sequence[FinishedRuns], echo: Calla
             report = benchmark_report(records, grid.section, grid.name)
             panel = curve_panel(records, grid.section, grid.name)
         echo(f"\n{report.rstrip()}\n")
-        drawn = _draw([panel] if panel else [], grid.folder / CURVES_NAME, echo)
-        figure = f"\n![Learning curves]({CURVES_NAME})\n" if drawn else ""
+        plotted = _plot_curves([panel] if panel else [], grid.folder / CURVES_NAME, echo)
+        figure = f"\n![Learning curves]({CURVES_NAME})\n" if plotted else ""
         with command_errors(str(grid.folder)):
             (grid.folder / REPORT_NAME).write_text(report + figure, encoding="utf-8")
-        echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if drawn else f'{REPORT_NAME} is'} in {grid.folder}.")
+        echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
         path = grids[0].folder.parent / CURVES_NAME
-        if _draw(panels, path, echo):
+        if _plot_curves(panels, path, echo):
             echo(f"The learning curves of all {len(panels)} recipes are in {path}.")
 
 
-def _draw(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str], None]) -> bool:
+def _plot_curves(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str], None]) -> bool:
     """Plot learning curves. Return whether the plot was written; if not, print the reason."""
     if not panels:
         echo(f"No {path.name}: no federated run logged metrics of a round.")

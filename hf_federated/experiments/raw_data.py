@@ -282,9 +282,9 @@ def _load_federated(recipe: Recipe) -> RawData:
         if split not in splits:
             raise RecipeError(f"data: {data.path} has no split {split!r}. Its splits are {', '.join(splits)}.")
     clients = splits[data.train_split]
-    names = DatasetDict({data.train_split: clients.to_dataset()})
-    task, named = build_task(recipe, names)
-    if named is not names:
+    train_only = DatasetDict({data.train_split: clients.to_dataset()})
+    task, with_label_names = build_task(recipe, train_only)
+    if with_label_names is not train_only:
         raise RecipeError(
             f"task.label_names is missing, and {data.path} has no label names. Its features are {clients.features}."
         )

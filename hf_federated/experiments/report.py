@@ -64,12 +64,12 @@ def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
     Raises:
         CommandError: If the runs have different main metrics, or a run does not have the metric.
     """
-    named = list(dict.fromkeys(record["metric"] for record in records))
-    if section.metric is None and len(named) > 1:
+    main_metrics = list(dict.fromkeys(record["metric"] for record in records))
+    if section.metric is None and len(main_metrics) > 1:
         raise CommandError(
-            f"benchmark.metric: the runs have several main metrics ({', '.join(named)}). Set one of them."
+            f"benchmark.metric: the runs have several main metrics ({', '.join(main_metrics)}). Set one of them."
         )
-    metric = section.metric or (named[0] if named else "value")
+    metric = section.metric or (main_metrics[0] if main_metrics else "value")
     for record in records:
         if metric not in record["metrics"]:
             known = ", ".join(record["metrics"]) or "none"
@@ -196,8 +196,8 @@ def comparability_note(records: Sequence[Record]) -> str:
             "Model, data and sizes are those of the paper, except for changes by --set. The paper does not publish all"
             " client optimizers and learning rates, so small differences mean little."
         )
-    named = [str(scale) for scale in scales if scale is not None]
-    scale = f" ({'scale' if len(named) == 1 else 'scales'} {', '.join(named)})" if named else ""
+    scale_names = [str(scale) for scale in scales if scale is not None]
+    scale = f" ({'scale' if len(scale_names) == 1 else 'scales'} {', '.join(scale_names)})" if scale_names else ""
     return (
         f"The results are not comparable with the results of the paper: the model and the data differ{scale}. Only the"
         " order of the methods can be compared."

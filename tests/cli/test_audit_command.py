@@ -1,4 +1,4 @@
-"""`hf-federated audit`."""
+"""The command `hf-federated audit`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_it_writes_the_result_a_report_and_a_picture(folder, capsys):
+def test_audit_writes_result_report_plot_and_card_section(folder, capsys):
     (folder / "README.md").write_text("# A model\n\n## Versions\n\n- torch\n")
     assert main([*COMMAND, "--wire-dtypes", "float32", "int8", "--card", "README.md"]) == 0
     printed = capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_it_writes_the_result_a_report_and_a_picture(folder, capsys):
     assert "## What hidden states reveal" in (folder / "README.md").read_text()
 
 
-def test_victims_may_have_a_head_of_their_own(folder, capsys):
+def test_victim_model_can_differ_from_the_attacked_model(folder, capsys):
     assert main([*COMMAND, "--victim-model", "model"]) == 0
     assert not LeakageAudit.load(folder / "out" / "audit.json").shared_head
     capsys.readouterr()
@@ -57,19 +57,19 @@ def test_victims_may_have_a_head_of_their_own(folder, capsys):
     assert "none/at/all" in capsys.readouterr().err
 
 
-def test_victims_may_have_an_adapter(folder, capsys):
-    # At the embedding, which the adapter leaves alone, nothing would differ.
+def test_victim_model_can_be_an_adapter_with_safetensors_weights(folder, capsys):
+    # The cut is after one block, because the adapter does not change the embedding.
     llama(LlamaForCausalLM.from_pretrained("model").config.vocab_size, num_layers=3).save_pretrained("model")
     command = [*COMMAND[: COMMAND.index("--head-blocks")], "--head-blocks", "1", *COMMAND[COMMAND.index("0") + 1 :]]
     config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(LlamaForCausalLM.from_pretrained("model"), config)
     adapted.save_pretrained("adapter")
     adapted.merge_and_unload().save_pretrained("merged")
-    found = {}
+    inversions = {}
     for victim in ("model", "adapter", "merged"):
         assert main([*command, "--victim-model", victim]) == 0
-        found[victim] = LeakageAudit.load(folder / "out" / "audit.json").inversions
-    assert found["adapter"] == found["merged"] != found["model"]
+        inversions[victim] = LeakageAudit.load(folder / "out" / "audit.json").inversions
+    assert inversions["adapter"] == inversions["merged"] != inversions["model"]
 
     weights = load_file("adapter/adapter_model.safetensors")
     (folder / "adapter" / "adapter_model.safetensors").unlink()
@@ -81,7 +81,7 @@ def test_victims_may_have_an_adapter(folder, capsys):
     prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     get_peft_model(LlamaForCausalLM.from_pretrained("model"), prefix).save_pretrained("prefix")
     assert main([*command, "--victim-model", "prefix"]) == 2
-    assert "--victim-model prefix: Prefixes are not part of the hidden states" in capsys.readouterr().err
+    assert "--victim-model prefix: Prefixes are not part of the attacked hidden states" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_victims_may_have_an_adapter(folder, capsys):
     [
         (
             ["--text-column", "body"],
-            "--text-column body: rows has no column of texts of that name; it has text",
+            "--text-column body: rows has no text column with this name. Its text columns are: text",
         ),
-        (["--text-column", "label"], "--text-column label: rows has no column of texts"),
+        (["--text-column", "label"], "--text-column label: rows has no text column"),
         (
             ["--num-attacker-rows", "12"],
             "No example of a victim remains: the attacker has 12 examples, and none of the 0",
@@ -101,19 +101,19 @@ def test_victims_may_have_an_adapter(folder, capsys):
         (["--head-blocks", "0", "2"], "head_blocks=2 and tail_blocks=1 leave no block for the server"),
         (["--attackers", "guess"], "unknown values: guess. Choose from nearest, decoder, transformer, search"),
         (["--split", "test"], "rows has no split 'test'"),
-        (["--card", "none.md"], "--card: there is no file none.md"),
+        (["--card", "none.md"], "--card: the file none.md does not exist"),
         (["--device", "nowhere"], "--device nowhere:"),
         (["--output", "rows/train.parquet"], "--output: rows/train.parquet is a file"),
     ],
 )
-def test_what_cannot_be_audited_is_said_in_one_line(folder, options, message, capsys):
+def test_invalid_options_are_rejected_with_a_one_line_message(folder, options, message, capsys):
     assert main([*COMMAND, *options]) == 2
-    # Before it there may be the progress of loading.
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("hf-federated: error:") and message in said and not (folder / "out").exists()
+    # Progress bars of loading can precede the error.
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-federated: error:") and message in error and not (folder / "out").exists()
 
 
-def test_the_options_are_the_fields_of_the_configuration(capsys):
+def test_help_lists_the_fields_of_the_audit_configuration(capsys):
     with pytest.raises(SystemExit):
         main(["audit", "--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""`hf-federated partition` and `hf-federated inspect`."""
+"""The commands `hf-federated partition` and `hf-federated inspect`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_folder_is_cut_with_all_its_splits_alike(folder, capsys):
+def test_all_splits_of_a_folder_are_partitioned_in_the_same_way(folder, capsys):
     command = "partition reviews --partitioner label-dirichlet --alpha 0.5 --num-clients 6 --seed 3 --output clients"
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
-    assert "| clients " in printed and "effective α" in printed and "test: 40 rows of 6 clients" in printed
+    assert "| clients " in printed and "effective α" in printed and "test: 40 examples of 6 clients" in printed
     written = FederatedDatasetDict.load_from_disk("clients")
     splits = DatasetDict(train=rows(120), test=rows(40))
     expected = FederatedDatasetDict.from_dataset(splits, LabelDirichletPartitioner(num_clients=6, alpha=0.5, seed=3))
@@ -47,22 +47,22 @@ def test_a_folder_is_cut_with_all_its_splits_alike(folder, capsys):
     assert written["train"].partitioning["alpha"] == 0.5
 
 
-def test_inspect_prints_the_table_and_draws_the_pictures(folder, capsys):
+def test_inspect_prints_statistics_and_writes_plots(folder, capsys):
     assert main("partition reviews --partitioner natural --column site --output clients".split()) == 0
     capsys.readouterr()
-    assert main("inspect clients --text-column text --output pictures".split()) == 0
+    assert main("inspect clients --text-column text --output plots".split()) == 0
     printed = capsys.readouterr().out
     assert "partitioner: NaturalPartitioner, column: site" in printed
     assert "| site 3 |" in printed and "mean vocabulary overlap" in printed
-    drawn = sorted(path.name for path in (folder / "pictures").iterdir())
-    assert drawn == ["divergence.png", "labels.png", "sizes.png", "texts.png"]
-    assert all((folder / "pictures" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+    plots = sorted(path.name for path in (folder / "plots").iterdir())
+    assert plots == ["divergence.png", "labels.png", "sizes.png", "texts.png"]
+    assert all((folder / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
     assert main("inspect clients --split test".split()) == 0
     assert re.search(r"\| site 3 +\| +10 \|", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
-def test_single_files_are_cut(folder, suffix, capsys):
+def test_single_file_is_partitioned(folder, suffix, capsys):
     dataset = rows(30)
     {"csv": dataset.to_csv, "parquet": dataset.to_parquet}.get(suffix, dataset.to_json)(f"rows.{suffix}")
     assert main(f"partition rows.{suffix} --partitioner iid --num-clients 5 --output clients".split()) == 0
@@ -70,13 +70,13 @@ def test_single_files_are_cut(folder, suffix, capsys):
     assert sorted(written["train"].to_dataset()["text"][:]) == sorted(dataset["text"][:])
 
 
-def test_the_name_of_a_file_is_taken_literally(folder, capsys):
+def test_file_name_with_glob_characters_is_read_literally(folder, capsys):
     rows(30).to_csv("[a] b.CSV")
     assert main(["partition", "[a] b.CSV", *"--partitioner iid --num-clients 5 --output clients".split()]) == 0
     assert len(FederatedDatasetDict.load_from_disk("clients")["train"].to_dataset()) == 30
 
 
-def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys):
+def test_row_indices_and_label_counts_are_written_on_request(folder, capsys):
     command = "partition reviews --split train --partitioner iid --num-clients 4 --output clients --index-only"
     assert main([*command.split(), "--publish-label-counts", "label"]) == 0
     stored = json.loads((folder / "clients" / "partition.json").read_text())
@@ -88,10 +88,16 @@ def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys)
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("partition nowhere/at/all --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
-        ("partition ./nowhere --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
+        (
+            "partition nowhere/at/all --partitioner iid --num-clients 2 --output o",
+            "the file or folder nowhere/at/all does not exist",
+        ),
+        (
+            "partition ./nowhere --partitioner iid --num-clients 2 --output o",
+            "the file or folder ./nowhere does not exist",
+        ),
         ("partition reviews --partitioner iid --num-clients 2", "either --output DIR or --push-to-hub REPO"),
-        ("partition reviews --partitioner iid --num-clients 2 --output o --private", "--private is for"),
+        ("partition reviews --partitioner iid --num-clients 2 --output o --private", "--private is only allowed with"),
         (
             "partition reviews --partitioner iid --num-clients 0 --output o",
             "num_clients must be a whole number from 1",
@@ -99,21 +105,30 @@ def test_row_numbers_and_label_counts_are_written_when_asked_for(folder, capsys)
         ("partition reviews --partitioner iid --num-clients 500 --output o", "500 clients"),
         ("partition reviews --partitioner label-dirichlet --num-clients 2 --alpha 0 --output o", "alpha"),
         ("partition reviews --partitioner natural --column ward --output o", "no column 'ward'"),
-        ("partition reviews --split dev --partitioner iid --num-clients 2 --output o", "no split 'dev'. It has: t"),
+        (
+            "partition reviews --split dev --partitioner iid --num-clients 2 --output o",
+            "no split 'dev'. Its splits are t",
+        ),
         ("partition reviews --partitioner iid --num-clients 2 --output reviews", "something else"),
-        ("partition notes.md --partitioner iid --num-clients 2 --output o", "is a .md file; allowed are"),
-        ("partition nowhere.csv --partitioner iid --num-clients 2 --output o", "there is no file or folder"),
-        ("partition reviews --revision main --partitioner iid --num-clients 2 --output o", "--revision is for"),
+        ("partition notes.md --partitioner iid --num-clients 2 --output o", "is a .md file. Allowed formats are"),
+        (
+            "partition nowhere.csv --partitioner iid --num-clients 2 --output o",
+            "the file or folder nowhere.csv does not exist",
+        ),
+        (
+            "partition reviews --revision main --partitioner iid --num-clients 2 --output o",
+            "--revision is only allowed for",
+        ),
         (
             "partition reviews/train.parquet --name x --partitioner iid --num-clients 2 --output o",
-            "--name is for a data set with configurations",
+            "--name is only allowed for datasets with configurations",
         ),
         ("partition mixed --partitioner iid --num-clients 2 --output o", "files of several formats"),
-        ("inspect nowhere", "there is no folder nowhere"),
+        ("inspect nowhere", "the folder nowhere does not exist"),
         ("inspect reviews", "no federated data set"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(folder, command, message, capsys):
+def test_invalid_command_is_rejected_with_a_one_line_message(folder, command, message, capsys):
     (folder / "notes.md").write_text("# notes")
     rows(4).to_parquet(folder / "mixed" / "train.parquet")
     rows(4).to_csv(folder / "mixed" / "more.csv")
@@ -124,7 +139,7 @@ def test_what_cannot_be_done_is_said_in_one_line(folder, command, message, capsy
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_every_partitioner_describes_its_options(capsys):
+def test_help_lists_the_options_of_each_partitioner(capsys):
     for name in PARTITIONERS:
         with pytest.raises(SystemExit) as ended:
             main(["partition", "--partitioner", name, "--help"])
@@ -135,13 +150,13 @@ def test_every_partitioner_describes_its_options(capsys):
     assert "--partitioner NAME --help" in capsys.readouterr().out
 
 
-def test_an_option_of_another_partitioner_is_refused(folder, capsys):
+def test_option_of_a_different_partitioner_is_rejected(folder, capsys):
     with pytest.raises(SystemExit) as ended:
         main("partition reviews --partitioner iid --num-clients 2 --alpha 1 --output o".split())
     assert ended.value.code == 2 and "--alpha" in capsys.readouterr().err
 
 
-def push_and_cut(repo_id: str, folder: str):
+def push_and_partition(repo_id: str, folder: str):
     import contextlib
     import io
 
@@ -161,12 +176,12 @@ def push_and_cut(repo_id: str, folder: str):
     return {"codes": codes, "printed": printed.getvalue()}
 
 
-def test_a_data_set_of_the_hub_becomes_a_repository_of_clients(tmp_path):
+def test_hub_dataset_is_partitioned_and_pushed_to_a_new_repository(tmp_path):
     with HubServer() as hub:
         hub.add_user("anna", token="hf_anna")
         with HubClient(hub, tmp_path / "home") as process:
             answer = process.run(
-                push_and_cut, token="hf_anna", repo_id="anna/clients", folder=str(tmp_path / "pictures")
+                push_and_partition, token="hf_anna", repo_id="anna/clients", folder=str(tmp_path / "plots")
             )
         assert answer["codes"] == [0, 0]
         assert f"{hub.endpoint}/datasets/anna/clients/commit/" in answer["printed"]
@@ -174,4 +189,4 @@ def test_a_data_set_of_the_hub_becomes_a_repository_of_clients(tmp_path):
         source = stored["sources"]["train"]
         assert (source["repo_id"], len(source["revision"])) == ("anna/rows", 40)
         assert hub.repository("anna/clients").is_private
-    assert (tmp_path / "pictures" / "sizes.png").is_file()
+    assert (tmp_path / "plots" / "sizes.png").is_file()

@@ -1,4 +1,4 @@
-"""Tasks of causal models as recipes name them: cloze questions with an adapter, summaries that are generated."""
+"""Recipes for causal models: cloze questions with an adapter, generated summaries, and split models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_federated.tasks import Summarization, superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
 
 
-def test_a_recipe_fills_blanks(recipe_path, llama_dir, tmp_path):
+def test_cloze_recipe_trains_an_adapter_and_scores_all_tasks(recipe_path, llama_dir, tmp_path):
     rows = {name: superglue_cloze_rows(name, files(name)) for name in LABELS}
     concatenate_datasets(list(rows.values())).to_parquet(tmp_path / "cloze" / "test.parquet")
     trained = [rows[name].filter(lambda row: row["label"] >= 0) for name in LABELS]
@@ -40,7 +40,7 @@ def test_a_recipe_fills_blanks(recipe_path, llama_dir, tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 
-def test_a_recipe_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
+def test_summarization_recipe_generates_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
     overrides = [
         f"model.name_or_path={llama_dir}",
         f"data={{path: {texts_dir}, test_split: test}}",
@@ -54,7 +54,9 @@ def test_a_recipe_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
     assert 0 <= results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
 
 
-def test_a_split_model_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_path):
+def test_saved_split_model_has_the_same_summarization_score_as_in_training(
+    recipe_path, llama_dir, texts_dir, tmp_path
+):
     overrides = [
         f"model.name_or_path={llama_dir}",
         f"data={{path: {texts_dir}, test_split: test}}",
@@ -70,7 +72,7 @@ def test_a_split_model_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_p
     results = train_recipe(load_recipe(recipe_path, overrides))
     assert results["metric"] == "rougeL" and results["num_test_rows"] == 12
     assert 0 < results["baselines"]["centralized"]["metrics"]["rougeL"] <= 1
-    # The model that it saved writes the same, unsplit.
+    # The saved, unsplit model gives the same metric.
     task = Summarization(target_column="targets", max_target_length=4)
     tokenizer = AutoTokenizer.from_pretrained(llama_dir)
     rows = load_dataset(str(texts_dir), split="test")
@@ -83,12 +85,12 @@ def test_a_split_model_writes_summaries(recipe_path, llama_dir, texts_dir, tmp_p
         processing_class=tokenizer,
         compute_metrics=task.build_compute_metrics(tokenizer, features, rows),
     )
-    ours = results["federated"]["metrics"]["rougeL"]
-    assert ours > 0.1 and trainer.evaluate()["eval_rougeL"] == pytest.approx(ours)
+    split_score = results["federated"]["metrics"]["rougeL"]
+    assert split_score > 0.1 and trainer.evaluate()["eval_rougeL"] == pytest.approx(split_score)
 
 
 @pytest.mark.parametrize("adapter", ["lora: {r: 2}", "prefix: {num_virtual_tokens: 2}"])
-def test_a_grid_measures_a_split_model(recipe_path, llama_dir, cloze_dir, adapter, tmp_path):
+def test_benchmark_runs_split_models_and_their_baseline(recipe_path, llama_dir, cloze_dir, adapter, tmp_path):
     overrides = [
         f"model={{name_or_path: {llama_dir}, {adapter}}}",
         f"data={{path: {cloze_dir}, test_split: validation}}",
@@ -110,7 +112,9 @@ def test_a_grid_measures_a_split_model(recipe_path, llama_dir, cloze_dir, adapte
 
 
 @pytest.mark.parametrize("adapter", ["null", "{r: 2}"])
-def test_a_split_recipe_trains_beside_its_baseline(recipe_path, llama_dir, cloze_dir, adapter, tmp_path, capsys):
+def test_split_recipe_trains_with_its_baseline_and_writes_all_outputs(
+    recipe_path, llama_dir, cloze_dir, adapter, tmp_path, capsys
+):
     overrides = [
         f"model={{name_or_path: {llama_dir}, lora: {adapter}}}",
         f"data={{path: {cloze_dir}, test_split: validation}}",
@@ -133,16 +137,16 @@ def test_a_split_recipe_trains_beside_its_baseline(recipe_path, llama_dir, cloze
     card = ModelCard.load(folder / "README.md")
     assert card.text.strip() == ModelCard(render_saved(folder / "run_record.json")).text.strip()
     assert card.data.license == "mit" and "copa" in card.data.tags
-    assert {found.metric_type: found.metric_value for found in card.data.eval_results}["accuracy"] == (
+    assert {result.metric_type: result.metric_value for result in card.data.eval_results}["accuracy"] == (
         results["federated"]["metrics"]["accuracy"]
     )
     assert f"({results['federated']['bytes_up']:,} bytes)" in card.text
     assert (folder / ("adapter_model.safetensors" if adapter != "null" else "model.safetensors")).is_file()
 
 
-def test_a_split_recipe_says_what_does_not_go_with_it(recipe_path):
+def test_incompatible_fields_of_a_split_recipe_are_rejected(recipe_path):
     for override, message in (
-        ("federation.num_rounds=3", "split: clients of a split model have no federation"),
+        ("federation.num_rounds=3", "split and federation are both set"),
         ("split.strategy=parallel", "choose one of serial"),
         ("split.period=3", "period"),
         ("model.prefix={num_virtual_tokens: 2}", "either lora or prefix"),

@@ -1,4 +1,4 @@
-"""Recipes of distillation: rows that are set aside, and models dealt out to clients."""
+"""Distillation recipes: examples that are set aside, and models that are assigned to clients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SET_ASIDE += ["data.test_clients=null", "partition={name: iid, num_clients: 3}",
 
 @pytest.fixture
 def recipe(recipe_path, texts_dir):
-    """The recipe with rows set aside and further settings."""
+    """A function that loads a recipe with public and server examples, and with additional settings."""
     return lambda *settings: load_recipe(
         recipe_path, [text.replace("{texts}", str(texts_dir)) for text in (*SET_ASIDE, *settings)]
     )
 
 
-def test_rows_are_public_the_servers_or_a_clients(recipe):
+def test_examples_are_split_into_public_server_and_client_examples(recipe):
     raw = load_raw_data(recipe("federation.distillation=dsfl"))
     assert (len(raw.public), len(raw.server), len(raw.train.to_dataset())) == (15, 6, 39)
     parts = [set(rows["id"]) for rows in (raw.public, raw.server, raw.train.to_dataset())]
@@ -31,7 +31,7 @@ def test_rows_are_public_the_servers_or_a_clients(recipe):
     assert "label" not in raw.public.column_names and "label" in raw.server.column_names
 
 
-def test_public_rows_and_the_servers_can_be_fewer_and_clients_keep_theirs(recipe):
+def test_limits_for_public_and_server_examples_do_not_change_clients(recipe):
     whole = load_raw_data(recipe("federation.distillation=dsfl"))
     fewer = load_raw_data(recipe("public={share: 0.25, server_share: 0.1, max_rows: 4, max_server_rows: 2}"))
     assert (len(fewer.public), len(fewer.server)) == (4, 2)
@@ -39,13 +39,13 @@ def test_public_rows_and_the_servers_can_be_fewer_and_clients_keep_theirs(recipe
     assert fewer.train.to_dataset()["id"] == whole.train.to_dataset()["id"]
 
 
-def test_a_run_without_distillation_has_the_same_private_rows(recipe):
-    with_it, without = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
-    assert with_it.data.raw.train.to_dataset()["id"] == without.data.raw.train.to_dataset()["id"]
-    assert without.trainer.distillation is None
+def test_runs_with_and_without_distillation_have_the_same_private_examples(recipe):
+    distilled, undistilled = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
+    assert distilled.data.raw.train.to_dataset()["id"] == undistilled.data.raw.train.to_dataset()["id"]
+    assert undistilled.trainer.distillation is None
 
 
-def test_models_are_dealt_out_in_turn_and_trained_as_each_says(recipe, model_dir):
+def test_client_models_are_assigned_in_turn_with_their_training_arguments(recipe, model_dir):
     models = f"[{{name_or_path: {model_dir}, kwargs: {{num_hidden_layers: 1}}}}, "
     models += f"{{name_or_path: {model_dir}, training: {{learning_rate: 0.5}}}}]"
     run = build_run(recipe("federation.distillation=adafd", f"client_models={models}"))
@@ -57,7 +57,7 @@ def test_models_are_dealt_out_in_turn_and_trained_as_each_says(recipe, model_dir
     assert load_tokenizer(run.recipe.model).vocab == opened[0].trainer.processing_class.vocab
 
 
-def test_tags_are_distilled_from_raw_rows(recipe):
+def test_sequence_tagging_distills_from_raw_examples(recipe):
     run = build_run(recipe("federation.distillation=dsfl", "task=null", "task.name=sequence-tagging"))
     assert "tokens" in run.data.raw.public.column_names
     assert {"ner_tags", "labels"}.isdisjoint(run.data.raw.public.column_names)
@@ -78,16 +78,16 @@ def test_tags_are_distilled_from_raw_rows(recipe):
         ("client_models=bert", "client_models is 'bert'"),
     ],
 )
-def test_what_is_wrong_is_named(recipe, setting, message):
+def test_invalid_distillation_recipe_is_rejected(recipe, setting, message):
     with pytest.raises(RecipeError, match=message):
         load_raw_data(recipe(setting))
 
 
-def test_public_rows_of_clients_that_are_there_already_are_refused(recipe_path):
-    with pytest.raises(RecipeError, match="name a partition"):
+def test_public_section_without_partition_is_rejected(recipe_path):
+    with pytest.raises(RecipeError, match="public is set without partition"):
         load_recipe(recipe_path, ["public={share: 0.2}", "partition=null"])
 
 
-def test_a_method_that_needs_labelled_rows_says_so(recipe):
+def test_method_that_needs_server_examples_is_rejected_without_them(recipe):
     with pytest.raises(RecipeError, match="server_dataset"):
         build_run(recipe("federation.distillation=fedid", "public={share: 0.2}"))

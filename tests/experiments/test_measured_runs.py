@@ -1,4 +1,4 @@
-"""`hf-federated benchmark` over real runs of a tiny recipe."""
+"""`hf-federated benchmark` with real training runs of a tiny recipe."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def records(folder):
     return [json.loads(line) for line in (folder / "recipe" / "runs.jsonl").read_text().splitlines()]
 
 
-def test_a_grid_of_real_runs_is_measured_reported_and_not_made_twice(grid_path, tmp_path, capsys):
+def test_grid_is_executed_and_reported_and_finished_runs_are_not_repeated(grid_path, tmp_path, capsys):
     command = ["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "FedOpt > FedAvg" in printed and "0.514" in printed and "not comparable" in printed
-    assert "{'" not in printed  # the logs of rounds stay out of the way
-    found = records(tmp_path / "out")
-    assert [(record["run"], record["seed"]) for record in found] == [
+    assert "{'" not in printed  # logs of rounds are not printed
+    logged = records(tmp_path / "out")
+    assert [(record["run"], record["seed"]) for record in logged] == [
         (run, seed) for seed in (0, 1) for run in ("FedAvg", "FedOpt", "centralized", "local-only")
     ]
-    for record in found:
+    for record in logged:
         federated = record["method"] == "federated"
         assert 0 <= record["value"] == record["metrics"]["accuracy"] <= 1
         assert [entry["round"] for entry in record["history"]] == ([1, 2] if federated else [])
@@ -61,10 +61,10 @@ def test_a_grid_of_real_runs_is_measured_reported_and_not_made_twice(grid_path, 
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     assert (tmp_path / "out" / "recipe" / "learning_curves.png").is_file()
     assert main(command) == 0
-    assert "8 found done" in capsys.readouterr().out and records(tmp_path / "out") == found
+    assert "8 already finished" in capsys.readouterr().out and records(tmp_path / "out") == logged
 
 
-def test_the_seed_draws_the_partition_and_the_training(grid_path, tmp_path):
+def test_seed_determines_partition_and_training(grid_path, tmp_path):
     def losses(seed):
         values = read_values(grid_path, [f"training.seed={seed}", f"partition.seed={seed}"])
         return [entry["loss"] for entry in measure_run(values, "federated", tmp_path / f"{seed}")["history"]]
@@ -72,28 +72,28 @@ def test_the_seed_draws_the_partition_and_the_training(grid_path, tmp_path):
     assert losses(0) == losses(0) != losses(1)
 
 
-class CutOff(TrainerCallback):
+class InterruptAfterTwoRounds(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
             raise KeyboardInterrupt
 
 
-def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_and_leaves_none(grid_path, tmp_path):
+def test_interrupted_run_resumes_from_its_checkpoint_and_removes_it(grid_path, tmp_path):
     values = read_values(grid_path, ["federation.num_rounds=3", "training.save_strategy=steps"])
-    whole = measure_run(values, "federated", tmp_path / "whole")
+    uninterrupted = measure_run(values, "federated", tmp_path / "whole")
     run = build_run(parse_recipe(values), str(tmp_path / "cut"))
-    run.trainer.add_callback(CutOff())
+    run.trainer.add_callback(InterruptAfterTwoRounds())
     with pytest.raises(KeyboardInterrupt):
         run_federated(run)
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
-    again = measure_run(values, "federated", tmp_path / "cut")
+    resumed = measure_run(values, "federated", tmp_path / "cut")
     for name in ("history", "metrics", "bytes_up", "test_rows"):
-        assert again[name] == whole[name]
-    assert again["seconds"] is None and whole["seconds"] > 0
+        assert resumed[name] == uninterrupted[name]
+    assert resumed["seconds"] is None and uninterrupted["seconds"] > 0
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
-def test_refused_updates_and_other_test_rows_are_reported(grid_path, tmp_path, capsys):
+def test_rejected_updates_and_different_test_examples_are_reported(grid_path, tmp_path, capsys):
     recipe = yaml.safe_load(grid_path.read_text())
     recipe["benchmark"] = {
         "seeds": [0],
@@ -108,10 +108,10 @@ def test_refused_updates_and_other_test_rows_are_reported(grid_path, tmp_path, c
     grid_path.write_text(yaml.safe_dump(recipe))
     assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
-    assert "broken, seed 0: data.path: there is no file or folder" in printed
-    assert "Under seed 0 the runs were tested on different rows" in printed
+    assert "broken, seed 0: data.path: the file or folder nowhere/to/be/found does not exist" in printed
+    assert "Under seed 0 the runs were tested on different examples" in printed
     failed = next(record["num_failed"] for record in records(tmp_path / "out") if record["run"] == "wild")
-    assert 0 < failed < 4 and f"With updates that failed or were refused: wild, seed 0 ({failed})." in printed
+    assert 0 < failed < 4 and f"Runs with failed or rejected updates: wild, seed 0 ({failed})." in printed
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_refused_updates_and_other_test_rows_are_reported(grid_path, tmp_path, c
         ("training.learning_rate=high", ["learning_rate", "'high'"]),
     ],
 )
-def test_a_grid_that_cannot_run_is_refused_before_its_first_run(grid_path, tmp_path, capsys, override, words):
+def test_invalid_recipe_is_rejected_before_the_first_run(grid_path, tmp_path, capsys, override, words):
     assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out"), "--set", override]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
 
 
-def test_help_lists_the_fields_of_the_section(capsys):
+def test_help_lists_the_fields_of_the_benchmark_section(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["benchmark", "--help"])
     assert ended.value.code == 0

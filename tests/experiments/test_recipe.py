@@ -1,4 +1,4 @@
-"""A recipe is read, changed and refused before anything is loaded."""
+"""Reading, changing and validating recipes before data or models are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(folder: Path, text: str, *overrides: str):
     return load_recipe(path, overrides)
 
 
-def test_a_recipe_without_options_has_the_defaults(tmp_path):
+def test_minimal_recipe_has_defaults(tmp_path):
     recipe = load(tmp_path, MINIMAL)
     assert recipe.model == ModelSection("m")
     assert recipe.data == DataSection("d")
@@ -42,17 +42,17 @@ def test_a_recipe_without_options_has_the_defaults(tmp_path):
     ("text", "value"),
     [("5e-4", 5e-4), ("1E3", 1000.0), ("-.5", -0.5), ("1.", 1.0), ("10", 10), ("1.5.2", "1.5.2"), ("e4", "e4")],
 )
-def test_numbers_are_read_as_people_write_them(tmp_path, text, value):
+def test_numbers_are_read_as_in_yaml_1_2(tmp_path, text, value):
     recipe = load(tmp_path, MINIMAL + f"card: {{tags: {text}}}")
     assert recipe.card["tags"] == value and type(recipe.card["tags"]) is type(value)
 
 
-def test_no_is_a_word_and_false_a_truth_value(tmp_path):
+def test_no_is_a_string_and_false_is_a_boolean(tmp_path):
     recipe = load(tmp_path, MINIMAL + "training: {eval_strategy: no, bf16: false}")
     assert recipe.training == {"eval_strategy": "no", "bf16": False}
 
 
-def test_set_replaces_adds_and_opens_sections(tmp_path):
+def test_overrides_replace_and_add_fields_and_sections(tmp_path):
     recipe = load(
         tmp_path,
         MINIMAL,
@@ -98,7 +98,7 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
         ),
         (
             ["task.name=summarization", "model.decoder_name_or_path=a"],
-            ["decoder_name_or_path is for tasks of seq2seq", "summarization"],
+            ["decoder_name_or_path is set, but the task is summarization", "sequence-to-sequence"],
         ),
         (["task={name: superglue-classification, label_names: [a]}"], ["task.label_names", "max_length"]),
         (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
@@ -122,7 +122,7 @@ def test_set_replaces_adds_and_opens_sections(tmp_path):
         (["data.path=null"], ["data.path", "None", "str"]),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path, overrides, words):
+def test_invalid_recipe_is_rejected_with_a_one_line_message(tmp_path, overrides, words):
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, MINIMAL, *overrides)
     message = str(caught.value)
@@ -140,33 +140,33 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, overrides, words):
         ("[" * 2000, ["not YAML"]),
         ("model: !!int x", ["not YAML"]),
         ("- model", ["list", "mapping"]),
-        ("model: {name_or_path: a, name_or_path: b}", ["stands twice"]),
+        ("model: {name_or_path: a, name_or_path: b}", ["duplicate key"]),
         ("model: [", ["not YAML"]),
         ("", ["model.name_or_path is missing"]),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, words):
+def test_file_that_is_not_a_recipe_is_rejected(tmp_path, text, words):
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, text)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_recipe_in_another_encoding_is_refused(tmp_path):
+def test_file_that_is_not_utf8_is_rejected(tmp_path):
     (tmp_path / "recipe.yaml").write_bytes("model: {name_or_path: Müller}".encode("latin-1"))
     with pytest.raises(RecipeError, match="it is not UTF-8"):
         load_recipe(tmp_path / "recipe.yaml")
 
 
-def test_every_default_fits_its_own_type():
+def test_defaults_match_the_type_of_their_field():
     for section, fields in section_fields().items():
         for item in fields.values():
             if not item.required:
-                # transformers writes an empty list of debug options as "".
+                # transformers represents an empty list of debug options as "".
                 assert matches_type(item.default, item.annotation) or item.name == "debug", (section, item)
 
 
-def test_help_lists_every_field_with_type_and_default():
+def test_help_lists_all_fields_with_type_and_default():
     text = recipe_help()
     for section, cls in [
         ("model", ModelSection),
@@ -187,7 +187,7 @@ def test_help_lists_every_field_with_type_and_default():
         assert line in text
 
 
-def test_help_of_the_command_prints_it(capsys):
+def test_train_help_contains_the_recipe_help(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
     assert caught.value.code == 0
@@ -195,7 +195,7 @@ def test_help_of_the_command_prints_it(capsys):
     assert "--output-dir" in printed and recipe_help() in printed
 
 
-def test_help_lists_what_every_task_and_partitioner_takes():
+def test_help_lists_arguments_of_all_tasks_and_partitioners():
     text = recipe_help()
     for section, classes in named_section_fields().items():
         for name, fields in classes.items():
@@ -225,23 +225,23 @@ scales:
 )
 
 
-def test_a_scale_is_laid_over_the_recipe_and_set_over_the_scale(tmp_path):
+def test_scale_changes_the_recipe_and_overrides_change_the_scale(tmp_path):
     assert load(tmp_path, SCALED).model.name_or_path == "m"
     paper = load(tmp_path, SCALED, "scale=paper", "training.seed=4", "partition.alpha=0.5")
     assert (paper.scale, paper.model.name_or_path) == ("paper", "large")
     assert paper.training == {"learning_rate": 2, "seed": 4}
     assert paper.partition.arguments == {"num_clients": 9, "alpha": 0.5}
     assert load(tmp_path, SCALED + "scale: paper", "scale=default").scale == "default"
-    # What is set comes last, wherever it stands on the command line.
+    # Overrides apply after the scale, regardless of their order on the command line.
     assert load(tmp_path, SCALED, "training.learning_rate=3", "scale=paper").training["learning_rate"] == 3
 
 
-def test_a_scale_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(RecipeError, match="scale is 'papr'; this recipe has default, paper."):
+def test_unknown_scale_is_rejected_and_known_scales_are_listed(tmp_path):
+    with pytest.raises(RecipeError, match="scale is 'papr'; it must be one of default, paper."):
         load(tmp_path, SCALED, "scale=papr")
 
 
-def test_merging_copies_and_replaces_a_section_of_another_class():
+def test_changes_copy_values_and_replace_a_section_with_a_different_class():
     values = {"partition": {"name": "iid", "num_clients": 4}, "card": {"tags": ["a"]}, "data": None}
     result = apply_changes(values, {"partition": {"name": "natural", "column": "c"}, "data": {"path": "p"}})
     assert result == {"partition": {"name": "natural", "column": "c"}, "card": {"tags": ["a"]}, "data": {"path": "p"}}
@@ -250,14 +250,14 @@ def test_merging_copies_and_replaces_a_section_of_another_class():
     assert apply_changes(values, {"partition": {"num_clients": 5}})["partition"] == {"name": "iid", "num_clients": 5}
 
 
-def test_a_configuration_of_the_hub_is_no_class():
+def test_dataset_configuration_name_does_not_replace_the_section():
     values = {"data": {"path": "p", "name": "a", "test_split": "test"}, "task": {"label_column": "y"}}
     assert apply_changes(values, {"data": {"name": "b"}})["data"] == {"path": "p", "name": "b", "test_split": "test"}
     same_task = apply_changes(values, {"task": {"name": "text-classification", "max_length": 8}})
     assert same_task["task"] == {"label_column": "y", "name": "text-classification", "max_length": 8}
 
 
-def test_values_are_read_as_they_stand(tmp_path):
+def test_read_values_does_not_check_field_names(tmp_path):
     (tmp_path / "recipe.yaml").write_text(SCALED)
     values = read_values(tmp_path / "recipe.yaml", ["nothing.known=1"])
     assert values["nothing"] == {"known": 1} and values["scale"] == "default" and "scales" not in values
@@ -274,10 +274,10 @@ def test_values_are_read_as_they_stand(tmp_path):
         (str | Callable[[list[str]], int], "str"),
     ],
 )
-def test_types_are_named_as_people_say_them(annotation, name):
+def test_type_names_are_readable(annotation, name):
     assert type_name(annotation) == name
 
 
-def test_the_example_runs():
+def test_docstring_example_runs():
     result = doctest.testmod(recipe_module)
     assert result.attempted > 0 and result.failed == 0

@@ -1,4 +1,4 @@
-"""A report holds the means, spreads and differences of its records, and claims no more than they show."""
+"""Benchmark reports: means, spreads, claims and notes are computed from the records of runs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def record(run, seed, value, method="federated", **more):
 
 
 def records():
-    made = [record("FedAvg", seed, value) for seed, value in enumerate(FEDAVG)]
-    made += [record("FedOpt", seed, value, seconds=30.0 * seed) for seed, value in enumerate(FEDOPT)]
-    return [*made, record("central", 1, 0.7, "centralized", num_rounds=None, bytes_up=None)]
+    result = [record("FedAvg", seed, value) for seed, value in enumerate(FEDAVG)]
+    result += [record("FedOpt", seed, value, seconds=30.0 * seed) for seed, value in enumerate(FEDOPT)]
+    return [*result, record("central", 1, 0.7, "centralized", num_rounds=None, bytes_up=None)]
 
 
 def cells(report: str, first: str) -> list[str]:
-    """The row that begins with this cell."""
+    """The cells of the table row whose first cell is `first`."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines()]
     (row,) = [row for row in rows if row[0] == first]
     return row
@@ -59,18 +59,18 @@ def sample_deviation(values) -> float:
     return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
 
 
-def test_a_row_has_mean_spread_and_cost_of_its_run():
+def test_results_table_shows_mean_spread_and_cost_of_each_run():
     report = benchmark_report(records(), SECTION, "text.yaml")
-    ours = f"{mean(FEDAVG):.4f} ± {sample_deviation(FEDAVG):.4f} (3)"
-    assert ours == "0.5400 ± 0.0400 (3)"
-    assert cells(report, "FedAvg") == ["FedAvg", ours, "0.5142", "2.25", "3.0", "22", "60"]
-    ours = f"{mean(FEDOPT):.4f} ± {sample_deviation(FEDOPT):.4f} (3)"
-    assert cells(report, "FedOpt")[1] == ours and cells(report, "FedOpt")[-1] == "30"
+    expected = f"{mean(FEDAVG):.4f} ± {sample_deviation(FEDAVG):.4f} (3)"
+    assert expected == "0.5400 ± 0.0400 (3)"
+    assert cells(report, "FedAvg") == ["FedAvg", expected, "0.5142", "2.25", "3.0", "22", "60"]
+    expected = f"{mean(FEDOPT):.4f} ± {sample_deviation(FEDOPT):.4f} (3)"
+    assert cells(report, "FedOpt")[1] == expected and cells(report, "FedOpt")[-1] == "30"
     assert cells(report, "central") == ["central", "0.7000 (1 of 3)", "-", "2.25", "-", "-", "60"]
     assert cells(report, "never") == ["never", "-", "-", "-", "-", "-", "-"]
 
 
-def test_the_tables_are_aligned():
+def test_table_columns_are_aligned():
     blocks = benchmark_report(records(), SECTION, "text.yaml").split("\n\n")
     tables = [block.splitlines() for block in blocks if block.startswith("|")]
     assert [len(table) for table in tables] == [2 + 4, 2 + 3]
@@ -78,11 +78,11 @@ def test_the_tables_are_aligned():
         assert len({tuple(match.start() for match in re.finditer(r"\|", line)) for line in table}) == 1
 
 
-def test_a_claim_has_the_paired_difference_and_a_verdict():
+def test_claims_table_shows_paired_difference_and_verdict():
     report = benchmark_report(records(), SECTION, "text.yaml")
     differences = [first - second for first, second in zip(FEDOPT, FEDAVG, strict=True)]
-    ours = f"{mean(differences):+.4f} ± {sample_deviation(differences):.4f}"
-    assert cells(report, "FedOpt > FedAvg")[1:] == ["+0.0207", ours, "3 of 3", "holds"]
+    measured = f"{mean(differences):+.4f} ± {sample_deviation(differences):.4f}"
+    assert cells(report, "FedOpt > FedAvg")[1:] == ["+0.0207", measured, "3 of 3", "holds"]
     assert cells(report, "FedAvg > central")[1:] == [
         "-",
         f"{0.54 - 0.7:+.4f}",
@@ -90,12 +90,12 @@ def test_a_claim_has_the_paired_difference_and_a_verdict():
         "does not hold so far",
     ]
     assert cells(report, "never > FedAvg")[1:] == ["-", "-", "0 of 0, 3 missing", "not measured"]
-    assert "no test of significance" in " ".join(report.split())
-    assert "signific" not in report.replace("no test of significance", "")
+    assert "not a test of significance" in " ".join(report.split())
+    assert "signific" not in report.replace("not a test of significance", "")
 
 
-def test_pairs_count_and_not_means_alone():
-    # The mean is much better, and still one seed of three disagrees.
+def test_verdict_depends_on_every_seed_and_not_only_on_the_mean():
+    # The mean is much better, but one of three seeds disagrees.
     assert compare({0: 0.9, 1: 0.9, 2: 0.1}, {0: 0.1, 1: 0.1, 2: 0.2}).verdict == "mixed"
     assert compare({0: 0.5, 1: 0.6}, {0: 0.5, 1: 0.5}).verdict == "mixed"  # equal is not better
     assert compare({0: 0.5}, {0: 0.5}).verdict == "does not hold"
@@ -116,83 +116,93 @@ def test_lower_is_better_flips_the_comparison():
     assert "lower is better" in report
 
 
-def test_a_run_without_a_finite_value_is_named_and_holds_no_claim():
-    made = records()
-    made[4] = record("FedOpt", 1, None)
-    report = benchmark_report(made, SECTION, "text.yaml")
+def test_run_without_a_finite_value_is_listed_and_prevents_the_verdict_holds():
+    run_records = records()
+    run_records[4] = record("FedOpt", 1, None)
+    report = benchmark_report(run_records, SECTION, "text.yaml")
     assert cells(report, "FedOpt")[1] == f"{mean([0.55, 0.66]):.4f} ± {sample_deviation([0.55, 0.66]):.4f} (2 of 3)"
-    assert "Without a finite accuracy, and so in no mean: FedOpt, seed 1." in report
+    assert "Runs without a finite accuracy, which are excluded from the means: FedOpt, seed 1." in report
     assert cells(report, "FedOpt > FedAvg")[3:] == ["2 of 3", "mixed"]
     assert compare({0: None}, {0: 0.5}).verdict == "not measured"
 
 
-def test_another_metric_is_read_from_the_same_records():
+def test_metric_of_the_section_is_read_from_the_same_records():
     section = BenchmarkSection({"FedAvg": {}}, metric="loss", lower_is_better=True)
     report = benchmark_report(records()[:3], section, "text.yaml")
     assert cells(report, "FedAvg")[1] == f"{1 - mean(FEDAVG):.4f} ± {sample_deviation(FEDAVG):.4f} (3)"
     section.metric = "f1"
-    with pytest.raises(CommandError, match="benchmark.metric: 'FedAvg' has no 'f1'; its metrics are accuracy, loss"):
+    with pytest.raises(
+        CommandError, match="benchmark.metric: 'FedAvg' has no metric 'f1'. Its metrics are accuracy, loss"
+    ):
         main_metric(records(), section)
-    with pytest.raises(CommandError, match=r"several main metrics \(accuracy, f1\); name one"):
+    with pytest.raises(CommandError, match=r"several main metrics \(accuracy, f1\). Set one"):
         main_metric([*records(), record("FedAvg", 1, 0.5, metric="f1")], SECTION)
 
 
-def test_only_the_scale_of_the_paper_is_called_comparable():
+def test_only_results_at_the_scale_of_the_paper_are_comparable():
     small = comparability_note(records())
-    assert small.startswith("The numbers are not comparable with the paper's") and "(scale small)" in small
+    assert (
+        small.startswith("The results are not comparable with the results of the paper") and "(scale small)" in small
+    )
     paper = [record("FedAvg", 0, 0.5, scale="paper")]
-    assert comparability_note(paper).startswith("Model, data and sizes are the paper's, but for what --set changed.")
+    assert comparability_note(paper).startswith(
+        "Model, data and sizes are those of the paper, except for changes by --set."
+    )
     assert "(scales paper, small)" in comparability_note([*paper, *records()])
-    assert "rows. What" in comparability_note([record("FedAvg", 0, 0.5, scale=None)])
+    assert "differ. Only" in comparability_note([record("FedAvg", 0, 0.5, scale=None)])
     assert "not comparable" not in comparability_note(paper)
 
 
-def test_without_published_numbers_nothing_is_said_of_a_paper():
+def test_report_without_published_results_does_not_mention_a_paper():
     report = benchmark_report(records()[:3], BenchmarkSection({"FedAvg": {}}), "text.yaml")
-    assert report.startswith("# text.yaml\n") and "the paper" not in report and "Published" not in report
+    assert report.startswith("# text.yaml\n") and "the paper" not in report and "published" not in report
 
 
-def test_different_versions_are_told():
-    made = records()
-    for number, item in enumerate(made):
+def test_different_package_versions_are_reported():
+    run_records = records()
+    for number, item in enumerate(run_records):
         item["versions"] = {"torch": "2.6.0" if number else "2.7.0", "transformers": "5.0"}
-    report = benchmark_report(made, SECTION, "text.yaml")
-    assert "The runs were made with different versions of torch: 2.6.0, 2.7.0." in report
+    report = benchmark_report(run_records, SECTION, "text.yaml")
+    assert "The runs used different versions of torch: 2.6.0, 2.7.0." in report
     assert "versions of transformers" not in report
 
 
-def test_other_rows_are_told_and_unknown_ones_are_none():
+def test_different_test_examples_are_reported_and_missing_hashes_are_ignored():
     known = {"test_rows": "a", "further_rows": {"shifted": "b"}}
-    told = "Under seed 0 the runs were tested on different rows"
-    for other, is_told in (
+    note = "Under seed 0 the runs were tested on different examples"
+    for fields, is_reported in (
         (known, False),
         ({"test_rows": "a"}, False),
         ({"test_rows": "a", "further_rows": {"shifted": "c"}}, True),
         ({"test_rows": "c", "further_rows": {"shifted": "b"}}, True),
     ):
-        made = [record("FedAvg", 0, 0.5, **known), record("FedOpt", 0, 0.5, **other)]
-        assert (told in benchmark_report(made, SECTION, "text.yaml")) == is_told
+        run_records = [record("FedAvg", 0, 0.5, **known), record("FedOpt", 0, 0.5, **fields)]
+        assert (note in benchmark_report(run_records, SECTION, "text.yaml")) == is_reported
 
 
-def test_the_panel_has_the_curves_of_federations_and_the_values_of_baselines():
-    made = records()
-    assert curve_panel(made, SECTION, "text.yaml") is None
-    made[0]["history"] = [{"round": 2, "accuracy": 0.3}, {"round": 4, "accuracy": None}, {"round": 6, "loss": 1.0}]
-    made[-1]["history"] = [{"round": 1, "accuracy": 0.3}]
-    panel = curve_panel(made, SECTION, "text.yaml")
+def test_panel_contains_curves_of_federations_and_values_of_baselines():
+    run_records = records()
+    assert curve_panel(run_records, SECTION, "text.yaml") is None
+    run_records[0]["history"] = [
+        {"round": 2, "accuracy": 0.3},
+        {"round": 4, "accuracy": None},
+        {"round": 6, "loss": 1.0},
+    ]
+    run_records[-1]["history"] = [{"round": 1, "accuracy": 0.3}]
+    panel = curve_panel(run_records, SECTION, "text.yaml")
     assert panel is not None and (panel.title, panel.metric) == ("text.yaml", "accuracy")
     assert panel.curves == {"FedAvg": [{2: 0.3}]} and panel.references == {"central": [0.7]}
     assert panel.step_name == "round"
 
 
-def test_runs_of_split_models_count_optimizer_steps():
-    made = [{**item, "step_name": "optimizer step"} for item in records()]
-    made[0]["history"] = [{"round": 26, "accuracy": 0.3}]
-    panel = curve_panel(made, SECTION, "text.yaml")
+def test_steps_of_split_models_are_optimizer_steps():
+    run_records = [{**item, "step_name": "optimizer step"} for item in records()]
+    run_records[0]["history"] = [{"round": 26, "accuracy": 0.3}]
+    panel = curve_panel(run_records, SECTION, "text.yaml")
     assert panel is not None and panel.step_name == "optimizer step"
-    assert "| optimizer steps |" in " ".join(benchmark_report(made, SECTION, "text.yaml").split())
-    made[0]["step_name"] = None  # of a federation, or logged before there was a name
-    assert "rounds or optimizer steps" in benchmark_report(made, SECTION, "text.yaml")
+    assert "| optimizer steps |" in " ".join(benchmark_report(run_records, SECTION, "text.yaml").split())
+    run_records[0]["step_name"] = None  # a federation, or an old record without a unit
+    assert "rounds or optimizer steps" in benchmark_report(run_records, SECTION, "text.yaml")
 
 
 @pytest.mark.parametrize(
@@ -204,13 +214,17 @@ def test_runs_of_split_models_count_optimizer_steps():
     ],
     ids=["named", "numbers", "many"],
 )
-def test_clients_have_a_column_where_it_is_the_same_client_under_every_seed(clients, header):
+def test_clients_have_columns_only_if_they_are_few_and_named(clients, header):
     section = BenchmarkSection({"FedAvg": {}}, seeds=[0, 1])
-    made = []
+    run_records = []
     for seed in (0, 1):
-        own = {name: {"accuracy": 0.1 * seed + 0.01 * number} for number, name in enumerate(clients)}
-        made.append(record("FedAvg", seed, 0.5, clients=own))
-    lines = benchmark_report(made, section, "grid.yaml").split("own test rows")[1].splitlines()
+        by_client = {name: {"accuracy": 0.1 * seed + 0.01 * number} for number, name in enumerate(clients)}
+        run_records.append(record("FedAvg", seed, 0.5, clients=by_client))
+    lines = (
+        benchmark_report(run_records, section, "grid.yaml")
+        .split("On the test examples of each client")[1]
+        .splitlines()
+    )
     lines = [" ".join(line.split()) for line in lines]
     row = lines[lines.index(header) + 2]
     values = [float(cell.split()[0]) for cell in row.split("|")[2:-1]]

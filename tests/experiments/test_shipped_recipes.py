@@ -1,4 +1,4 @@
-"""Every recipe that is shipped: its names, types and combinations hold, at every scale and for every run."""
+"""All recipes in this repository are valid at every scale and for every run, and run on tiny models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SCALES = [
 ]
 
 
-def tiny_split(values, llama_dir, cloze_dir, texts_dir):
-    """The same of a recipe with a split model."""
+def tiny_split_overrides(values, llama_dir, cloze_dir, texts_dir):
+    """Overrides that replace the models and data of a recipe for a split model by tiny ones."""
     inputs = [f"model.name_or_path={llama_dir}"]
     if values["task"]["name"] == "summarization":
         inputs += [f"data.path={texts_dir}", "data.test_split=test", "data.max_train_rows=null"]
@@ -38,8 +38,8 @@ def tiny_split(values, llama_dir, cloze_dir, texts_dir):
     return [*inputs, "training.num_train_epochs=1", "training.use_cpu=true", "split.average_every=1"]
 
 
-def tiny(values, model_dir, texts_dir, superglue_dir):
-    """The settings of a recipe that its size and its inputs are in, for the tiny ones of the tests."""
+def tiny_overrides(values, model_dir, texts_dir, superglue_dir):
+    """Overrides that replace the models, data and sizes of a recipe by tiny ones."""
     is_superglue = values["task"]["name"].startswith("superglue")
     settings = [
         f"data.path={superglue_dir if is_superglue else texts_dir}",
@@ -48,7 +48,7 @@ def tiny(values, model_dir, texts_dir, superglue_dir):
     ]
     settings += [f"model.name_or_path={model_dir}", "training.eval_steps=1", "training.use_cpu=true"]
     settings += ["local_clients=1", "data.max_train_rows=null", "data.max_test_rows=null"]
-    if values["task"]["name"].endswith("seq2seq"):  # a tiny encoder-decoder is two of the tiny encoder
+    if values["task"]["name"].endswith("seq2seq"):  # build the encoder-decoder from two tiny encoders
         settings.append(f"model.decoder_name_or_path={model_dir}")
     if values["data"].get("test_clients"):
         settings += ["data.test_clients=1", "data.max_clients=5"]
@@ -70,15 +70,15 @@ def tiny(values, model_dir, texts_dir, superglue_dir):
 
 
 @pytest.mark.parametrize("path", COMMANDS["train"], ids=lambda path: path.stem)
-def test_every_recipe_runs_one_round_on_a_tiny_model(path, model_dir, texts_dir, superglue_dir, tmp_path):
-    recipe = load_recipe(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
+def test_train_recipes_run_one_round_on_a_tiny_model(path, model_dir, texts_dir, superglue_dir, tmp_path):
+    recipe = load_recipe(path, tiny_overrides(read_values(path), model_dir, texts_dir, superglue_dir))
     results = train_recipe(recipe, output_dir=str(tmp_path))
     assert results["federated"]["bytes_up"] > 0
     assert path.read_text().startswith(f"# hf-federated train recipes/{path.parent.name}/{path.name}")
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda item: getattr(item, "stem", item))
-def test_every_run_of_a_benchmark_can_be_made_at_every_scale(path, scale):
+def test_benchmark_runs_are_valid_at_every_scale(path, scale):
     values = read_values(path, [f"scale={scale}"])
     runs = plan_runs(values, read_section(values), partitioner_has_seed)
     assert len({run.digest for run in runs}) == len(runs) >= 4
@@ -88,14 +88,14 @@ def test_every_run_of_a_benchmark_can_be_made_at_every_scale(path, scale):
 
 
 @pytest.mark.parametrize("path", COMMANDS["benchmark"], ids=lambda path: path.stem)
-def test_every_benchmark_runs_one_round_on_a_tiny_model(
+def test_benchmark_recipes_run_one_round_on_a_tiny_model(
     path, model_dir, texts_dir, superglue_dir, llama_dir, cloze_dir, tmp_path
 ):
     values = read_values(path)
     if "split" in values:
-        settings = tiny_split(values, llama_dir, cloze_dir, texts_dir)
+        settings = tiny_split_overrides(values, llama_dir, cloze_dir, texts_dir)
     else:
-        settings = tiny(values, model_dir, texts_dir, superglue_dir)
+        settings = tiny_overrides(values, model_dir, texts_dir, superglue_dir)
     values = read_values(path, settings)
     runs = plan_runs(values, read_section(values), partitioner_has_seed)
     run = next(run for run in runs if run.method == "federated")
@@ -103,22 +103,23 @@ def test_every_benchmark_runs_one_round_on_a_tiny_model(
     assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
 
 
-def test_what_adafds_clients_weighed_is_in_the_history(model_dir, texts_dir, superglue_dir, tmp_path):
+def test_history_contains_client_weights_of_adafd(model_dir, texts_dir, superglue_dir, tmp_path):
     path = FOLDER / "adafd" / "table1_homogeneous.yaml"
-    values = read_values(path, tiny(read_values(path), model_dir, texts_dir, superglue_dir))
+    values = read_values(path, tiny_overrides(read_values(path), model_dir, texts_dir, superglue_dir))
     run = next(
         run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == "AdaFD ENWC"
     )
     result = measure_run(run.values, run.method, tmp_path)
     weights = {name: value for name, value in result["history"][0].items() if name.startswith("weight/")}
-    assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # of the two clients of the round
+    assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # two clients per round
     assert result["history"][0].keys() >= {"server_distillation_loss", "client_distillation_loss"}
 
 
-def test_how_long_fedids_feedback_was_is_in_the_history(model_dir, texts_dir, superglue_dir, tmp_path):
+def test_history_contains_feedback_ratio_of_fedid(model_dir, texts_dir, superglue_dir, tmp_path):
     path = FOLDER / "fedid" / "table2_heterogeneous.yaml"
     values = read_values(
-        path, [*tiny(read_values(path), model_dir, texts_dir, superglue_dir), "task.metric=matthews_correlation"]
+        path,
+        [*tiny_overrides(read_values(path), model_dir, texts_dir, superglue_dir), "task.metric=matthews_correlation"],
     )
     run = next(run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == "FedID")
     result = measure_run(run.values, run.method, tmp_path)
@@ -135,9 +136,9 @@ def test_how_long_fedids_feedback_was_is_in_the_history(model_dir, texts_dir, su
         ("table1_encoder_decoder", "FedDRS (post only)"),
     ],
 )
-def test_methods_of_feddrs_tables_train_on_all_tasks(name, run_name, model_dir, superglue_dir, tmp_path):
+def test_methods_in_the_feddrs_tables_train_on_all_tasks(name, run_name, model_dir, superglue_dir, tmp_path):
     path = FOLDER / "feddrs" / f"{name}.yaml"
-    settings = tiny(read_values(path), model_dir, None, superglue_dir)
+    settings = tiny_overrides(read_values(path), model_dir, None, superglue_dir)
     settings.append(f"benchmark.runs.MutualKD.client_models=[{{name_or_path: {model_dir}}}]")
     values = read_values(path, settings if name == "table1_encoder" else settings[:-1])
     run = next(run for run in plan_runs(values, read_section(values), partitioner_has_seed) if run.name == run_name)

@@ -1,4 +1,4 @@
-"""SuperGLUE as recipes and commands meet it: clients cut by task, pictures, training in both forms."""
+"""SuperGLUE in recipes and commands: partitioning by task, plots, and training with both formulations."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from hf_federated.experiments.train_recipe import train_recipe
 from hf_federated.tasks.superglue import LABELS
 
 
-def many_rows(per_task: int = 50) -> Dataset:
-    """Rows of which only the task matters."""
+def examples_of_all_tasks(per_task: int = 50) -> Dataset:
+    """A dataset with only the column `task`."""
     return Dataset.from_dict({"task": [task for task in LABELS for _ in range(per_task)]})
 
 
 def tasks_of(alpha: float, num_clients: int, seed: int = 0) -> dict[str, list[str]]:
     partitioner = PerClassDirichletPartitioner(num_clients, label_column="task", alpha=alpha, seed=seed)
-    clients = FederatedDataset.from_dataset(many_rows(), partitioner)
+    clients = FederatedDataset.from_dataset(examples_of_all_tasks(), partitioner)
     return {client_id: rows["task"][:] for client_id, rows in clients.items()}
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_towards_zero_each_task_is_a_client(seed):
+def test_each_client_has_one_task_as_alpha_approaches_zero(seed):
     clients = tasks_of(1e-12, 8, seed)
     assert sorted(set(rows).pop() for rows in clients.values()) == sorted(LABELS)
     assert all(len(set(rows)) == 1 and len(rows) == 50 for rows in clients.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_larger_alpha_gives_clients_more_tasks(seed):
+def test_larger_alpha_gives_clients_more_tasks(seed):
     def mean_tasks(alpha: float) -> float:
         clients = tasks_of(alpha, 20, seed)
         assert len(clients) == 20 and sum(map(len, clients.values())) == 400
@@ -46,33 +46,33 @@ def test_a_larger_alpha_gives_clients_more_tasks(seed):
     assert 1 <= mean_tasks(0.05) < mean_tasks(0.5) < mean_tasks(50) == 8
 
 
-def test_the_pictures_of_several_alphas_stand_side_by_side(tmp_path):
+def test_partitions_with_several_alphas_are_plotted_in_one_figure(tmp_path):
     counts = {}
     for name, alpha, num_clients in (("α → 0", 1e-12, 8), ("α = 0.05", 0.05, 20), ("α = 0.5", 0.5, 20)):
         partitioner = PerClassDirichletPartitioner(num_clients, label_column="task", alpha=alpha)
-        counts[name] = label_counts(FederatedDataset.from_dataset(many_rows(), partitioner), "task")
-    # Each client's rows are of one task.
+        counts[name] = label_counts(FederatedDataset.from_dataset(examples_of_all_tasks(), partitioner), "task")
+    # All examples of a client belong to one task.
     assert counts["α → 0"].shares.max(axis=1).tolist() == [1.0] * 8
     plot_label_shares(counts, tmp_path / "figure3.png")
     assert (tmp_path / "figure3.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_commands_cut_by_task_and_draw_it(superglue_dir, tmp_path, monkeypatch, capsys):
+def test_commands_partition_by_task_and_plot_the_partition(superglue_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = f"partition {superglue_dir} --partitioner per-class-dirichlet --label-column task --alpha 1e-12"
     assert main([*command.split(), "--num-clients", "8", "--output", "clients"]) == 0
     capsys.readouterr()
-    assert main("inspect clients --label-column task --output pictures".split()) == 0
+    assert main("inspect clients --label-column task --output plots".split()) == 0
     assert "boolq" in capsys.readouterr().out
-    assert (tmp_path / "pictures" / "labels.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plots" / "labels.png").read_bytes().startswith(b"\x89PNG")
     clients = FederatedDatasetDict.load_from_disk("clients")
     for split in ("train", "validation"):
         assert [len(set(rows["task"])) for rows in clients[split].values()] == [1] * 8
 
 
 @pytest.mark.parametrize("task", ["superglue-classification", "superglue-seq2seq"])
-def test_a_recipe_trains_all_tasks(recipe_path, superglue_dir, model_dir, tmp_path, task):
-    writes = [f"model.decoder_name_or_path={model_dir}"] if task == "superglue-seq2seq" else []
+def test_recipe_trains_on_all_tasks(recipe_path, superglue_dir, model_dir, tmp_path, task):
+    decoder = [f"model.decoder_name_or_path={model_dir}"] if task == "superglue-seq2seq" else []
     recipe = load_recipe(
         recipe_path,
         [
@@ -83,7 +83,7 @@ def test_a_recipe_trains_all_tasks(recipe_path, superglue_dir, model_dir, tmp_pa
             f"task={{name: {task}}}",
             "federation={num_rounds: 1, clients_per_round: 0.8, balance: min, max_rows_per_round: 250}",
             "plots=true",
-            *writes,
+            *decoder,
         ],
     )
     results = train_recipe(recipe)
@@ -97,7 +97,7 @@ def test_a_recipe_trains_all_tasks(recipe_path, superglue_dir, model_dir, tmp_pa
     assert (tmp_path / "run" / "partition.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_public_rows_lose_their_labels(recipe_path, superglue_dir):
+def test_public_examples_lose_their_labels(recipe_path, superglue_dir):
     recipe = load_recipe(
         recipe_path,
         [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe_inputs import llama_dir, model_dir, superglue_dir
+from recipe_model_fixtures import llama_dir, model_dir, superglue_dir
 
 
 __all__ = ["llama_dir", "model_dir", "superglue_dir"]

@@ -1,4 +1,4 @@
-"""Scripts of the recipes, as they are run: alone, and under `accelerate launch` with the configuration for a CPU."""
+"""The scripts of the recipes run with `python`, and with `accelerate launch` on a CPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(*command: str, code: int = 0) -> str:
 
 
 def drop_in(name: str, model_dir: Path, reviews_dir: Path, output_dir: Path) -> list[str]:
-    given = {"model": model_dir, "data": reviews_dir, "output_dir": output_dir, "num_train_epochs": 2}
-    script = [str(DROP_IN / name), *(f"--{option}={value}" for option, value in given.items())]
+    options = {"model": model_dir, "data": reviews_dir, "output_dir": output_dir, "num_train_epochs": 2}
+    script = [str(DROP_IN / name), *(f"--{option}={value}" for option, value in options.items())]
     return [*script, "--use_cpu", "--save_strategy=no", "--report_to=none", "--disable_tqdm=true"]
 
 
@@ -39,14 +39,14 @@ def changed_lines() -> list[str]:
     return list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]
 
 
-def test_a_script_becomes_federated_by_five_changed_lines() -> None:
+def test_script_becomes_federated_with_five_changed_lines() -> None:
     diff = changed_lines()
     changed = 0
     for position in [number for number, line in enumerate(diff) if line.startswith("@@")]:
         block = diff[position + 1 :]
         end = next((number for number, line in enumerate(block) if line.startswith("@@")), len(block))
         signs = [line[0] for line in block[:end]]
-        # A line that is replaced is one changed line.
+        # A replaced line counts as one changed line.
         changed += max(signs.count("-"), signs.count("+"))
     assert 0 < changed <= 5
     readme = (DROP_IN / "README.md").read_text(encoding="utf-8")
@@ -54,16 +54,16 @@ def test_a_script_becomes_federated_by_five_changed_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["trainer.py", "federated.py"])
-def test_both_scripts_run(model_dir, reviews_dir, tmp_path, name) -> None:
+def test_drop_in_script_runs(model_dir, reviews_dir, tmp_path, name) -> None:
     output = run(*drop_in(name, model_dir, reviews_dir, tmp_path))
     assert "eval_accuracy" in output
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert (tmp_path / "federated_ledger.json").exists() == (name == "federated.py")
 
 
-def test_the_federated_script_runs_under_accelerate_launch(model_dir, reviews_dir, tmp_path) -> None:
+def test_federated_script_runs_with_accelerate_launch(model_dir, reviews_dir, tmp_path) -> None:
     output = run(*LAUNCH, *drop_in("federated.py", model_dir, reviews_dir, tmp_path))
-    assert output.count("eval_accuracy") >= 2  # each process prints what the script prints
+    assert output.count("eval_accuracy") >= 2  # each process prints the metrics
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
@@ -75,14 +75,14 @@ atexit.register(lambda: sys.stdout.write(f"at exit {{dist.is_initialized()}}\\n"
 from tiny import arguments, rows, tiny_model
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 
-class Trouble(FederatedCallback):
+class FailingCallback(FederatedCallback):
     def on_client_end(self, args, state, control, update=None, **kwargs):
         if {fails} and update.client_id == "b":
-            raise ValueError("no more of this")
+            raise ValueError("client b fails")
 
 trainer = FederatedTrainer(
     model=tiny_model(), args=arguments({output!r}), train_dataset={{"a": rows(8), "b": rows(8, seed=1)}},
-    callbacks=[Trouble()], federation=FederatedConfig(num_rounds=2, parallelism="clients"),
+    callbacks=[FailingCallback()], federation=FederatedConfig(num_rounds=2, parallelism="clients"),
 )
 trainer.train()
 sys.stdout.write(f"rank {{os.environ['RANK']}} engine {{type(trainer.engine).__name__}}\\n")
@@ -91,13 +91,13 @@ sys.stdout.write(f"rank {{os.environ['RANK']}} engine {{type(trainer.engine).__n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
+def test_process_group_is_destroyed_at_exit(tmp_path, fails) -> None:
     script = tmp_path / "script.py"
     tests = str(Path(__file__).parents[1])
     script.write_text(LAUNCHED.format(tests=tests, output=str(tmp_path / "run"), fails=fails))
     output = run(*LAUNCH, str(script), code=int(fails))
     if fails:
-        assert "ValueError: no more of this" in output
+        assert "ValueError: client b fails" in output
     else:
         assert all(f"rank {rank} engine RankEngine" in output for rank in range(2))
         assert output.count("at exit False") == 2
@@ -105,12 +105,12 @@ def test_the_process_group_is_destroyed_at_the_end(tmp_path, fails) -> None:
 
 
 @pytest.mark.slow
-def test_divergence_falls_with_alpha_and_is_drawn(tmp_path: Path) -> None:
+def test_divergence_decreases_with_alpha_and_is_plotted(tmp_path: Path) -> None:
     labels = [f"group {number % 20}" for number in range(4000)]
     Dataset.from_dict({"label": labels}).to_parquet(tmp_path / "news" / "train.parquet")
-    picture = tmp_path / "divergence.png"
+    plot = tmp_path / "divergence.png"
     script = ROOT / "recipes" / "partition" / "divergence.py"
-    printed = run(str(script), "--data", str(tmp_path / "news"), "--output", str(picture))
+    printed = run(str(script), "--data", str(tmp_path / "news"), "--output", str(plot))
     means = [float(line.split("|")[2]) for line in printed.splitlines() if re.match(r"\| \d", line)]
     assert len(means) == 4 and means == sorted(means, reverse=True) and means[0] > 2 * means[-1]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")

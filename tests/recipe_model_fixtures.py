@@ -1,4 +1,4 @@
-"""Tiny models with their tokenizers, and SuperGLUE's rows, on disk: fixtures for the folders that run recipes."""
+"""Fixtures for tests that run recipes: tiny models with tokenizers, and SuperGLUE datasets on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ["a", "dull", "bright", "film", "plot", "warm", "cold", "and", "##s", "n
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer BERT with a WordPiece tokenizer of a few words, and of the label names of SuperGLUE."""
+    """A BERT with three layers, and a WordPiece tokenizer with a few words and the label names of SuperGLUE."""
     folder = tmp_path_factory.mktemp("tiny")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS, *LABEL_NAMES])}
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of SuperGLUE's eight tasks, the same to train and to test."""
+    """Examples of the eight SuperGLUE tasks. The splits `train` and `validation` are equal."""
     folder = tmp_path_factory.mktemp("superglue")
     for split in ("train", "validation"):
         benchmark().to_parquet(folder / f"{split}.parquet")
@@ -56,7 +56,7 @@ def superglue_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model of three layers that reads bytes."""
+    """A causal model with three layers and a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = bytes_tokenizer(["a dull film", "a bright plot"], vocab_size=270)
     tokenizer.save_pretrained(folder)
@@ -66,7 +66,7 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cloze_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """COPA as cloze questions, the same rows to train and to test, with an owner each."""
+    """COPA as cloze questions with owner columns. The splits `train` and `validation` are equal."""
     folder = tmp_path_factory.mktemp("cloze")
     rows = superglue_cloze_rows("copa", files("copa"))
     for column in ("iid_owner", "skewed_owner"):

@@ -1,4 +1,4 @@
-"""Splits that a trained model is tested on too, and clients' own test rows, in runs, records and reports."""
+"""Additional test splits, and the test examples of each client, in runs, records and reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_federated.experiments.train_recipe import closing_table
 
 @pytest.fixture
 def grid_path(recipe_path, texts_dir, model_dir):
-    """A grid over clients of two models, with a further split to test on."""
+    """A benchmark with two client models and an additional test split."""
     recipe = yaml.safe_load(recipe_path.read_text())
     recipe["data"] = {
         "path": str(texts_dir),
@@ -43,34 +43,36 @@ def grid_path(recipe_path, texts_dir, model_dir):
     return recipe_path
 
 
-def test_records_and_reports_have_further_splits_and_clients(grid_path, tmp_path, capsys):
+def test_records_and_reports_contain_additional_splits_and_clients(grid_path, tmp_path, capsys):
     assert main(["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     lines = (tmp_path / "out" / "recipe" / "runs.jsonl").read_text().splitlines()
     records = {record["run"]: record for record in map(json.loads, lines)}
     for record in records.values():
         assert list(record["clients"]) == ["0", "1", "2"]
-        assert all(own.keys() == record["metrics"].keys() for own in record["clients"].values())
-        # The further split has the texts of `test`, of which the same were drawn, with other labels.
+        assert all(metrics.keys() == record["metrics"].keys() for metrics in record["clients"].values())
+        # The split `shifted` has the texts of `test` with different labels, and the same examples are sampled.
         (further,) = record["further_tests"].values()
         assert further.keys() == record["metrics"].keys() and further["loss"] != record["metrics"]["loss"]
         assert further["accuracy"] + record["metrics"]["accuracy"] <= 1
         assert record["further_rows"].keys() == {"shifted"}
-    # One model is as good over all rows as over the clients' shares of them.
+    # The metric of one model over all examples is the mean over the clients, weighted by their examples.
     central = records["one model"]
-    mean = np.average([own["accuracy"] for own in central["clients"].values()], weights=[4, 4, 4])
+    mean = np.average([metrics["accuracy"] for metrics in central["clients"].values()], weights=[4, 4, 4])
     assert mean == pytest.approx(central["metrics"]["accuracy"])
-    # Evaluating further rows is no evaluation of a round.
+    # The evaluation of additional splits is not logged as the evaluation of a round.
     (entry,) = records["DS-FL"]["history"]
     assert entry["round"] == 1 and entry["loss"] == records["DS-FL"]["metrics"]["loss"]
-    assert "on further rows, by split" in printed and "own test rows" in printed
-    # Client "1" of a partition that is drawn is another one under the next seed: it has no column.
-    values = sorted(own["accuracy"] for own in records["DS-FL"]["clients"].values())
-    row = next(line for line in printed.split("own test rows")[1].splitlines() if "DS-FL" in line)
+    assert "on additional test splits" in printed and "On the test examples of each client" in printed
+    # Client "1" of a random partition is a different client under the next seed, so it has no column.
+    values = sorted(metrics["accuracy"] for metrics in records["DS-FL"]["clients"].values())
+    row = next(
+        line for line in printed.split("On the test examples of each client")[1].splitlines() if "DS-FL" in line
+    )
     assert [float(cell.split()[0]) for cell in row.split("|")[2:5]] == pytest.approx(values, abs=1e-4)
 
 
-def test_clients_are_evaluated_with_models_of_their_own(grid_path):
+def test_clients_are_evaluated_with_their_own_models(grid_path):
     run = build_run(load_recipe(grid_path, ["federation.distillation=dsfl"]))
     result = run_federated(run)
     further = run.trainer.evaluate(run.data.further_tests["shifted"])["eval_loss"]
@@ -84,7 +86,7 @@ def test_clients_are_evaluated_with_models_of_their_own(grid_path):
 
 @pytest.mark.parametrize("method", ["centralized", "local"])
 @pytest.mark.parametrize("aggregation", ["mutual_kd", "fedavg"])
-def test_baselines_need_no_clients_models(grid_path, method, aggregation, tmp_path):
+def test_baselines_run_without_client_models(grid_path, method, aggregation, tmp_path):
     settings = [f"federation.aggregation={aggregation}", "federation.evaluate_clients=false"]
     result = measure_run(
         {k: v for k, v in read_values(str(grid_path), settings).items() if k != "benchmark"}, method, tmp_path / "run"
@@ -92,35 +94,35 @@ def test_baselines_need_no_clients_models(grid_path, method, aggregation, tmp_pa
     assert result["further_tests"]["shifted"]["loss"] != result["metrics"]["loss"]
 
 
-def test_a_folder_with_a_card_is_read_anew_when_its_files_change(texts_dir, grid_path, tmp_path):
-    found = []
+def test_changed_files_in_a_folder_with_a_card_are_read_again(texts_dir, grid_path, tmp_path):
+    num_examples = []
     for name in ("a", "b"):
         folder = tmp_path / name / "same"
         shutil.copytree(texts_dir, folder)
         rows = load_dataset("parquet", data_files=str(folder / "shifted.parquet"), split="train")
-        for number_of_rows in (4, 3):
-            drawn = rows.select(range(number_of_rows + 2 * (name == "b")))
-            drawn.to_parquet(folder / "shifted.parquet")
+        for size in (4, 3):
+            selected = rows.select(range(size + 2 * (name == "b")))
+            selected.to_parquet(folder / "shifted.parquet")
             raw = load_raw_data(load_recipe(grid_path, [f"data.path={folder}", "data.max_test_rows=null"]))
-            found.append(len(raw.further_tests["shifted"]))
-    assert found == [4, 3, 6, 5]
+            num_examples.append(len(raw.further_tests["shifted"]))
+    assert num_examples == [4, 3, 6, 5]
 
 
-def test_tasks_whose_metrics_read_rows_have_no_further_splits(grid_path, model_dir):
+def test_additional_splits_are_rejected_for_tasks_whose_metrics_need_raw_examples(grid_path, model_dir):
     recipe = load_recipe(grid_path, ["task={name: seq2seq}", "client_models=[]", "public=null"])
-    with pytest.raises(RecipeError, match="further_test_splits is not there for seq2seq"):
+    with pytest.raises(RecipeError, match="further_test_splits is not supported for seq2seq"):
         load_tokenized_data(recipe, load_tokenizer(recipe.model))
 
 
-def test_the_closing_table_of_a_run_names_further_splits():
-    one = {"metrics": {"accuracy": 0.5}, "further_tests": {"shifted": {"accuracy": 0.25}}, "num_epochs": 1.0}
-    federated = {**one, "bytes_up": 1, "bytes_down": 1, "seconds": 1.0}
+def test_closing_table_lists_additional_splits():
+    result = {"metrics": {"accuracy": 0.5}, "further_tests": {"shifted": {"accuracy": 0.25}}, "num_epochs": 1.0}
+    federated = {**result, "bytes_up": 1, "bytes_down": 1, "seconds": 1.0}
     results = {"metric": "accuracy", "lower_is_better": False, "num_test_clients": None, "num_test_rows": 4}
     lines = closing_table({**results, "baselines": {}, "federated": federated})
     assert "federated on the split shifted: 0.250" in lines
 
 
-def test_a_split_model_is_tested_on_further_rows_too(recipe_path, texts_dir, llama_dir, tmp_path):
+def test_split_model_is_evaluated_on_additional_splits(recipe_path, texts_dir, llama_dir, tmp_path):
     recipe = {
         "model": {"name_or_path": str(llama_dir), "lora": {"r": 2}},
         "data": {"path": str(texts_dir), "test_split": "test", "further_test_splits": ["shifted"]},
@@ -131,11 +133,11 @@ def test_a_split_model_is_tested_on_further_rows_too(recipe_path, texts_dir, lla
     }
     recipe_path.write_text(yaml.safe_dump(recipe))
     result = run_federated(build_run(load_recipe(recipe_path, [])))
-    # A language model has no use for labels, and the texts are those of `test`.
+    # A language model does not use the labels, and `shifted` has the texts of `test`.
     assert result["further_tests"] == {"shifted": pytest.approx(result["metrics"])} and result["clients"] == {}
 
 
-def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
+def test_additional_splits_are_sampled_but_not_partitioned(grid_path):
     raw = load_raw_data(load_recipe(grid_path, ["data.max_test_rows=5"]), by_client=True)
     assert len(raw.further_tests["shifted"]) == len(raw.test) == 5
     assert len(raw.train) == len(raw.test_clients) == 3
@@ -144,12 +146,12 @@ def test_further_rows_belong_to_no_client_and_are_drawn(grid_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.further_test_splits=[test]", "'test' is the training split, test_split, or there twice"),
-        ("data.further_test_splits=[shifted, shifted]", "there twice"),
+        ("data.further_test_splits=[test]", "'test' is train_split, test_split or a duplicate"),
+        ("data.further_test_splits=[shifted, shifted]", "'shifted' is train_split, test_split or a duplicate"),
         ("data.further_test_splits=[none]", 'Unknown split "none"'),
         ("data.further_test_splits=shifted", "further_test_splits.*list"),
     ],
 )
-def test_what_is_wrong_with_further_splits_is_named(grid_path, setting, message):
+def test_invalid_additional_splits_are_rejected(grid_path, setting, message):
     with pytest.raises(RecipeError, match=message):
         load_raw_data(load_recipe(grid_path, [setting]))

@@ -1,4 +1,4 @@
-"""A few reviews and texts on disk, and a recipe that names them and a tiny model."""
+"""Fixtures for tests that run recipes: datasets on disk, and a recipe that names a dataset and a tiny model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from recipe_inputs import WORDS
+from recipe_model_fixtures import WORDS
 
 
 @pytest.fixture(scope="session")
 def reviews_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reviews of 40 movies, 4 each, in one parquet file."""
+    """A Parquet file with reviews of 40 movies, 4 per movie."""
     rows = [
         {
             "text": f"a {WORDS[1 + (movie + number) % 2]} film {' '.join(WORDS[: movie % 5])}",
@@ -29,7 +29,7 @@ def reviews_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows that every task can read, with the columns of the benchmarks: 60 to train, twice 12 to test, 6 sites."""
+    """Three splits with columns for all tasks: `train` (60 examples), `test` and `shifted` (12 each), of 6 sites."""
     folder = tmp_path_factory.mktemp("texts")
     for split, num_rows in (("train", 60), ("test", 12), ("shifted", 12)):
         rows = []
@@ -53,7 +53,7 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 }
             )
         Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
-    # `datasets` finds train and test by their names, and no others.
+    # Without this card, `datasets` finds only the splits train and test.
     files = [f"  - {{split: {split}, path: {split}.parquet}}" for split in ("train", "test", "shifted")]
     card = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
     (folder / "README.md").write_text("\n".join(card), encoding="utf-8")
@@ -62,7 +62,7 @@ def texts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe_path(model_dir: Path, reviews_dir: Path, tmp_path: Path) -> Path:
-    """A recipe of one round over movies that every test may change with `--set`."""
+    """A recipe with one round and one client per movie. Tests change it with overrides."""
     recipe = {
         "model": {"name_or_path": str(model_dir)},
         "data": {"path": str(reviews_dir), "test_clients": 4},
