@@ -54,8 +54,8 @@ def certificates(arguments: argparse.Namespace) -> None:
     """
     if not arguments.server and not arguments.client:
         raise CommandError(
-            "no certificate was requested. Add --server NAME for each name of the server and --client ID for each"
-            " client."
+            "no certificate was requested; say what to make: --server NAME for each name of the server, --client ID"
+            " for each client."
         )
     with command_errors(arguments.folder):
         try:
@@ -75,6 +75,6 @@ def certificates(arguments: argparse.Namespace) -> None:
     authority = Path(arguments.folder) / "ca.pem"
     print(
         f"\nGive the server and each client {authority} and only their own .pem and .key. Clients also need the"
-        f" fingerprint of the server.\nKeep {authority.with_suffix('.key')} secret: it allows its owner to"
-        " create certificates for new clients."
+        " fingerprint of the server."
+        f"\nKeep {authority.with_suffix('.key')} to yourself: its owner can create certificates for new clients."
     )
