@@ -25,8 +25,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated import SplitModel
-from hf_federated.security.encryption import ClientSession, Identity, ServerSession
-from hf_federated.security.sealed import SealedLink, SealedServer
+from hf_federated.security.encrypted_link import EncryptedLink, EncryptedServer
+from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
 from hf_federated.split import ClientBatchRunner, LocalLink
 
 
@@ -77,7 +77,7 @@ def sealed_stepper(options: argparse.Namespace) -> Callable[[], None]:
     client, server = Identity.generate("client"), Identity.generate("server")
     there = ServerSession(server, "client", client.fingerprint, rotate_every=None)
     here = ClientSession(client, "server", server.fingerprint, rotate_every=None)
-    split.boundary.link = SealedLink(here, SealedServer(there, split.boundary.link.server.answer))
+    split.boundary.link = EncryptedLink(here, EncryptedServer(there, split.boundary.link.server.answer))
     return stepper(split, batch(options, 0))
 
 

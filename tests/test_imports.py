@@ -128,7 +128,8 @@ def loaded_by_import() -> set[str]:
     # PEFT imports bitsandbytes wherever it is installed.
     # Those that need the extra `split` are named, whether the package imports them or not.
     package = (
-        "hf_federated, hf_federated.security.certificates, hf_federated.security.encryption, hf_federated.transport"
+        "hf_federated, hf_federated.security.certificates, hf_federated.security.encrypted_session, "
+        "hf_federated.transport"
     )
     code = f"import sys, peft, transformers; before = {names}; import {package}; print(*({names} - before))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_federated.security.sealed import SealedServer
+from hf_federated.security.encrypted_link import EncryptedServer
 
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split.py"))
@@ -53,7 +53,7 @@ def test_clients_that_meet_take_a_step_with_the_gradient_of_all_rows(options, mo
 
 def test_messages_of_a_sealed_step_are_sealed(options, monkeypatch):
     sealed, plain = [], []
-    exchange = SealedServer.exchange
+    exchange = EncryptedServer.exchange
 
     def spy(server, blob):
         answer = server.answer
@@ -64,7 +64,7 @@ def test_messages_of_a_sealed_step_are_sealed(options, monkeypatch):
         finally:
             server.answer = answer
 
-    monkeypatch.setattr(SealedServer, "exchange", spy)
+    monkeypatch.setattr(EncryptedServer, "exchange", spy)
     BENCHMARK["sealed_stepper"](options)()
     assert len(sealed) == len(plain) == 2
     for blob, message in zip(sealed, plain, strict=True):

@@ -22,10 +22,10 @@ from hf_federated.experiments.recipe import ClassSection, Recipe, build, load_re
 from hf_federated.experiments.recipe_loading import load_tokenized_data, load_tokenizer
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.security.certificates import client_certificate, client_fingerprints
-from hf_federated.security.encryption import ClientSession, Identity, ServerSession
-from hf_federated.security.envelope import PeerEnvelopes
+from hf_federated.security.encrypted_link import EncryptedLink
+from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
 from hf_federated.security.keys import check_fingerprint, fingerprint
-from hf_federated.security.sealed import SealedLink
+from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split import ModelFingerprint, SplitModel, SplitSessionConfig, Wire
 from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
@@ -317,7 +317,7 @@ def _server_sessions(arguments: argparse.Namespace, split: SplitConfig, fingerpr
     )
 
 
-def _sealed(arguments: argparse.Namespace, split: SplitConfig, identity: Identity, link: GrpcLink) -> SealedLink:
+def _sealed(arguments: argparse.Namespace, split: SplitConfig, identity: Identity, link: GrpcLink) -> EncryptedLink:
     expected = arguments.server_fingerprint
     if expected is None:
         path = Path(arguments.certificates) / "server.pem"
@@ -325,4 +325,4 @@ def _sealed(arguments: argparse.Namespace, split: SplitConfig, identity: Identit
             raise CommandError("--server-fingerprint: with split.encryption a client must know the server's.")
         expected = fingerprint(path.read_bytes())
     session = ClientSession(identity, "server", expected, rotate_every=split.rotate_keys_every)
-    return SealedLink(session, link)
+    return EncryptedLink(session, link)

@@ -1,19 +1,21 @@
-"""Certificates for TLS between clients and the server of a split model, in which both sides prove who they are.
+"""
+Certificates for mutual TLS between the clients and the server of a split model.
 
-A folder holds a certificate authority of its own and what it signed:
+A folder holds a private certificate authority and the certificates that the authority signed:
 
-    ca.pem, ca.key                        the authority; whoever has the key can make clients
-    server.pem, server.key                for the names and addresses under which the server is reached
-    clients/<id>.pem, clients/<id>.key    one for each client; its common name is the client id
+    ca.pem, ca.key                        the authority; its key can create clients
+    server.pem, server.key                valid for the host names and addresses of the server
+    clients/<id>.pem, clients/<id>.key    one pair for each client; the common name is the client id
 
-A party needs `ca.pem`, its own two files, and nothing else. With gRPC, `ssl_server_credentials(...,
-require_client_auth=True)` refuses whoever has no certificate of this authority, and
-`context.auth_context()["x509_common_name"]` is the client id. The keys are RSA, so that they serve as the parties'
-[`~split.keys.Identity`] too, whose fingerprints [`client_fingerprints`] and [`~split.keys.fingerprint`] read from the
-certificates. A client's certificate is no server's and the reverse: their extended key usage says so.
+A party needs `ca.pem` and its own two files only. In gRPC, `ssl_server_credentials(..., require_client_auth=True)`
+refuses clients without a certificate of this authority, and `context.auth_context()["x509_common_name"]` is the client
+id. The keys are RSA keys, so they can also serve as [`~hf_federated.security.keys.Identity`].
+[`client_fingerprints`] and [`~hf_federated.security.keys.fingerprint`] read the fingerprints from the certificates.
+The extended key usage separates the roles: a client certificate is not valid for a server, nor a server certificate
+for a client.
 
-Nothing is revoked: a server that is to refuse a client leaves its id out of those it knows. Keys are written without a
-password, readable by their owner alone (POSIX mode 0600).
+Certificates cannot be revoked. To refuse a client, remove its id from the clients of the server. Keys are written
+without a password and only their owner can read them (POSIX mode 0600).
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName, KeyUsage, Name
 
 
-# X.509 allows no more in a common name (RFC 5280, appendix A).
+# The X.509 limit of a common name (RFC 5280, appendix A).
 MAX_CLIENT_ID_BYTES = 64
 
 MAX_DAYS = 36500
 
-# A certificate is good at once where the other side's clock is behind.
+# Certificates are valid from an hour ago, so that a peer whose clock is slow accepts a new certificate.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 _DNS_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_]([a-z0-9_-]{0,62}))*", re.IGNORECASE)
@@ -64,28 +66,31 @@ def create_certificates(
     overwrite: bool = False,
 ) -> list[Path]:
     """
-    Writes a server's certificate, clients' certificates, or both, and their keys. The certificate authority is made
-    if the folder has none; otherwise the one that is there signs, so that clients can be added later.
+    Create certificates and keys for a server, for clients, or for both.
+
+    If the folder has no certificate authority, the function creates one. Otherwise the existing authority signs, so
+    clients can be added later.
 
     Args:
-        folder (`str` or `os.PathLike`): Where the files are; made if it does not exist.
-        server_names (`Sequence[str]`, *optional*): Host names and IP addresses under which clients reach the server;
-            without any, no certificate of a server is made.
+        folder (`str` or `os.PathLike`): Folder of the files. Created if it does not exist.
+        server_names (`Sequence[str]`, *optional*): Host names and IP addresses under which clients reach the server.
+            Without names, no server certificate is created.
         clients (`Sequence[str]`, *optional*): Client ids, each of at most 64 bytes in UTF-8.
-        days (`int`, *optional*, defaults to `365`): How long server and clients may use theirs.
-        ca_days (`int`, *optional*, defaults to `3650`): How long the authority is good for, if it is made.
-        rsa_bits (`int`, *optional*, defaults to `3072`): Size of new keys, from 2048 to 8192.
-        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace certificates and keys of the server and
-            of clients. The authority is never replaced.
+        days (`int`, *optional*, defaults to `365`): Validity of the server and client certificates, in days.
+        ca_days (`int`, *optional*, defaults to `3650`): Validity of a new authority, in days.
+        rsa_bits (`int`, *optional*, defaults to `3072`): Size of new keys in bits, from 2048 to 8192.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace existing certificates and keys of the
+            server and of clients. The authority is never replaced.
 
     Returns:
-        `list[Path]`: The certificates that were written, the authority's among them if it is new.
+        `list[Path]`: Paths of the written certificates. The list contains the certificate of the authority if the
+        authority is new.
 
     Raises:
         ImportError: If `cryptography` (extra `split`) is not installed.
-        TypeError: If a text is given in place of a list.
+        TypeError: If `server_names` or `clients` is a string.
         ValueError: If a name or number is not allowed, or the authority in the folder cannot sign.
-        FileExistsError: If a file is there already and `overwrite` is `False`. Nothing is written then.
+        FileExistsError: If a file exists and `overwrite` is `False`. Nothing is written in this case.
 
     Example:
 
@@ -104,27 +109,28 @@ def create_certificates(
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     for name, given in {"server_names": server_names, "clients": clients}.items():
-        if isinstance(given, str):  # whose letters would be as many names
-            raise TypeError(f"{name} is the text {given!r}. Give a list: [{given!r}].")
+        # A string is a sequence too: each of its characters would be a name.
+        if isinstance(given, str):
+            raise TypeError(f"{name} is the string {given!r}. Pass a list: [{given!r}].")
     check_rsa_bits(rsa_bits)
     _check_days(days=days, ca_days=ca_days)
     addresses = [_general_name(name) for name in server_names]
     _check_clients(clients)
     if not addresses and not clients:
-        raise ValueError("There is nothing to make: give the server's names, client ids, or both.")
-    place = Path(folder)
-    # The client of each certificate to be written; `None` is the server.
-    wanted: dict[Path, str | None] = {place / "server.pem": None} if addresses else {}
-    wanted |= {client_certificate(place, client): client for client in clients}
-    there = [
-        path for certificate in wanted for path in (certificate, certificate.with_suffix(".key")) if path.exists()
+        raise ValueError("There is no certificate to create. Pass server_names, clients, or both.")
+    root = Path(folder)
+    # The client id of each certificate to create. `None` is the server.
+    requested: dict[Path, str | None] = {root / "server.pem": None} if addresses else {}
+    requested |= {client_certificate(root, client): client for client in clients}
+    existing = [
+        path for certificate in requested for path in (certificate, certificate.with_suffix(".key")) if path.exists()
     ]
-    if there and not overwrite:
-        names = ", ".join(str(path) for path in there)
-        raise FileExistsError(f"Already there: {names}. Choose another folder or other clients, or overwrite them.")
-    written = _make_authority(place, days, ca_days, rsa_bits)
-    authority, authority_key = _load_authority(place, days)
-    for certificate, client in wanted.items():
+    if existing and not overwrite:
+        names = ", ".join(str(path) for path in existing)
+        raise FileExistsError(f"Files exist: {names}. Choose another folder or other clients, or overwrite the files.")
+    written = _create_authority(root, days, ca_days, rsa_bits)
+    authority, authority_key = _load_authority(root, days)
+    for certificate, client in requested.items():
         key = generate_rsa_key(rsa_bits)
         builder = _builder(_name(client or "server"), authority.subject, key, days)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -134,70 +140,70 @@ def create_certificates(
         if client is None:
             builder = builder.add_extension(x509.SubjectAlternativeName(addresses), critical=False)
         _write_pair(certificate, key, _signed(builder, key, authority_key))
-    return [*written, *wanted]
+    return [*written, *requested]
 
 
 def client_certificate(folder: str | os.PathLike[str], client: str) -> Path:
-    """Where a client's certificate is in a folder of certificates; its key is beside it and ends in `.key`."""
+    """Return the path of a client's certificate. The path of the client's key is the same with the suffix `.key`."""
     return Path(folder) / "clients" / f"{escape_client_id(client)}.pem"
 
 
 def client_fingerprints(folder: str | os.PathLike[str]) -> dict[str, str]:
     """
-    The fingerprints of the clients' public keys, for a server to pin.
+    Return the fingerprints of the clients' public keys, which a server pins.
 
     Args:
-        folder (`str` or `os.PathLike`): What [`create_certificates`] wrote, or as much of it as `clients/*.pem`.
+        folder (`str` or `os.PathLike`): A folder that [`create_certificates`] wrote. Only `clients/*.pem` is read.
 
     Returns:
-        `dict[str, str]`: By client id, in order.
+        `dict[str, str]`: Fingerprint of each client id, sorted by client id.
 
     Raises:
         ImportError: If `cryptography` (extra `split`) is not installed.
-        ValueError: If a certificate is damaged or not where the client's belongs.
+        ValueError: If a certificate is damaged, or its file name does not match the client id in the certificate.
     """
     require_cryptography("client_fingerprints")
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
-    found = {}
+    fingerprints = {}
     for path in (Path(folder) / "clients").glob("*.pem"):
         pem = path.read_bytes()
         try:
             names = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         except ValueError as error:
-            raise ValueError(f"{path} is no certificate: {error}") from None
+            raise ValueError(f"{path} is not a certificate: {error}") from None
         client = str(names[0].value) if names else ""
         if not client or client_certificate(folder, client) != path:
-            raise ValueError(f"{path} is the certificate of {client!r}. Put the file where the client's belongs.")
-        found[client] = fingerprint(pem)
-    return dict(sorted(found.items()))
+            raise ValueError(f"{path} is the certificate of {client!r}. Rename the file to match the client id.")
+        fingerprints[client] = fingerprint(pem)
+    return dict(sorted(fingerprints.items()))
 
 
-def _check_days(**given: int) -> None:
-    for name, value in given.items():
+def _check_days(**arguments: int) -> None:
+    for name, value in arguments.items():
         if not 1 <= value <= MAX_DAYS:
-            raise ValueError(f"{name} is {value}; allowed are 1 to {MAX_DAYS}.")
+            raise ValueError(f"{name}={value} is not allowed. Set it to 1 to {MAX_DAYS}.")
 
 
 def _check_clients(clients: Sequence[str]) -> None:
     for client in clients:
         escape_client_id(client)
         if not client.isprintable():
-            raise ValueError(f"The client id {client!r} has characters that cannot be printed. Leave them out.")
+            raise ValueError(f"The client id {client!r} has characters that cannot be printed. Remove them.")
         size = len(client.encode())
         if size > MAX_CLIENT_ID_BYTES:
             raise ValueError(
-                f"The client id {client!r} has {size} bytes in UTF-8; a certificate holds {MAX_CLIENT_ID_BYTES} at"
-                " most. Give the client a shorter id."
+                f"The client id {client!r} has {size} bytes in UTF-8, but a certificate holds at most"
+                f" {MAX_CLIENT_ID_BYTES} bytes. Choose a shorter id."
             )
-    twice = sorted({client for client in clients if clients.count(client) > 1})
-    if twice:
-        raise ValueError(f"Client ids that are given twice: {', '.join(twice)}. Give each client an id of its own.")
+    duplicates = sorted({client for client in clients if clients.count(client) > 1})
+    if duplicates:
+        raise ValueError(f"Duplicate client ids: {', '.join(duplicates)}. Give each client its own id.")
 
 
 def _general_name(name: str) -> GeneralName:
-    """A host name or IP address as a certificate holds it."""
+    """Convert a host name or IP address to the form that a certificate holds."""
     from cryptography import x509
 
     try:
@@ -206,8 +212,8 @@ def _general_name(name: str) -> GeneralName:
         pass
     if not _DNS_NAME.fullmatch(name) or len(name) > 253:
         raise ValueError(
-            f"The server's name {name!r} is no host name or IP address, such as split.example.org, 10.0.0.7 or ::1."
-            " Leave out scheme, port and brackets; write other letters than ASCII in their xn-- form."
+            f"The server name {name!r} is not a host name or an IP address, such as split.example.org, 10.0.0.7 or"
+            " ::1. Remove scheme, port and brackets. Write a name with non-ASCII letters in its xn-- form."
         )
     return x509.DNSName(name)
 
@@ -248,24 +254,26 @@ def _signed(builder: CertificateBuilder, key: RSAPrivateKey, authority_key: RSAP
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    issuers = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    builder = builder.add_extension(own, critical=False).add_extension(issuers, critical=False)
+    subject_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    builder = builder.add_extension(subject_id, critical=False).add_extension(authority_id, critical=False)
     return builder.sign(authority_key, hashes.SHA256())
 
 
-def _make_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> list[Path]:
-    """Makes the authority if there is none; returns its certificate if it is new."""
+def _create_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> list[Path]:
+    """Create the authority if the folder has none. Return the path of the new certificate, or an empty list."""
     from cryptography import x509
 
     certificate, key_path = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() and key_path.exists():
         return []
     if certificate.exists() or key_path.exists():
-        there, missing = (certificate, key_path) if certificate.exists() else (key_path, certificate)
-        raise ValueError(f"{there} is there, but not {missing.name}. Put it back, or choose another folder.")
+        existing, missing = (certificate, key_path) if certificate.exists() else (key_path, certificate)
+        raise ValueError(f"{existing} exists, but {missing.name} does not. Restore it, or choose another folder.")
     if days > ca_days:
-        raise ValueError(f"days is {days}, more than the authority's ca_days, {ca_days}. Give at most as many.")
+        raise ValueError(
+            f"days={days}, but the authority is valid for ca_days={ca_days} days. Reduce days, or raise ca_days."
+        )
     key = generate_rsa_key(rsa_bits)
     name = _name("hf-federated split CA")
     builder = _builder(name, name, key, ca_days)
@@ -277,10 +285,10 @@ def _make_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> lis
 
 def _load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey]:
     """
-    The authority in a folder.
+    Load the authority of a folder.
 
     Raises:
-        ValueError: If it is damaged, or ends before what it is to sign.
+        ValueError: If the authority is damaged, or expires before certificates that are valid for `days` days.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
@@ -292,19 +300,19 @@ def _load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey
     except (ValueError, TypeError) as error:
         raise ValueError(f"ca.pem or ca.key in {folder} cannot be read: {error}") from None
     if not isinstance(key, RSAPrivateKey) or key.public_key() != certificate.public_key():
-        raise ValueError(f"ca.key in {folder} is not the key of ca.pem. Put the right one back.")
-    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.timezone.utc)
-    # A new authority may be made for as many days as what it signs.
-    if left < datetime.timedelta(days=days) - datetime.timedelta(minutes=10):
+        raise ValueError(f"ca.key in {folder} is not the key of ca.pem. Restore the matching file.")
+    remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.timezone.utc)
+    # Some minutes of tolerance: a new authority may be created with ca_days equal to days.
+    if remaining < datetime.timedelta(days=days) - datetime.timedelta(minutes=10):
         raise ValueError(
-            f"The authority in {folder} ends in {left.days} days, before certificates of {days} days. Give fewer days,"
-            " or make a new authority in another folder."
+            f"The authority in {folder} expires in {remaining.days} days, before certificates of {days} days. Set days"
+            " to a smaller number, or create a new authority in another folder."
         )
     return certificate, key
 
 
 def _write_pair(certificate_path: Path, key: RSAPrivateKey, certificate: Certificate) -> None:
-    """Writes the key first, so that a certificate that is there has its key."""
+    """Write the key, then the certificate, so that every existing certificate has its key."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     certificate_path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +322,7 @@ def _write_pair(certificate_path: Path, key: RSAPrivateKey, certificate: Certifi
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file whole or not at all; at no time can others read what `mode` hides from them."""
+    """Write a file atomically. The permissions are `mode` from the moment the file exists."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

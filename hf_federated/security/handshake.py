@@ -1,19 +1,22 @@
-"""How a client and the server of a split model come to share keys: three signed messages, the same for each key epoch.
+"""
+The handshake between a client and the server of a split model: a key agreement in three signed messages.
 
-1. hello, client → server: a fresh RSA public key of the client.
-2. reply, server → client: a fresh RSA public key of the server, and a secret of its, wrapped for the client's.
-3. finish, client → server: a secret of the client's, wrapped for the server's.
+Each key epoch begins with the same handshake:
 
-Each message names both parties by name and fingerprint, the session, the epoch and the `rotate_every` they agree on,
-and is signed with the sender's [`Identity`], whose fingerprint the receiver was given beforehand: RSA-OAEP alone says
-nothing of who wrapped a secret. Reply and finish hold the hash of all that went before, so an old message fits no
-other handshake. The keys are HKDF-SHA256 of both secrets, over the hash of all three messages, salted with what the
-previous epoch left for the next.
+1. hello, client → server: a new RSA public key of the client.
+2. reply, server → client: a new RSA public key of the server, and the server's secret, encrypted for the client's key.
+3. finish, client → server: the client's secret, encrypted for the server's key.
 
-The form of the signatures and the hash of everything that was said are TLS 1.3's (RFC 8446); that both sides
-contribute and that the salt chains the epochs is Noise's. RSA in place of Diffie–Hellman is FL-GLM's choice ("we
-generate RSA public and private keys at the beginning of FL and then pass the public keys between server and client").
-The messages are packed trees (`hf_federated.messages.serialization`), which nothing unpickles.
+Each message contains the names and fingerprints of both parties, the session, the epoch and `rotate_every`. The sender
+signs each message with its [`Identity`], whose fingerprint the receiver knows beforehand. The signature is necessary
+because RSA-OAEP does not authenticate the sender of a secret. Reply and finish contain the hash of all previous
+messages, so a message is not valid in another handshake. The keys are HKDF-SHA256 of both secrets. The info parameter
+contains the hash of all three messages, and the salt is the chaining key of the previous epoch.
+
+The form of the signatures and the transcript hash follow TLS 1.3 (RFC 8446). The contribution of both sides and the
+chaining of the epochs through the salt follow the Noise protocol framework. RSA instead of Diffie–Hellman is the
+choice of FL-GLM ("we generate RSA public and private keys at the beginning of FL and then pass the public keys between
+server and client"). The messages are packed trees (`hf_federated.messages.serialization`) and are never unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 
-# A handshake message under keys of 8192 bits has 12 kB. More is not read at all.
+# Larger messages are not parsed. A handshake message with keys of 8192 bits has 12 kB.
 MAX_MESSAGE_BYTES = 1 << 16
 
 SECRET_BYTES = 32
@@ -52,14 +55,22 @@ _KEY_INFO = b"hf-federated split keys 1"
 
 
 class HandshakeError(EncryptionError):
-    """A handshake message that was refused: the message says whose, and why."""
+    """Raised when a handshake message is rejected. The error names the sender and the reason."""
 
 
 @dataclass(frozen=True)
 class Parties:
-    """Who speaks with whom, and what both have to agree on."""
+    """
+    The two parties of a session from the view of one party, and the setting on which both must agree.
 
-    own: Identity
+    Attributes:
+        identity ([`~hf_federated.security.keys.Identity`]): This party's name and signing key.
+        peer (`str`): Name of the other party.
+        peer_fingerprint (`str`): Pinned fingerprint of the other party's signing key.
+        rotate_every (`int`, *optional*): Number of steps in a key epoch. `None` means no limit.
+    """
+
+    identity: Identity
     peer: str
     peer_fingerprint: str
     rotate_every: int | None
@@ -67,44 +78,60 @@ class Parties:
 
 @dataclass(frozen=True)
 class EpochKeys:
-    """The secrets of one key epoch: an AES-256 key for each direction and what the next epoch's keys start from."""
+    """
+    The secrets of one key epoch.
+
+    Attributes:
+        session_id (`bytes`): Transcript hash of the first handshake of the session.
+        epoch (`int`): Number of the key epoch, from 0.
+        client_to_server (`bytes`): AES-256 key for messages from the client to the server.
+        server_to_client (`bytes`): AES-256 key for messages from the server to the client.
+        chaining_key (`bytes`): Salt for the keys of the next epoch.
+    """
 
     session_id: bytes
     epoch: int
     client_to_server: bytes = field(repr=False)
     server_to_client: bytes = field(repr=False)
-    chain: bytes = field(repr=False)
+    chaining_key: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a handshake stands: the first of a session, or one that follows on an epoch's keys."""
+class HandshakeContext:
+    """
+    The position of a handshake in a session: the first handshake, or a rotation of the keys of an epoch.
+
+    Attributes:
+        session_id (`bytes`): Id of the session. Empty in the first handshake.
+        epoch (`int`): Number of the key epoch that the handshake begins.
+        chaining_key (`bytes`, *optional*): Chaining key of the previous epoch. `None` in the first handshake.
+    """
 
     session_id: bytes = b""
     epoch: int = 0
-    chain: bytes | None = field(default=None, repr=False)
+    chaining_key: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def after(cls, keys: EpochKeys | None) -> Place:
-        """The place that follows on these keys; the first without any."""
-        return cls() if keys is None else cls(keys.session_id, keys.epoch + 1, keys.chain)
+    def after(cls, keys: EpochKeys | None) -> HandshakeContext:
+        """Return the context of the handshake that replaces `keys`, or of the first handshake if `keys` is `None`."""
+        return cls() if keys is None else cls(keys.session_id, keys.epoch + 1, keys.chaining_key)
 
     @property
-    def named(self) -> dict[str, Any]:
-        """What the messages say of it."""
+    def message_fields(self) -> dict[str, Any]:
+        """The fields that every message of the handshake contains."""
         return {"session": self.session_id.hex(), "epoch": self.epoch}
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A handshake message that was verified, and the bytes that were signed."""
+    """The fields of a verified handshake message, and the signed bytes."""
 
     fields: dict[str, Any]
     body: bytes
 
 
 def _common(kind: str, sender: tuple[str, str], receiver: tuple[str, str], parties: Parties) -> dict[str, Any]:
-    """What every message says of itself, and its receiver has to find as it expects."""
+    """Return the fields that every message contains and that the receiver compares with its own values."""
     return {
         "message": kind,
         "version": VERSION,
@@ -116,79 +143,88 @@ def _common(kind: str, sender: tuple[str, str], receiver: tuple[str, str], parti
     }
 
 
-def _outer(public_key: bytes, body: bytes, signature: bytes) -> bytes:
+def _pack_signed(public_key: bytes, body: bytes, signature: bytes) -> bytes:
     return pack({"public_key": public_key.hex(), "body": body.hex(), "signature": signature.hex()})
 
 
-def _write(parties: Parties, kind: str, place: dict[str, Any], **content: str) -> tuple[bytes, bytes]:
-    """A signed message, and the part of it that is signed."""
-    own = parties.own
-    names = _common(kind, (own.name, own.fingerprint), (parties.peer, parties.peer_fingerprint), parties)
-    body = pack({**names, **place, **content})
-    return _outer(own.public_key, body, own.sign(body)), body
+def _sign_message(parties: Parties, kind: str, context: dict[str, Any], **content: str) -> tuple[bytes, bytes]:
+    """Build a signed message. Return the message and its signed part."""
+    identity = parties.identity
+    common = _common(kind, (identity.name, identity.fingerprint), (parties.peer, parties.peer_fingerprint), parties)
+    body = pack({**common, **context, **content})
+    return _pack_signed(identity.public_key, body, identity.sign(body)), body
 
 
-def _read(parties: Parties, kind: str, place: dict[str, Any], message: bytes, *content: str) -> _Message:
+def _verify_message(parties: Parties, kind: str, context: dict[str, Any], message: bytes, *content: str) -> _Message:
     """
-    Verifies a message: by the pinned fingerprint first, then the signature, then what it says of itself.
+    Verify a message: first the pinned fingerprint, then the signature, then the fields.
 
     Raises:
-        HandshakeError: If anything is not as it has to be.
+        HandshakeError: If a check fails.
     """
-    own, peer = parties.own, parties.peer
+    identity, peer = parties.identity, parties.peer
     body = _verified_body(parties, kind, message)
     try:
         fields = unpack(body)
     except ValueError as error:
-        raise HandshakeError(f"The {kind} of {peer!r} is signed but no packed tree: {error}") from None
-    expected = _common(kind, (peer, parties.peer_fingerprint), (own.name, own.fingerprint), parties) | place
+        raise HandshakeError(f"The {kind} of {peer!r} is signed, but is not a packed tree: {error}") from None
+    receiver = (identity.name, identity.fingerprint)
+    expected = _common(kind, (peer, parties.peer_fingerprint), receiver, parties) | context
     if not isinstance(fields, dict) or set(fields) != {*expected, *content}:
         raise HandshakeError(f"The {kind} of {peer!r} has other fields than {', '.join([*expected, *content])}.")
     for name, value in expected.items():
-        # The type too: 1 == True, and a tensor's comparison has no truth value.
+        # Compare the type too: 1 == True, and the comparison of a tensor has no truth value.
         if type(fields[name]) is not type(value) or fields[name] != value:
             advice = (
                 " Give both parties the same rotate_every." if name == "rotate_every" else " Begin a new handshake."
             )
             raise HandshakeError(
-                f"The {kind} of {peer!r} says {name} = {fields[name]!r}; {own.name!r} expects {value!r}.{advice}"
+                f"The {kind} of {peer!r} has {name} = {fields[name]!r}, but {identity.name!r} expects"
+                f" {value!r}.{advice}"
             )
     try:
         return _Message({name: bytes.fromhex(fields[name]) for name in content}, body)
     except (TypeError, ValueError):
-        raise HandshakeError(f"The {kind} of {peer!r} holds something that is not hex.") from None
+        raise HandshakeError(f"The {kind} of {peer!r} has a field that is not hexadecimal.") from None
 
 
 def _verified_body(parties: Parties, kind: str, message: bytes) -> bytes:
-    """The signed part of a message, if it is the pinned party's."""
+    """
+    Return the signed part of a message of the pinned party.
+
+    Raises:
+        HandshakeError: If the message is malformed, or is not signed with the pinned key.
+    """
     peer = parties.peer
     if len(message) > MAX_MESSAGE_BYTES:
-        raise HandshakeError(f"The {kind} of {peer!r} has {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are read.")
+        raise HandshakeError(
+            f"The {kind} of {peer!r} has {len(message)} bytes, but at most {MAX_MESSAGE_BYTES} bytes are allowed."
+        )
     try:
         outer = unpack(message)
     except ValueError as error:
-        raise HandshakeError(f"What came as the {kind} of {peer!r} is no handshake message: {error}") from None
+        raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message: {error}") from None
     if not isinstance(outer, dict) or not all(isinstance(value, str) for value in outer.values()):
-        raise HandshakeError(f"What came as the {kind} of {peer!r} is no handshake message.")
+        raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message.")
     try:
         public_key, body, signature = (bytes.fromhex(outer[name]) for name in ("public_key", "body", "signature"))
     except (KeyError, ValueError):
-        raise HandshakeError(f"What came as the {kind} of {peer!r} is no handshake message.") from None
-    found = fingerprint_of(public_key)
-    if found != parties.peer_fingerprint:
+        raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message.") from None
+    fingerprint = fingerprint_of(public_key)
+    if fingerprint != parties.peer_fingerprint:
         raise HandshakeError(
-            f"What came as the {kind} of {peer!r} is signed with the key {found}, but {parties.peer_fingerprint} is"
-            f" pinned for {peer!r}. Compare the fingerprint with {peer!r} in another way: either its key is new, or"
-            " somebody poses as it."
+            f"The {kind} of {peer!r} is signed with the key {fingerprint}, but {parties.peer_fingerprint} is pinned"
+            f" for {peer!r}. Verify the fingerprint with {peer!r} over another channel: either {peer!r} has a new key,"
+            " or an attacker impersonates it."
         )
-    # One message has one form: what the signature does not cover may not differ either.
-    if _outer(public_key, body, signature) != message or not is_signed(body, signature, public_key):
-        raise HandshakeError(f"The signature of the {kind} of {peer!r} does not fit: it was changed on the way.")
+    # The signature covers only the body. The comparison enforces one encoding of everything outside the body.
+    if _pack_signed(public_key, body, signature) != message or not is_signed(body, signature, public_key):
+        raise HandshakeError(f"The signature of the {kind} of {peer!r} is not valid: the message was changed.")
     return body
 
 
 def _transcript(*bodies: bytes) -> bytes:
-    """The hash of what was said so far: that of the hashes of the signed parts, in order."""
+    """Return the hash of the messages so far: the hash of the hashes of their signed parts, in order."""
     return hashlib.sha256(b"".join(hashlib.sha256(body).digest() for body in bodies)).digest()
 
 
@@ -196,7 +232,7 @@ def _peer_key(der: bytes, peer: str) -> bytes:
     try:
         load_public_key(der)
     except EncryptionError as error:
-        raise HandshakeError(f"The encryption key of {peer!r} is refused: {error}") from None
+        raise HandshakeError(f"The encryption key of {peer!r} is rejected: {error}") from None
     return der
 
 
@@ -204,71 +240,90 @@ def _unwrap_secret(wrapped: bytes, key: RSAPrivateKey, peer: str) -> bytes:
     try:
         secret = unwrap(wrapped, key)
     except EncryptionError as error:
-        raise HandshakeError(f"The secret of {peer!r} is refused: {error}") from None
+        raise HandshakeError(f"The secret of {peer!r} is rejected: {error}") from None
     if len(secret) != SECRET_BYTES:
         raise HandshakeError(f"The secret of {peer!r} has {len(secret)} bytes instead of {SECRET_BYTES}.")
     return secret
 
 
-def _derive(place: Place, client_secret: bytes, server_secret: bytes, transcript: bytes) -> EpochKeys:
-    """HKDF-SHA256 (RFC 5869): a key for each direction, and the salt of the next epoch."""
+def _derive_keys(
+    context: HandshakeContext, client_secret: bytes, server_secret: bytes, transcript: bytes
+) -> EpochKeys:
+    """Derive a key for each direction and the chaining key of the next epoch with HKDF-SHA256 (RFC 5869)."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    # Without a previous epoch the salt is RFC 5869's zeros.
-    kdf = HKDF(hashes.SHA256(), length=96, salt=place.chain, info=_KEY_INFO + transcript)
+    # In the first epoch the salt is `None`, which RFC 5869 defines as zeros.
+    kdf = HKDF(hashes.SHA256(), length=96, salt=context.chaining_key, info=_KEY_INFO + transcript)
     material = kdf.derive(client_secret + server_secret)
-    session_id = place.session_id or transcript
-    return EpochKeys(session_id, place.epoch, material[:32], material[32:64], material[64:])
+    session_id = context.session_id or transcript
+    return EpochKeys(session_id, context.epoch, material[:32], material[32:64], material[64:])
 
 
-class ClientExchange:
-    """The client's side of one handshake: `hello` to send, then [`~ClientExchange.finish`]."""
+class ClientHandshake:
+    """
+    The client's side of one handshake. Send `hello`, then call [`~ClientHandshake.finish`] with the server's reply.
 
-    def __init__(self, parties: Parties, place: Place, rsa_bits: int) -> None:
+    Args:
+        parties ([`Parties`]): The client and the server.
+        context ([`HandshakeContext`]): The position of the handshake in the session.
+        rsa_bits (`int`): Size of the client's encryption key in bits.
+    """
+
+    def __init__(self, parties: Parties, context: HandshakeContext, rsa_bits: int) -> None:
         self._parties = parties
-        self._place = place
+        self._context = context
         self._key = generate_rsa_key(rsa_bits)
-        own_key = encode_public_key(self._key.public_key()).hex()
-        self.hello, self._hello_body = _write(parties, "hello", place.named, encryption_key=own_key)
+        public_key = encode_public_key(self._key.public_key()).hex()
+        self.hello, self._hello_body = _sign_message(
+            parties, "hello", context.message_fields, encryption_key=public_key
+        )
 
     def finish(self, reply: bytes) -> tuple[bytes, EpochKeys]:
         """
-        The last message, and the keys.
+        Verify the reply. Return the finish message and the keys.
 
         Raises:
-            HandshakeError: If the reply is not the pinned server's reply to this hello. The right one still counts.
+            HandshakeError: If the message is not the pinned server's reply to this hello. The handshake still accepts
+                the correct reply.
         """
         parties, hello = self._parties, self._hello_body
-        place = {**self._place.named, "transcript": _transcript(hello).hex()}
-        message = _read(parties, "reply", place, reply, "encryption_key", "wrapped_secret")
+        fields = {**self._context.message_fields, "transcript": _transcript(hello).hex()}
+        message = _verify_message(parties, "reply", fields, reply, "encryption_key", "wrapped_secret")
         server_secret = _unwrap_secret(message.fields["wrapped_secret"], self._key, parties.peer)
         client_secret = os.urandom(SECRET_BYTES)
         wrapped = wrap(client_secret, _peer_key(message.fields["encryption_key"], parties.peer)).hex()
-        place = {**self._place.named, "transcript": _transcript(hello, message.body).hex()}
-        finish, body = _write(parties, "finish", place, wrapped_secret=wrapped)
-        return finish, _derive(self._place, client_secret, server_secret, _transcript(hello, message.body, body))
+        fields = {**self._context.message_fields, "transcript": _transcript(hello, message.body).hex()}
+        finish, body = _sign_message(parties, "finish", fields, wrapped_secret=wrapped)
+        transcript = _transcript(hello, message.body, body)
+        return finish, _derive_keys(self._context, client_secret, server_secret, transcript)
 
 
-class ServerExchange:
+class ServerHandshake:
     """
-    The server's side of one handshake: `reply` to send, then [`~ServerExchange.complete`].
+    The server's side of one handshake. Send `reply`, then call [`~ServerHandshake.complete`] with the client's finish.
+
+    Args:
+        parties ([`Parties`]): The server and the client.
+        context ([`HandshakeContext`]): The position of the handshake in the session.
+        rsa_bits (`int`): Size of the server's encryption key in bits.
+        hello (`bytes`): The client's first message.
 
     Raises:
-        HandshakeError: If the hello is not the pinned client's.
+        HandshakeError: If the hello is not a hello of the pinned client.
     """
 
-    def __init__(self, parties: Parties, place: Place, rsa_bits: int, hello: bytes) -> None:
+    def __init__(self, parties: Parties, context: HandshakeContext, rsa_bits: int, hello: bytes) -> None:
         self._parties = parties
-        self._place = place
-        message = _read(parties, "hello", place.named, hello, "encryption_key")
+        self._context = context
+        message = _verify_message(parties, "hello", context.message_fields, hello, "encryption_key")
         client_key = _peer_key(message.fields["encryption_key"], parties.peer)
         self._key = generate_rsa_key(rsa_bits)
         self._secret = os.urandom(SECRET_BYTES)
-        self.reply, reply_body = _write(
+        self.reply, reply_body = _sign_message(
             parties,
             "reply",
-            {**place.named, "transcript": _transcript(message.body).hex()},
+            {**context.message_fields, "transcript": _transcript(message.body).hex()},
             encryption_key=encode_public_key(self._key.public_key()).hex(),
             wrapped_secret=wrap(self._secret, client_key).hex(),
         )
@@ -276,12 +331,13 @@ class ServerExchange:
 
     def complete(self, finish: bytes) -> EpochKeys:
         """
-        The keys.
+        Verify the finish message and return the keys.
 
         Raises:
-            HandshakeError: If the message does not end this handshake. The right one still counts.
+            HandshakeError: If the message is not the finish of this handshake. The handshake still accepts the correct
+                finish.
         """
-        place = {**self._place.named, "transcript": _transcript(*self._bodies).hex()}
-        message = _read(self._parties, "finish", place, finish, "wrapped_secret")
+        fields = {**self._context.message_fields, "transcript": _transcript(*self._bodies).hex()}
+        message = _verify_message(self._parties, "finish", fields, finish, "wrapped_secret")
         client_secret = _unwrap_secret(message.fields["wrapped_secret"], self._key, self._parties.peer)
-        return _derive(self._place, client_secret, self._secret, _transcript(*self._bodies, message.body))
+        return _derive_keys(self._context, client_secret, self._secret, _transcript(*self._bodies, message.body))

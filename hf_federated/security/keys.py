@@ -1,11 +1,12 @@
-"""RSA keys of the parties of a split model: who one is (signing), and what a secret is wrapped for (encryption).
+"""
+RSA keys of the parties of a split model: signing keys for authentication, and encryption keys that wrap secrets.
 
-The two uses never share a key. An [`Identity`] signs, lives as long as the federation does, and is known to others by
-the fingerprint of its public key; the key of a party's TLS certificate serves well. Keys for wrapping are made anew in
-each key epoch (`handshake.py`) and forgotten after it.
+No key serves both uses. An [`Identity`] holds a signing key. The signing key lasts as long as the federation, and
+peers recognize it by the fingerprint of its public key. The key of a party's TLS certificate can be used. Encryption
+keys are generated for each key epoch (`handshake.py`) and discarded after it.
 
-Signatures are RSA-PSS and wrapping is RSA-OAEP, both with SHA-256 and MGF1 (RFC 8017); all from `cryptography`
-(extra `split`).
+Signatures use RSA-PSS and wrapping uses RSA-OAEP, both with SHA-256 and MGF1 (RFC 8017). The implementation is that of
+`cryptography` (extra `split`).
 """
 
 from __future__ import annotations
@@ -21,39 +22,47 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 
 
-# Below 2048 bits RSA can be broken with means that exist; above 8192 a peer's key is only there to keep us computing.
+# RSA below 2048 bits can be broken with existing means. A peer key above 8192 bits only costs computing time.
 MIN_RSA_BITS = 2048
 MAX_RSA_BITS = 8192
 DEFAULT_RSA_BITS = 3072
 
-# RFC 8446, section 4.4.3, signs in this form too, with other words: neither signature can be taken for the other, and
-# 64 spaces can never be the random bytes with which what TLS 1.2 signs begins.
+# TLS 1.3 signs the same form with another context string (RFC 8446, section 4.4.3), so neither signature is valid as
+# the other. The signed content of TLS 1.2 begins with random bytes, which the 64 spaces cannot be.
 _SIGNATURE_PREFIX = b" " * 64 + b"hf-federated split handshake 1" + b"\0"
 
 
 class EncryptionError(ValueError):
-    """What encryption between the parties of a split model refuses."""
+    """Raised when encryption between the parties of a split model rejects a message, a key or a call."""
 
 
 def require_cryptography(user: str) -> None:
     """
-    Raises `ImportError`, with the extra that brings it, if `cryptography` is not installed.
+    Check that `cryptography` is installed.
 
     Args:
-        user (`str`): What needs it.
+        user (`str`): Name of the class or function that needs `cryptography`, for the error.
+
+    Raises:
+        ImportError: If `cryptography` is not installed. The message names the extra to install.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise ImportError(f"{user} needs cryptography. Install it with: pip install hf-federated[split]")
 
 
 def check_rsa_bits(rsa_bits: int) -> None:
-    """Raises `ValueError` if RSA keys may not have this size."""
+    """
+    Check the size of an RSA key.
+
+    Raises:
+        ValueError: If the size in bits is not allowed.
+    """
     if not MIN_RSA_BITS <= rsa_bits <= MAX_RSA_BITS:
-        raise ValueError(f"rsa_bits is {rsa_bits}; allowed are {MIN_RSA_BITS} to {MAX_RSA_BITS}.")
+        raise ValueError(f"rsa_bits={rsa_bits} is not allowed. Set it to {MIN_RSA_BITS} to {MAX_RSA_BITS}.")
 
 
 def generate_rsa_key(rsa_bits: int) -> RSAPrivateKey:
-    """A fresh RSA key pair; takes a tenth of a second to one second with 3072 bits."""
+    """Generate an RSA key pair. With 3072 bits this takes a tenth of a second to one second."""
     from cryptography.hazmat.primitives.asymmetric import rsa
 
     check_rsa_bits(rsa_bits)
@@ -61,7 +70,7 @@ def generate_rsa_key(rsa_bits: int) -> RSAPrivateKey:
 
 
 def encode_public_key(key: RSAPublicKey) -> bytes:
-    """The DER of a SubjectPublicKeyInfo (RFC 5280), as it stands in a certificate."""
+    """Encode a public key as the DER of a SubjectPublicKeyInfo (RFC 5280), the form that certificates contain."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -69,10 +78,10 @@ def encode_public_key(key: RSAPublicKey) -> bytes:
 
 def load_public_key(der: bytes) -> RSAPublicKey:
     """
-    The public key that `encode_public_key` wrote.
+    Decode a public key that `encode_public_key` encoded.
 
     Raises:
-        EncryptionError: If it is damaged, no RSA key, or of a size that is not allowed.
+        EncryptionError: If the bytes are damaged, or the key is not an RSA key of an allowed size.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
@@ -81,30 +90,31 @@ def load_public_key(der: bytes) -> RSAPublicKey:
     try:
         key = load_der_public_key(der)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise EncryptionError(f"Not a public key: {error}") from None
+        raise EncryptionError(f"The bytes are not a public key in DER form: {error}") from None
     if not isinstance(key, RSAPublicKey) or not MIN_RSA_BITS <= key.key_size <= MAX_RSA_BITS:
-        raise EncryptionError(f"Not an RSA public key of {MIN_RSA_BITS} to {MAX_RSA_BITS} bits.")
+        raise EncryptionError(f"The public key is not an RSA key of {MIN_RSA_BITS} to {MAX_RSA_BITS} bits.")
     return key
 
 
 def fingerprint_of(public_key: bytes) -> str:
-    """`sha256:` and the hex digest of a public key's DER."""
+    """Return the fingerprint of a public key in DER form: `sha256:` and the hex digest."""
     return f"sha256:{hashlib.sha256(public_key).hexdigest()}"
 
 
 def fingerprint(pem: bytes) -> str:
     """
-    The fingerprint of a party's public key, by which others know it.
+    Return the fingerprint of a party's public key, by which peers recognize the party.
 
     Args:
         pem (`bytes`): The party's certificate or its public key, as PEM.
 
     Returns:
-        `str`: `sha256:` and 64 hex digits: the digest of the key's SubjectPublicKeyInfo, so that a certificate renewed
+        `str`: `sha256:` and 64 hex digits, the digest of the key's SubjectPublicKeyInfo. A certificate that is renewed
         with the same key keeps its fingerprint.
 
     Raises:
-        EncryptionError: If it is neither, or the key is no RSA key.
+        ImportError: If `cryptography` (extra `split`) is not installed.
+        EncryptionError: If `pem` is neither a certificate nor a public key, or the key is not an RSA key.
     """
     require_cryptography("fingerprint")
     from cryptography import x509
@@ -118,31 +128,41 @@ def fingerprint(pem: bytes) -> str:
             else load_pem_public_key(pem)
         )
     except ValueError as error:
-        raise EncryptionError(f"Neither a certificate nor a public key in PEM: {error}") from None
+        raise EncryptionError(f"The bytes are neither a certificate nor a public key in PEM: {error}") from None
     if not isinstance(key, RSAPublicKey):
-        raise EncryptionError("The certificate or public key is not of an RSA key, which a party's identity is.")
+        raise EncryptionError("The key is not an RSA key. An identity needs an RSA key.")
     return fingerprint_of(encode_public_key(key))
 
 
 def check_fingerprint(text: str, party: str) -> None:
-    """Raises `ValueError` if a pinned fingerprint is not written as [`fingerprint`] writes it."""
+    """
+    Check the form of a pinned fingerprint.
+
+    Args:
+        text (`str`): The fingerprint, in the form that [`fingerprint`] returns.
+        party (`str`): Name of the party that the fingerprint belongs to, for the error.
+
+    Raises:
+        ValueError: If the fingerprint has another form.
+    """
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", text):
         raise ValueError(
-            f"The fingerprint given for {party!r} is {text!r}; it is written as 'sha256:' and 64 lower-case hex"
-            " digits, as fingerprint() and `hf-federated certificates` do."
+            f"The fingerprint given for {party!r} is {text!r}. A fingerprint is 'sha256:' and 64 lower-case hex"
+            " digits, as `hf-federated certificates` prints it."
         )
 
 
 class Identity:
     """
-    A party's name and the RSA key with which it signs. The private key appears in no text form of the object.
+    A party's name and RSA signing key. `repr` does not show the private key.
 
     Args:
-        name (`str`): The party's name; for a client its client id.
-        private_key (`cryptography.hazmat.primitives.asymmetric.rsa.RSAPrivateKey`): Of 2048 bits or more.
+        name (`str`): Name of the party. The name of a client is its client id.
+        private_key (`cryptography.hazmat.primitives.asymmetric.rsa.RSAPrivateKey`): The signing key, of 2048 to 8192
+            bits.
 
     Raises:
-        ValueError: If the name is empty or the key too small.
+        ValueError: If the name is empty or the size of the key is not allowed.
 
     Example:
 
@@ -158,7 +178,7 @@ class Identity:
 
     def __init__(self, name: str, private_key: RSAPrivateKey) -> None:
         if not name:
-            raise ValueError("The name of an identity is the empty string. Give every party a name.")
+            raise ValueError("The name of the identity is the empty string. Give every party a name.")
         check_rsa_bits(private_key.key_size)
         self.name = name
         self._private_key = private_key
@@ -168,11 +188,15 @@ class Identity:
     @classmethod
     def generate(cls, name: str, rsa_bits: int = DEFAULT_RSA_BITS) -> Identity:
         """
-        An identity with a new key, which is lost with the process.
+        Create an identity with a new key. The key is lost when the process ends.
 
         Args:
-            name (`str`): The party's name.
-            rsa_bits (`int`, *optional*, defaults to `3072`): From 2048 to 8192.
+            name (`str`): Name of the party.
+            rsa_bits (`int`, *optional*, defaults to `3072`): Size of the key in bits, from 2048 to 8192.
+
+        Raises:
+            ImportError: If `cryptography` (extra `split`) is not installed.
+            ValueError: If an argument is not allowed.
         """
         require_cryptography("Identity")
         return cls(name, generate_rsa_key(rsa_bits))
@@ -180,14 +204,15 @@ class Identity:
     @classmethod
     def from_pem(cls, name: str, pem: bytes) -> Identity:
         """
-        The identity whose private key a file holds, such as the key of the party's TLS certificate.
+        Create an identity from a private key, such as the key of the party's TLS certificate.
 
         Args:
-            name (`str`): The party's name.
+            name (`str`): Name of the party.
             pem (`bytes`): An RSA private key without a password, as PEM.
 
         Raises:
-            EncryptionError: If it is anything else.
+            ImportError: If `cryptography` (extra `split`) is not installed.
+            EncryptionError: If `pem` is not an RSA private key without a password.
         """
         require_cryptography("Identity")
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -198,14 +223,14 @@ class Identity:
             key = load_pem_private_key(pem, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise EncryptionError(
-                f"The key of {name!r} is no private key in PEM without a password: {error}"
+                f"The key of {name!r} is not a private key in PEM without a password: {error}"
             ) from None
         if not isinstance(key, RSAPrivateKey):
-            raise EncryptionError(f"The key of {name!r} is no RSA key; `hf-federated certificates` makes one.")
+            raise EncryptionError(f"The key of {name!r} is not an RSA key. `hf-federated certificates` creates one.")
         return cls(name, key)
 
     def sign(self, message: bytes) -> bytes:
-        """The RSA-PSS signature of a handshake message, which is good for nothing else."""
+        """Return the RSA-PSS signature of a message of this package. The signature is not valid in other protocols."""
         from cryptography.hazmat.primitives import hashes
 
         return self._private_key.sign(_SIGNATURE_PREFIX + message, _pss(), hashes.SHA256())
@@ -215,7 +240,7 @@ class Identity:
 
 
 def is_signed(message: bytes, signature: bytes, public_key: bytes) -> bool:
-    """Whether the owner of a public key (DER) signed a handshake message."""
+    """Whether the owner of a public key in DER form signed a message with [`Identity.sign`]."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
 
@@ -227,21 +252,27 @@ def is_signed(message: bytes, signature: bytes, public_key: bytes) -> bool:
 
 
 def wrap(secret: bytes, public_key: bytes) -> bytes:
-    """RSA-OAEP of a secret of at most 190 bytes (the most under a key of 2048 bits) for the owner of a key (DER)."""
+    """
+    Encrypt a secret for the owner of a public key with RSA-OAEP.
+
+    Args:
+        secret (`bytes`): At most 190 bytes, the limit of a key of 2048 bits.
+        public_key (`bytes`): The recipient's public key, as DER.
+    """
     return load_public_key(public_key).encrypt(secret, _oaep())
 
 
 def unwrap(wrapped: bytes, private_key: RSAPrivateKey) -> bytes:
     """
-    The secret that `wrap` wrapped.
+    Decrypt a secret that `wrap` encrypted.
 
     Raises:
-        EncryptionError: If it was wrapped for another key, or changed.
+        EncryptionError: If the secret was encrypted for another key, or was changed.
     """
     try:
         return private_key.decrypt(wrapped, _oaep())
     except ValueError:
-        raise EncryptionError("A wrapped secret is not for this key, or was changed.") from None
+        raise EncryptionError("The wrapped secret was encrypted for another key, or was changed.") from None
 
 
 def _pss() -> PSS:

@@ -1,7 +1,7 @@
 """What clients and server of a networked run say to each other beside hidden states and gradients.
 
 Every message names the client that sends it or that is answered; each field is checked. What clients send one another
-is sealed (`split/envelope.py`): the server carries it and knows its size.
+is sealed (`security/peer_envelopes.py`): the server carries it and knows its size.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
 from ..messages.ledger import Ledger
-from ..security.encryption import Identity
+from ..security.encrypted_session import Identity
 from ..split.body import BodyServer
 from ..split.boundary import Boundary, Link, LocalLink
 from ..split.client_batch import ClientBatchRunner

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..security.envelope import PeerEnvelopes
+from ..security.peer_envelopes import PeerEnvelopes
 from .checkpoint import resumable_checkpoints
 from .checks import check_networked_evaluation
 from .digest import run_digest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..security.encryption import ClientSession, Identity, ServerSession
-from ..security.sealed import SealedCarrier, SealedLink, SealedServer
+from ..security.encrypted_link import EncryptedLink, EncryptedServer, ServerConnection
+from ..security.encrypted_session import ClientSession, Identity, ServerSession
 from ..split.boundary import Link
 
 
@@ -42,7 +42,7 @@ class CountedLink:
 class _CountedEnd:
     """The server's end of a sealed link, or what carries messages to it, where what is sealed is counted."""
 
-    def __init__(self, server: SealedCarrier, client_id: str, count: Count) -> None:
+    def __init__(self, server: ServerConnection, client_id: str, count: Count) -> None:
         self.server = server
         self.client_id = client_id
         self.count = count
@@ -74,19 +74,19 @@ def counted(link: Link, client_id: str, count: Count) -> Link:
         client_id (`str`): Whose it is.
         count (`Callable[[str, int, int], None]`): As of [`CountedLink`].
     """
-    if isinstance(link, SealedLink):
-        return SealedLink(link.session, _CountedEnd(link.server, client_id, count))
+    if isinstance(link, EncryptedLink):
+        return EncryptedLink(link.session, _CountedEnd(link.server, client_id, count))
     return CountedLink(link, client_id, count)
 
 
-def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> SealedLink:
+def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> EncryptedLink:
     """
     A sealed link to what another link leads to, with keys of its own.
 
     Args:
         link ([`~split.Link`]): What carries a message once it is opened.
         client_id (`str`): Whose it is.
-        server ([`~split.encryption.Identity`]): The server's.
+        server ([`~hf_federated.security.encrypted_session.Identity`]): The server's.
         rotate_every (`int`): Steps for which keys last.
 
     Raises:
@@ -95,4 +95,4 @@ def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> S
     client = Identity.generate(client_id)
     there = ServerSession(server, client_id, client.fingerprint, rotate_every=rotate_every)
     here = ClientSession(client, server.name, server.fingerprint, rotate_every=rotate_every)
-    return SealedLink(here, SealedServer(there, link.exchange))
+    return EncryptedLink(here, EncryptedServer(there, link.exchange))

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
-from ..security.envelope import PeerEnvelopes
+from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
 from ..trainer.checks import as_federated_dataset

@@ -11,8 +11,8 @@ import torch
 from ..aggregation import WeightedMean
 from ..messages.ledger import Ledger
 from ..messages.serialization import packed_kind
-from ..security.envelope import PeerEnvelopes
-from ..security.sealed import SealedLink
+from ..security.encrypted_link import EncryptedLink
+from ..security.peer_envelopes import PeerEnvelopes
 from ..split.boundary import Link
 from ..split.model import SplitModel
 from ..utils.random import derived_seed, own_draws, seed_generators
@@ -85,7 +85,8 @@ class RemoteFederation:
         config ([`SplitConfig`]): As the server has it.
         seed (`int`): Of what this client draws.
         ledger ([`Ledger`]): Counts what crosses, by optimizer step.
-        envelopes ([`~split.envelope.PeerEnvelopes`], *optional*): Seals parameters for other clients. One client alone
+        envelopes ([`~hf_federated.security.peer_envelopes.PeerEnvelopes`], *optional*):
+            Seals parameters for other clients. One client alone
             needs none.
     """
 
@@ -107,7 +108,7 @@ class RemoteFederation:
         self.max_steps = 0
         self.client_ids: list[str] = []
         self.num_late = 0
-        self._is_sealed = isinstance(model.boundary.link, SealedLink)
+        self._is_sealed = isinstance(model.boundary.link, EncryptedLink)
         self._link = RunLink(counted(model.boundary.link, self.client_id, self._count))
         model.boundary.link = self._link
         model.boundary.defers_backward = config.strategy == "client_batch"
@@ -140,7 +141,7 @@ class RemoteFederation:
         Raises:
             ValueError: If the server refuses, or others could not be sent what is sealed for them.
         """
-        introduction = b"" if self.envelopes is None else self.envelopes.introduction(digest)
+        introduction = b"" if self.envelopes is None else self.envelopes.signed_public_key(digest)
         message = Join(self.client_id, digest, num_steps, sorted(checkpoints), as_tensor(introduction))
         joined: Joined = self._link.ask(message, Joined)
         self.client_ids = list(joined.steps_of)
@@ -152,7 +153,9 @@ class RemoteFederation:
                     "Clients hand parameters over, or average them, sealed for one another: give `envelopes`, with "
                     "the fingerprints of the others."
                 )
-            self.envelopes.meet(digest, {own: as_bytes(value) for own, value in joined.introductions.items()})
+            self.envelopes.register_peers(
+                digest, {own: as_bytes(value) for own, value in joined.introductions.items()}
+            )
         self.steps_of = joined.steps_of
         self.plan = StepPlan(joined.steps_of, self.config.strategy != "serial", self.config.steps_per_turn)
         return joined.resume_step

@@ -1,7 +1,7 @@
 """Split models over a network: a server process and its clients, over gRPC with TLS on both sides (extra `split`).
 
 On the server, a [`SplitServer`] is given what answers a client's messages; on a client, a [`GrpcLink`] takes the place
-of a [`~split.LocalLink`], inside a [`~split.SealedLink`] where messages are sealed as well. Neither knows what the
+of a [`~split.LocalLink`], inside a [`~hf_federated.security.encrypted_link.EncryptedLink`] where messages are sealed as well. Neither knows what the
 bytes are for. gRPC is imported when one of them is made.
 """
 

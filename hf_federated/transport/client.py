@@ -21,7 +21,16 @@ from transformers.utils import logging
 
 from .credentials import TlsCredentials, check_credentials, require_grpc
 from .errors import AnswerTimeoutError, ClientRefusedError, LinkError, ServerUnreachableError, SessionLostError
-from .protocol import DEFAULT_MAX_MESSAGE_BYTES, HEADER_KEY, SERVICE, VERSION, Grant, MessageHeader, Outcome, chunks
+from .protocol import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    HEADER_KEY,
+    SERVICE,
+    VERSION,
+    ConnectResponse,
+    MessageHeader,
+    Outcome,
+    chunks,
+)
 from .session_config import SessionConfig
 
 
@@ -38,7 +47,7 @@ _GRACE = 2.0
 
 class GrpcLink:
     """
-    A link to a [`SplitServer`]. It is connected when it is made. With [`~split.SealedLink`] around it messages are
+    A link to a [`SplitServer`]. It is connected when it is made. With [`~hf_federated.security.encrypted_link.EncryptedLink`] around it messages are
     sealed on top of TLS.
 
     Args:
@@ -179,7 +188,7 @@ class GrpcLink:
     ) -> None:
         self.close()
 
-    def _connect(self, terms: SessionConfig, connect_timeout: float) -> Grant:
+    def _connect(self, terms: SessionConfig, connect_timeout: float) -> ConnectResponse:
         """What the server grants."""
         request = {
             "version": VERSION,
@@ -191,7 +200,7 @@ class GrpcLink:
         for pause in _pauses():
             try:
                 left = max(deadline - time.monotonic(), 0.01)
-                return Grant.from_text(self._unary("Connect", request, timeout=left))
+                return ConnectResponse.from_text(self._unary("Connect", request, timeout=left))
             except self._grpc.RpcError as error:
                 code = error.code().name
                 ended = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())

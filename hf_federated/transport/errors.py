@@ -30,7 +30,7 @@ class ServerFailedError(RuntimeError):
     """The server failed while it answered a message, for a reason that only its log tells. The link goes on."""
 
 
-class Refusal(Exception):
+class RequestRejectedError(Exception):
     """
     What the server's side of the protocol refuses.
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers.utils import logging
 
-from .errors import Refusal, ServerFailedError
+from .errors import RequestRejectedError, ServerFailedError
 
 
 logger = logging.get_logger(__name__)
@@ -115,7 +115,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Grant(Header):
+class ConnectResponse(Header):
     """
     What a server grants a client that connects.
 
@@ -239,6 +239,6 @@ class Outcome:
         raise ServerFailedError(f"The server failed while it answered ({self.text}). Its log says why.")
 
 
-def bad_request(error: ValueError) -> Refusal:
+def bad_request(error: ValueError) -> RequestRejectedError:
     """The refusal of what is not of this protocol."""
-    return Refusal("INVALID_ARGUMENT", f"What came is not of this protocol: {error}")
+    return RequestRejectedError("INVALID_ARGUMENT", f"What came is not of this protocol: {error}")

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..security.encryption import ServerSession
+from ..security.encrypted_session import ServerSession
 from .credentials import TlsCredentials, check_credentials, host_of, require_grpc
-from .errors import Refusal
-from .presence import Presence
+from .errors import RequestRejectedError
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, HEADER_KEY, KINDS, MAX_STATUS_CHARACTERS, SERVICE, Outcome
 from .service import Answer, Service
 from .session_config import SessionConfig
+from .session_registry import SessionRegistry
 
 
 logger = logging.get_logger(__name__)
@@ -110,7 +110,7 @@ class SplitServer:
                 raise ValueError(f"{name} is {value}; it must be more than 0.")
         if max_exchanges is not None and max_exchanges < 1:
             raise ValueError(f"max_exchanges is {max_exchanges}; allowed are 1 or more, or None for all clients.")
-        self._presence = Presence(clients, heartbeat_timeout, on_lost)
+        self._presence = SessionRegistry(clients, heartbeat_timeout, on_lost)
         self._service = Service(
             answer,
             self._presence,
@@ -218,7 +218,7 @@ class _Calls:
         Whom the caller's certificate names.
 
         Raises:
-            Refusal: If it names nobody.
+            RequestRejectedError: If it names nobody.
         """
         if not self._names_owners:
             return None
@@ -227,13 +227,15 @@ class _Calls:
             (name,) = names
             return bytes(name).decode()
         except ValueError:
-            raise Refusal("UNAUTHENTICATED", "The certificate has no common name that is a client's id.") from None
+            raise RequestRejectedError(
+                "UNAUTHENTICATED", "The certificate has no common name that is a client's id."
+            ) from None
 
     def _abort(self, context: Any, error: Exception) -> None:
         """End a call with a status, if it did not end. Of what is not worded for the client it learns nothing."""
         if not context.is_active():
             return
-        if isinstance(error, Refusal):
+        if isinstance(error, RequestRejectedError):
             context.abort(self._grpc.StatusCode[error.code], str(error)[:MAX_STATUS_CHARACTERS])
         logger.error("A call failed.", exc_info=error)
         context.abort(self._grpc.StatusCode.ABORTED, "The server failed. Its log says why.")
@@ -242,7 +244,7 @@ class _Calls:
 def _header_text(context: Any) -> str | bytes:
     found: list[str | bytes] = [own.value for own in context.invocation_metadata() if own.key == HEADER_KEY]
     if len(found) != 1:
-        raise Refusal("INVALID_ARGUMENT", "What came is not of this protocol: a call has one header.")
+        raise RequestRejectedError("INVALID_ARGUMENT", "What came is not of this protocol: a call has one header.")
     return found[0]
 
 

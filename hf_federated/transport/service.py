@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..security.encryption import ServerSession
-from ..security.sealed import SealedEnd, SealedServer
-from .errors import Refusal
-from .presence import ClientSession, Presence
-from .protocol import VERSION, Grant, MessageHeader, Outcome, bad_request, gather, read_object
+from ..security.encrypted_link import EncryptedServer, ServerEndpoint
+from ..security.encrypted_session import ServerSession
+from .errors import RequestRejectedError
+from .protocol import VERSION, ConnectResponse, MessageHeader, Outcome, bad_request, gather, read_object
 from .session_config import SessionConfig, format_differences
+from .session_registry import ClientSession, SessionRegistry
 
 
 logger = logging.get_logger(__name__)
@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 Answer = Callable[[str, bytes], bytes]
 
 
-class OpenEnd:
+class PlainEndpoint:
     """
     The server's end of a link that TLS alone protects.
 
@@ -45,7 +45,7 @@ class OpenEnd:
         Raises:
             ValueError: Always: there are no keys to agree on.
         """
-        raise ValueError("This server seals no messages: give it encryption=, or use the link without SealedLink.")
+        raise ValueError("This server seals no messages: give it encryption=, or use the link without EncryptedLink.")
 
     def finish(self, finish: bytes) -> None:
         """
@@ -65,7 +65,7 @@ class Service:
     def __init__(
         self,
         answer: Answer,
-        presence: Presence,
+        presence: SessionRegistry,
         terms: SessionConfig,
         *,
         encryption: Callable[[str], ServerSession] | None,
@@ -97,7 +97,7 @@ class Service:
             owner (`str`, *optional*): Whom the certificate names; `None` without TLS.
 
         Raises:
-            Refusal: If the client is another than it says, not known, connected already, or of other terms.
+            RequestRejectedError: If the client is another than it says, not known, connected already, or of other terms.
         """
         try:
             said = read_object(request, "Connect")
@@ -107,7 +107,7 @@ class Service:
                 raise ValueError("Connect names a client and a process.")
             self._check_owner(client_id, owner)
             if client_id not in self.presence.clients:
-                raise Refusal("PERMISSION_DENIED", f"The server knows no client {client_id!r}.")
+                raise RequestRejectedError("PERMISSION_DENIED", f"The server knows no client {client_id!r}.")
             found = self._terms.differences(terms)
         except ValueError as error:
             raise bad_request(error) from None
@@ -115,7 +115,7 @@ class Service:
             reason = f"Client {client_id!r} and the server do not agree. {format_differences(found)}."
             # Others wait for it, and somebody has to find out why.
             logger.warning(reason)
-            raise Refusal("FAILED_PRECONDITION", reason)
+            raise RequestRejectedError("FAILED_PRECONDITION", reason)
         with self._connecting:
             session, is_new = self.presence.admit(client_id, process, functools.partial(self._make_end, client_id))
             if is_new and self._on_connected is not None:
@@ -124,17 +124,17 @@ class Service:
                 except Exception as error:
                     session.close("The server did not take the client in.")
                     if isinstance(error, ValueError):
-                        raise Refusal("FAILED_PRECONDITION", str(error)) from None
+                        raise RequestRejectedError("FAILED_PRECONDITION", str(error)) from None
                     raise
         milliseconds = int(self.presence.heartbeat_timeout * 1000)
-        return Grant(session.session, milliseconds, self._max_message_bytes).to_text().encode("ascii")
+        return ConnectResponse(session.session, milliseconds, self._max_message_bytes).to_text().encode("ascii")
 
     def heartbeat(self, request: bytes, owner: str | None) -> bytes:
         """
         Take a sign of life.
 
         Raises:
-            Refusal: If the session ended or is another client's.
+            RequestRejectedError: If the session ended or is another client's.
         """
         self._session_named(request, owner).hear()
         return b"{}"
@@ -144,7 +144,7 @@ class Service:
         Let a client go.
 
         Raises:
-            Refusal: If the session ended or is another client's.
+            RequestRejectedError: If the session ended or is another client's.
         """
         session = self._session_named(request, owner)
         if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
@@ -156,7 +156,7 @@ class Service:
         Whose message it is, and what is said of it.
 
         Raises:
-            Refusal: If the session ended or is another client's, or the message is too large.
+            RequestRejectedError: If the session ended or is another client's, or the message is too large.
         """
         try:
             header = MessageHeader.from_text(header_text)
@@ -164,7 +164,7 @@ class Service:
             raise bad_request(error) from None
         session = self._find(header.session, owner)
         if header.num_bytes > self._max_message_bytes:
-            raise Refusal(
+            raise RequestRejectedError(
                 "INVALID_ARGUMENT",
                 f"A message of {header.num_bytes} bytes came; the server takes at most {self._max_message_bytes}.",
             )
@@ -192,7 +192,7 @@ class Service:
             `Outcome`, *optional*: `None` where nobody waits any more.
 
         Raises:
-            Refusal: If the message is out of order, is not as announced, or there is no room for it.
+            RequestRejectedError: If the message is out of order, is not as announced, or there is no room for it.
         """
         if not session.once.is_new(header.number, header.token):
             outcome = session.once.wait(header.number, header.token, lambda: wanted() and session.ended is None)
@@ -228,11 +228,11 @@ class Service:
         Room for a client's message while it is read and carried out.
 
         Raises:
-            Refusal: If there is none.
+            RequestRejectedError: If there is none.
         """
         with self._room:
             if client_id not in self._busy and len(self._busy) >= self._max_exchanges:
-                raise Refusal(
+                raise RequestRejectedError(
                     "RESOURCE_EXHAUSTED", f"The server answers {self._max_exchanges} clients already: come again."
                 )
             self._busy[client_id] = self._busy.get(client_id, 0) + 1
@@ -244,9 +244,11 @@ class Service:
                 if not self._busy[client_id]:
                     del self._busy[client_id]
 
-    def _make_end(self, client_id: str) -> SealedEnd:
+    def _make_end(self, client_id: str) -> ServerEndpoint:
         answer = functools.partial(self._answer, client_id)
-        return OpenEnd(answer) if self._encryption is None else SealedServer(self._encryption(client_id), answer)
+        return (
+            PlainEndpoint(answer) if self._encryption is None else EncryptedServer(self._encryption(client_id), answer)
+        )
 
     def _session_named(self, request: bytes, owner: str | None) -> ClientSession:
         try:
@@ -265,13 +267,13 @@ class Service:
 
     def _check_owner(self, client_id: str, owner: str | None) -> None:
         if owner is not None and owner != client_id:
-            raise Refusal(
+            raise RequestRejectedError(
                 "PERMISSION_DENIED", f"The certificate is that of {owner!r}, and {client_id!r} is said to be calling."
             )
 
     def _check_version(self, said: dict[str, Any]) -> None:
         if said.get("version") != VERSION:
-            raise Refusal(
+            raise RequestRejectedError(
                 "FAILED_PRECONDITION",
                 f"The server speaks version {VERSION} of the protocol, the client {said.get('version')!r}: install "
                 "the same version of hf-federated on both.",

@@ -1,11 +1,11 @@
-"""Parties of sealed sessions; their keys take time to make."""
+"""Identities and encrypted sessions that tests share, because RSA keys take time to generate."""
 
 from __future__ import annotations
 
 import pytest
-from sessions import connected
+from sessions import connected_sessions
 
-from hf_federated.security.encryption import ClientSession, Identity, ServerSession
+from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,6 @@ def parties() -> dict[str, Identity]:
 
 
 @pytest.fixture(scope="module")
-def lasting(parties) -> tuple[ClientSession, ServerSession]:
-    """A connected pair for tests that leave both ends in step."""
-    return connected(parties)
+def shared_sessions(parties) -> tuple[ClientSession, ServerSession]:
+    """A connected client and server session, for tests in which the server opens every message."""
+    return connected_sessions(parties)

@@ -1,14 +1,14 @@
-"""The handshake that gives a client and the server of a split model their keys, and who may try to be in it."""
+"""The handshake between a client and the server of a split model: authentication, changed messages, replay."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from sessions import ends, flipped
+from sessions import flip_bit, new_sessions
 
 from hf_federated.messages.serialization import pack, unpack
-from hf_federated.security.encryption import (
+from hf_federated.security.encrypted_session import (
     ClientSession,
     EncryptionError,
     HandshakeError,
@@ -17,7 +17,7 @@ from hf_federated.security.encryption import (
 )
 
 
-def test_the_pinned_fingerprint_decides_and_names_the_party(parties):
+def test_wrong_fingerprint_is_rejected_and_error_names_party(parties):
     north, south, center = parties["north"], parties["south"], parties["center"]
     client = ClientSession(north, "center", south.fingerprint, rsa_bits=2048)
     server = ServerSession(center, "north", north.fingerprint, rsa_bits=2048)
@@ -31,7 +31,7 @@ def test_the_pinned_fingerprint_decides_and_names_the_party(parties):
         server.reply(client.hello())
 
 
-def test_a_relay_cannot_pose_as_the_server(parties):
+def test_relay_cannot_impersonate_server(parties):
     north, center = parties["north"], parties["center"]
     impostor = Identity.generate("center", 2048)
     client = ClientSession(north, "center", center.fingerprint, rsa_bits=2048)
@@ -39,39 +39,39 @@ def test_a_relay_cannot_pose_as_the_server(parties):
     hello = client.hello()
     with pytest.raises(HandshakeError, match="receiver_fingerprint"):
         relay.reply(hello)
-    # It answers all the same, with a hash of the hello, as it can.
+    # The relay replaces its fingerprint in the hello to produce a reply.
     fields = unpack(bytes.fromhex(unpack(hello)["body"])) | {"receiver_fingerprint": impostor.fingerprint}
     body = pack(fields)
     patched = pack({"public_key": north.public_key.hex(), "body": body.hex(), "signature": north.sign(body).hex()})
-    with pytest.raises(HandshakeError, match=f"key {impostor.fingerprint}.*pinned for 'center'.*poses as it"):
+    with pytest.raises(HandshakeError, match=f"key {impostor.fingerprint}.*pinned for 'center'.*impersonates it"):
         client.finish(relay.reply(patched))
 
 
-def test_a_client_cannot_pose_as_another(parties):
+def test_client_cannot_impersonate_another_client(parties):
     south, center = parties["south"], parties["center"]
-    posing = Identity("north", south._private_key)
-    client = ClientSession(posing, "center", center.fingerprint, rsa_bits=2048)
-    _, server = ends(parties, "north")
+    impostor = Identity("north", south._private_key)
+    client = ClientSession(impostor, "center", center.fingerprint, rsa_bits=2048)
+    _, server = new_sessions(parties, "north")
     with pytest.raises(HandshakeError, match="pinned for 'north'"):
         server.reply(client.hello())
 
 
 @pytest.mark.parametrize("which", ["hello", "reply", "finish"])
-def test_a_changed_handshake_is_refused_and_the_right_one_still_counts(parties, which):
-    client, server = ends(parties)
+def test_changed_handshake_message_is_rejected_and_original_still_works(parties, which):
+    client, server = new_sessions(parties)
     hello = client.hello()
     reply = server.reply(hello)
-    wires = {"hello": (hello, server.reply), "reply": (reply, client.finish)}
+    messages = {"hello": (hello, server.reply), "reply": (reply, client.finish)}
     if which == "finish":
-        wires["finish"] = (client.finish(reply), server.complete)
-    message, receive = wires[which]
+        messages["finish"] = (client.finish(reply), server.complete)
+    message, receive = messages[which]
     bits = [*range(128), *random.Random(0).sample(range(len(message) * 8), 150), len(message) * 8 - 1]
     for bit in bits:
         with pytest.raises(HandshakeError, match=f"{which} of '(north|center)'"):
-            receive(flipped(message, bit))
-    for other in (b"", message[:-1], message + b" ", message[:100], bytes(1 << 17), b"\x80" * 64):
+            receive(flip_bit(message, bit))
+    for changed in (b"", message[:-1], message + b" ", message[:100], bytes(1 << 17), b"\x80" * 64):
         with pytest.raises(HandshakeError):
-            receive(other)
+            receive(changed)
     if which == "hello":
         server.complete(client.finish(server.reply(hello)))
     elif which == "reply":
@@ -81,10 +81,10 @@ def test_a_changed_handshake_is_refused_and_the_right_one_still_counts(parties, 
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_what_a_signature_does_not_cover_has_one_form(parties):
-    client, server = ends(parties)
+def test_unsigned_part_of_message_has_only_one_valid_encoding(parties):
+    client, server = new_sessions(parties)
     outer = unpack(client.hello())
-    for other in (
+    for changed in (
         outer | {"more": ""},
         {name: outer[name] for name in ("body", "public_key", "signature")},
         outer | {"body": outer["body"].upper()},
@@ -93,17 +93,17 @@ def test_what_a_signature_does_not_cover_has_one_form(parties):
         outer | {"signature": 3},
     ):
         with pytest.raises(HandshakeError, match="hello of 'north'"):
-            server.reply(pack(other))
+            server.reply(pack(changed))
 
 
 @pytest.mark.parametrize("key", ["encryption_key", "wrapped_secret"])
-def test_another_reply_of_the_server_is_refused(parties, key):
-    """Fields of two replies, both signed by the server, do not mix, and a reply fits one hello only."""
-    client, server = ends(parties)
-    other_client, _ = ends(parties)
+def test_reply_to_another_hello_is_rejected(parties, key):
+    """A reply is valid for one hello only, and fields of two signed replies cannot be combined."""
+    client, server = new_sessions(parties)
+    other_client, _ = new_sessions(parties)
     reply = server.reply(client.hello())
     foreign = server.reply(other_client.hello())
-    with pytest.raises(HandshakeError, match="reply of 'center' says transcript"):
+    with pytest.raises(HandshakeError, match="reply of 'center' has transcript"):
         client.finish(foreign)
     body = pack(
         unpack(bytes.fromhex(unpack(reply)["body"])) | {key: unpack(bytes.fromhex(unpack(foreign)["body"]))[key]}
@@ -112,72 +112,72 @@ def test_another_reply_of_the_server_is_refused(parties, key):
         client.finish(pack(unpack(reply) | {"body": body.hex()}))
 
 
-def test_a_recorded_handshake_cannot_be_replayed(parties):
-    client, server = ends(parties)
+def test_recorded_handshake_cannot_be_replayed(parties):
+    client, server = new_sessions(parties)
     hello = client.hello()
     finish = client.finish(server.reply(hello))
     server.complete(finish)
     again = ServerSession(parties["center"], "north", parties["north"].fingerprint, rotate_every=None, rsa_bits=2048)
-    again.reply(hello)  # answered, but what was recorded does not end it
-    with pytest.raises(HandshakeError, match="finish of 'north' says transcript"):
+    again.reply(hello)  # the server replies, but the recorded finish is not valid for this reply
+    with pytest.raises(HandshakeError, match="finish of 'north' has transcript"):
         again.complete(finish)
     assert again.epoch is None
-    with pytest.raises(EncryptionError, match="no keys with 'north' yet"):
+    with pytest.raises(EncryptionError, match="session with 'north' has no keys yet"):
         again.open(client.seal(b"states"))
 
 
-def test_a_message_is_not_taken_for_another_of_the_handshake(parties):
-    client, server = ends(parties)
+def test_handshake_message_of_wrong_kind_is_rejected(parties):
+    client, server = new_sessions(parties)
     hello = client.hello()
     reply = server.reply(hello)
     with pytest.raises(HandshakeError, match="pinned for 'center'"):
         client.finish(hello)
-    with pytest.raises(HandshakeError, match="other fields|says message"):
+    with pytest.raises(HandshakeError, match="other fields|has message"):
         server.complete(hello)
     with pytest.raises(HandshakeError, match="pinned for 'north'"):
         server.reply(reply)
 
 
-def test_parties_agree_on_rotate_every(parties):
-    client, _ = ends(parties, rotate_every=50)
-    _, server = ends(parties, rotate_every=100)
-    with pytest.raises(HandshakeError, match="rotate_every = 50; 'center' expects 100. Give both parties the same"):
+def test_different_rotate_every_is_rejected(parties):
+    client, _ = new_sessions(parties, rotate_every=50)
+    _, server = new_sessions(parties, rotate_every=100)
+    with pytest.raises(HandshakeError, match="rotate_every = 50, but 'center' expects 100. Give both parties"):
         server.reply(client.hello())
 
 
-def test_fields_of_a_signed_message_are_checked_by_type(parties):
-    """A client of ours, but with another program."""
-    north, client_server = parties["north"], ends(parties, rotate_every=1)
-    fields = unpack(bytes.fromhex(unpack(client_server[0].hello())["body"]))
+def test_field_types_of_signed_message_are_checked(parties):
+    """A known client with modified software can sign any fields."""
+    north, (client, server) = parties["north"], new_sessions(parties, rotate_every=1)
+    fields = unpack(bytes.fromhex(unpack(client.hello())["body"]))
     for changed in ({"rotate_every": True}, {"epoch": False}, {"encryption_key": 3}, {"encryption_key": "zz"}):
         body = pack(fields | changed)
         signed = pack({"public_key": north.public_key.hex(), "body": body.hex(), "signature": north.sign(body).hex()})
         with pytest.raises(HandshakeError, match="hello of 'north'"):
-            client_server[1].reply(signed)
+            server.reply(signed)
 
 
-def test_an_encryption_key_that_is_no_good_is_refused(parties):
+def test_weak_or_unsupported_encryption_key_is_rejected(parties):
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    north, (client, server) = parties["north"], ends(parties)
+    north, (client, server) = parties["north"], new_sessions(parties)
     fields = unpack(bytes.fromhex(unpack(client.hello())["body"]))
     for key in (rsa.generate_private_key(65537, 1024), ec.generate_private_key(ec.SECP256R1())):
         der = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         body = pack(fields | {"encryption_key": der.hex()})
         signed = pack({"public_key": north.public_key.hex(), "body": body.hex(), "signature": north.sign(body).hex()})
         with pytest.raises(
-            HandshakeError, match="encryption key of 'north' is refused: Not an RSA public key of 2048"
+            HandshakeError, match="encryption key of 'north' is rejected: The public key is not an RSA key of 2048"
         ):
             server.reply(signed)
 
 
-def test_calls_out_of_turn_are_refused(parties):
-    client, server = ends(parties)
-    with pytest.raises(HandshakeError, match="hello\\(\\) begins one"):
+def test_calls_out_of_order_raise_error(parties):
+    client, server = new_sessions(parties)
+    with pytest.raises(HandshakeError, match="Call hello\\(\\) to begin a handshake"):
         client.finish(b"")
-    with pytest.raises(HandshakeError, match="its hello comes first"):
+    with pytest.raises(HandshakeError, match="Pass its hello to reply\\(\\) first"):
         server.complete(b"")
     for call in (client.end_step, lambda: client.seal(b""), lambda: server.open(bytes(28))):
-        with pytest.raises(EncryptionError, match="the handshake comes first"):
+        with pytest.raises(EncryptionError, match="Complete the handshake first"):
             call()

@@ -1,25 +1,25 @@
-"""New keys after so many steps: when, from what, and what becomes of messages under the old ones."""
+"""Key rotation: when it is due, how the new keys are derived, and how messages of the old epoch are handled."""
 
 from __future__ import annotations
 
 import hmac
 
 import pytest
-from sessions import connected, flipped, shake_hands
+from sessions import connected_sessions, flip_bit, perform_handshake
 
 from hf_federated.messages.serialization import unpack
-from hf_federated.security import sealing
-from hf_federated.security.encryption import (
+from hf_federated.security import authenticated_encryption
+from hf_federated.security.encrypted_session import (
     EncryptionError,
     HandshakeError,
     MessageError,
     RotationDueError,
 )
-from hf_federated.security.handshake import ClientExchange, Parties, Place, ServerExchange, _derive
+from hf_federated.security.handshake import ClientHandshake, HandshakeContext, Parties, ServerHandshake, _derive_keys
 
 
-def test_keys_rotate_after_exactly_rotate_every_steps(parties):
-    client, server = connected(parties, rotate_every=3)
+def test_rotation_is_due_after_exactly_rotate_every_steps(parties):
+    client, server = connected_sessions(parties, rotate_every=3)
     for _ in range(2):
         for step in range(3):
             assert not client.rotation_due
@@ -29,67 +29,67 @@ def test_keys_rotate_after_exactly_rotate_every_steps(parties):
             assert server.steps == step
             client.end_step()
         assert client.rotation_due
-        with pytest.raises(RotationDueError, match="good for 3 steps .*hello"):
+        with pytest.raises(RotationDueError, match="valid for 3 steps .*hello"):
             client.seal(b"states")
-        with pytest.raises(RotationDueError, match="good for 3 steps"):
+        with pytest.raises(RotationDueError, match="valid for 3 steps"):
             client.end_step()
-        shake_hands(client, server)
+        perform_handshake(client, server)
     assert client.epoch == server.epoch == 2
     assert client.steps == server.steps == 0
 
 
-def test_the_server_refuses_a_client_that_does_not_rotate(parties):
-    client, server = connected(parties, rotate_every=2)
+def test_server_rejects_messages_of_client_that_does_not_rotate(parties):
+    client, server = connected_sessions(parties, rotate_every=2)
     client._steps = 2
     sealed = client._directions[0].seal(b"states", 2, b"\1data")
-    with pytest.raises(RotationDueError, match="epoch 0 are good for 2 steps .* 'north' has to rotate"):
+    with pytest.raises(RotationDueError, match="epoch 0 are valid for 2 steps .* 'north' must rotate"):
         server.open(sealed)
 
 
-def test_the_server_refuses_steps_that_go_back(parties):
-    client, server = connected(parties, rotate_every=5)
+def test_server_rejects_decreasing_number_of_steps(parties):
+    client, server = connected_sessions(parties, rotate_every=5)
     client.end_step()
     server.open(client.seal(b"states"))
-    with pytest.raises(MessageError, match="counts 0 steps after 1"):
+    with pytest.raises(MessageError, match="reports 0 steps, but an earlier message reported 1 steps"):
         server.open(client._directions[0].seal(b"states", 0, b"\1data"))
 
 
-def test_without_rotate_every_keys_stay(parties):
-    client, server = connected(parties, rotate_every=None)
+def test_rotate_every_none_keeps_keys(parties):
+    client, server = connected_sessions(parties, rotate_every=None)
     for _ in range(1000):
         client.end_step()
     assert not client.rotation_due and client.steps == 0
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_rotation_makes_all_keys_anew_and_keeps_the_session(parties):
-    client, server = connected(parties)
+def test_rotation_replaces_all_keys_and_keeps_session_id(parties):
+    client, server = connected_sessions(parties)
     before = client._keys
-    hello = ClientExchange(client._parties, Place.after(before), 2048).hello
+    hello = ClientHandshake(client._parties, HandshakeContext.after(before), 2048).hello
     first_key = unpack(bytes.fromhex(unpack(hello)["body"]))["encryption_key"]
-    shake_hands(client, server)
+    perform_handshake(client, server)
     after = client._keys
     assert after == server._keys and after.session_id == before.session_id
-    secrets = [before.client_to_server, before.server_to_client, before.chain]
-    secrets += [after.client_to_server, after.server_to_client, after.chain]
+    secrets = [before.client_to_server, before.server_to_client, before.chaining_key]
+    secrets += [after.client_to_server, after.server_to_client, after.chaining_key]
     assert len(set(secrets)) == 6
-    again = ClientExchange(client._parties, Place.after(before), 2048).hello
+    again = ClientHandshake(client._parties, HandshakeContext.after(before), 2048).hello
     assert unpack(bytes.fromhex(unpack(again)["body"]))["encryption_key"] != first_key
 
 
-def test_messages_of_the_old_epoch_are_refused(parties):
-    client, server = connected(parties)
+def test_messages_of_previous_epoch_are_rejected(parties):
+    client, server = connected_sessions(parties)
     opened, in_flight = client.seal(b"opened"), server.seal(b"in flight")
     server.open(opened)
     client.open(in_flight)
-    shake_hands(client, server)
+    perform_handshake(client, server)
     for receiver, sealed in ((server, opened), (client, in_flight)):
-        with pytest.raises(MessageError, match="is of key epoch 0; the session is in epoch 1"):
+        with pytest.raises(MessageError, match="belongs to key epoch 0, but the session is in epoch 1"):
             receiver.open(sealed)
 
 
-def test_nothing_is_sealed_while_keys_rotate(parties):
-    client, server = connected(parties)
+def test_no_payload_is_encrypted_during_rotation(parties):
+    client, server = connected_sessions(parties)
     reply = server.reply(client.hello())
     for session in (client, server):
         with pytest.raises(EncryptionError, match="being rotated"):
@@ -98,86 +98,86 @@ def test_nothing_is_sealed_while_keys_rotate(parties):
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_a_rotation_is_sealed_with_the_epoch_it_ends(parties):
-    client, server = connected(parties)
+def test_rotation_messages_are_encrypted_with_keys_of_current_epoch(parties):
+    client, server = connected_sessions(parties)
     hello = client.hello()
     with pytest.raises(MessageError, match="not authentic.*rotation 'hello'"):
-        server.reply(flipped(hello, 8 * len(hello) // 2))
-    # An unsealed hello, however well signed, does not rotate.
-    plain = ClientExchange(client._parties, Place.after(client._keys), 2048).hello
+        server.reply(flip_bit(hello, 8 * len(hello) // 2))
+    # A correctly signed hello that is not encrypted is rejected.
+    plain = ClientHandshake(client._parties, HandshakeContext.after(client._keys), 2048).hello
     with pytest.raises(MessageError):
         server.reply(plain)
-    # Nor is one opened as a payload, or a payload taken for one.
+    # The kinds separate payloads from rotation messages.
     with pytest.raises(MessageError, match="not authentic"):
         server.open(hello, "hello")
     reply = server.reply(hello)
     with pytest.raises(MessageError, match="not authentic"):
-        client.finish(flipped(reply, 300))
+        client.finish(flip_bit(reply, 300))
     server.complete(client.finish(reply))
     with pytest.raises(MessageError, match="not authentic.*rotation 'hello'"):
         server.reply(client.seal(plain, "hello"))
 
 
-def test_a_thief_of_session_keys_cannot_rotate_without_the_signing_key(parties):
-    client, server = connected(parties)
-    thief = Parties(parties["south"], "center", parties["center"].fingerprint, None)
-    forged = ClientExchange(thief, Place.after(client._keys), 2048).hello
+def test_rotation_requires_signing_key(parties):
+    client, server = connected_sessions(parties)
+    attacker = Parties(parties["south"], "center", parties["center"].fingerprint, None)
+    forged = ClientHandshake(attacker, HandshakeContext.after(client._keys), 2048).hello
     with pytest.raises(HandshakeError, match="pinned for 'north'"):
         server.reply(client._seal_rotation(forged, b"hello"))
 
 
-def test_keys_follow_from_those_before(parties):
-    """The same handshake after other keys gives other keys."""
+def test_keys_depend_on_previous_chaining_key(parties):
+    """Completing the same handshake with another chaining key results in other keys."""
     north, center = parties["north"], parties["center"]
-    client, server = connected(parties)
-    place = Place.after(client._keys)
-    asks = ClientExchange(Parties(north, "center", center.fingerprint, None), place, 2048)
-    answers = ServerExchange(Parties(center, "north", north.fingerprint, None), place, 2048, asks.hello)
-    finish, keys = asks.finish(answers.reply)
-    assert answers.complete(finish) == keys
-    other = Place(place.session_id, place.epoch, bytes(32))
-    object.__setattr__(answers, "_place", other)
-    assert answers.complete(finish).client_to_server != keys.client_to_server
+    client, server = connected_sessions(parties)
+    context = HandshakeContext.after(client._keys)
+    client_side = ClientHandshake(Parties(north, "center", center.fingerprint, None), context, 2048)
+    server_side = ServerHandshake(Parties(center, "north", north.fingerprint, None), context, 2048, client_side.hello)
+    finish, keys = client_side.finish(server_side.reply)
+    assert server_side.complete(finish) == keys
+    other = HandshakeContext(context.session_id, context.epoch, bytes(32))
+    object.__setattr__(server_side, "_context", other)
+    assert server_side.complete(finish).client_to_server != keys.client_to_server
 
 
-@pytest.mark.parametrize("chain", [None, bytes(range(32))])
-def test_keys_are_hkdf_of_both_secrets_over_the_transcript(chain):
+@pytest.mark.parametrize("chaining_key", [None, bytes(range(32))])
+def test_keys_are_hkdf_of_secrets_and_transcript(chaining_key):
     def digest(key: bytes, message: bytes) -> bytes:
         return hmac.new(key, message, "sha256").digest()
 
     transcript, info = bytes(range(100, 132)), b"hf-federated split keys 1" + bytes(range(100, 132))
-    place = Place(b"session", 7, chain) if chain else Place()
-    keys = _derive(place, b"c" * 32, b"s" * 32, transcript)
-    # RFC 5869: extract with the salt, which is zeros if there is none, then expand to three blocks.
-    extracted = digest(chain or bytes(32), b"c" * 32 + b"s" * 32)
+    context = HandshakeContext(b"session", 7, chaining_key) if chaining_key else HandshakeContext()
+    keys = _derive_keys(context, b"c" * 32, b"s" * 32, transcript)
+    # RFC 5869: extract with the salt (zeros without a salt), then expand to three blocks.
+    extracted = digest(chaining_key or bytes(32), b"c" * 32 + b"s" * 32)
     first = digest(extracted, info + b"\1")
     second = digest(extracted, first + info + b"\2")
     third = digest(extracted, second + info + b"\3")
-    assert (keys.client_to_server, keys.server_to_client, keys.chain) == (first, second, third)
-    assert (keys.session_id, keys.epoch) == ((b"session", 7) if chain else (transcript, 0))
+    assert (keys.client_to_server, keys.server_to_client, keys.chaining_key) == (first, second, third)
+    assert (keys.session_id, keys.epoch) == ((b"session", 7) if chaining_key else (transcript, 0))
 
 
-def test_a_key_that_carried_what_it_may_seals_nothing_more(parties, monkeypatch):
-    client, server = connected(parties)
-    monkeypatch.setattr(sealing, "MAX_BLOCKS", 10)
+def test_key_limits_require_rotation(parties, monkeypatch):
+    client, server = connected_sessions(parties)
+    monkeypatch.setattr(authenticated_encryption, "MAX_BLOCKS", 10)
     for _ in range(2):
         assert not client.rotation_due
         server.open(client.seal(bytes(33)))  # three blocks and the tag
     assert client.rotation_due and server.rotation_due
-    with pytest.raises(RotationDueError, match="carried 2 messages and 8 blocks, and may carry .* and 10"):
-        client.seal(bytes(17))  # would be eleven
-    server.open(client.seal(bytes(16)))  # fits exactly
-    monkeypatch.setattr(sealing, "MAX_BLOCKS", 2**36)
-    client._directions[0].number = server._directions[1].number = sealing.MAX_MESSAGES - 1
+    with pytest.raises(RotationDueError, match="encrypted 2 messages and 8 blocks. Its limits are .* and 10"):
+        client.seal(bytes(17))  # 11 blocks
+    server.open(client.seal(bytes(16)))  # exactly 10 blocks
+    monkeypatch.setattr(authenticated_encryption, "MAX_BLOCKS", 2**36)
+    client._directions[0].num_messages = server._directions[1].num_messages = authenticated_encryption.MAX_MESSAGES - 1
     server.open(client.seal(b""))
-    with pytest.raises(RotationDueError, match=f"carried {2**32 - 16} messages"):
+    with pytest.raises(RotationDueError, match=f"encrypted {2**32 - 16} messages"):
         client.seal(b"")
-    # The rotation itself still fits.
-    shake_hands(client, server)
+    # Message numbers are reserved for the rotation.
+    perform_handshake(client, server)
     assert server.open(client.seal(b"states")) == b"states" and not client.rotation_due
 
 
-def test_a_payload_beyond_what_one_call_encrypts_is_refused(lasting, monkeypatch):
-    monkeypatch.setattr(sealing, "MAX_PAYLOAD_BYTES", 10)
-    with pytest.raises(EncryptionError, match="has 11 bytes; a message has at most 10. Send it in parts"):
-        lasting[0].seal(bytes(11))
+def test_too_large_payload_is_rejected(shared_sessions, monkeypatch):
+    monkeypatch.setattr(authenticated_encryption, "MAX_PAYLOAD_BYTES", 10)
+    with pytest.raises(EncryptionError, match="has 11 bytes, but a message holds at most 10 bytes. Send the"):
+        shared_sessions[0].seal(bytes(11))

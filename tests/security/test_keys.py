@@ -1,24 +1,24 @@
-"""Identities, fingerprints and the settings of sessions."""
+"""Identities, fingerprints, key sizes and the arguments of sessions."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
-from sessions import connected, shake_hands
+from sessions import connected_sessions, perform_handshake
 
 from hf_federated.messages.serialization import unpack
-from hf_federated.security.encryption import (
+from hf_federated.security.encrypted_session import (
     ClientSession,
     EncryptionError,
     Identity,
     fingerprint,
 )
-from hf_federated.security.handshake import Place
+from hf_federated.security.handshake import HandshakeContext
 from hf_federated.security.keys import encode_public_key, generate_rsa_key, wrap
 
 
-def test_rsa_keys_have_3072_bits_unless_said_otherwise(parties):
+def test_default_rsa_key_has_3072_bits(parties):
     from cryptography.hazmat.primitives.serialization import load_der_public_key
 
     north, center = parties["north"], parties["center"]
@@ -27,11 +27,11 @@ def test_rsa_keys_have_3072_bits_unless_said_otherwise(parties):
     assert load_der_public_key(der).key_size == 3072
 
 
-def test_keys_of_a_session_have_256_bits_and_are_wrapped_by_oaep_with_sha256(parties):
+def test_session_keys_have_256_bits_and_secrets_use_oaep_with_sha256(parties):
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric.padding import MGF1, OAEP
 
-    keys = connected(parties)[0]._keys
+    keys = connected_sessions(parties)[0]._keys
     assert len(keys.client_to_server) == len(keys.server_to_client) == 32
     assert keys.client_to_server != keys.server_to_client
     private, secret = generate_rsa_key(2048), bytes(range(32))
@@ -39,25 +39,25 @@ def test_keys_of_a_session_have_256_bits_and_are_wrapped_by_oaep_with_sha256(par
     assert private.decrypt(wrapped, OAEP(MGF1(hashes.SHA256()), hashes.SHA256(), label=None)) == secret
 
 
-def test_no_secret_is_in_a_text(parties, caplog):
+def test_repr_and_logs_contain_no_secrets(parties, caplog):
     caplog.set_level(logging.DEBUG)
-    client, server = connected(parties, rotate_every=1)
+    client, server = connected_sessions(parties, rotate_every=1)
     client.end_step()
-    shake_hands(client, server)
+    perform_handshake(client, server)
     client.hello()
     keys = client._keys
     numbers = [identity._private_key.private_numbers() for identity in parties.values()]
-    secrets = [keys.client_to_server, keys.server_to_client, keys.chain]
+    secrets = [keys.client_to_server, keys.server_to_client, keys.chaining_key]
     forms = [form for secret in secrets for form in (repr(secret)[2:-1], secret.hex(), str(list(secret))[1:-1])]
     forms += [form for number in numbers for form in (str(number.d), f"{number.d:x}", str(number.p), str(number.q))]
-    shown = [parties["north"], client, server, keys, Place.after(keys), client._exchange, client._parties]
+    shown = [parties["north"], client, server, keys, HandshakeContext.after(keys), client._handshake, client._parties]
     texts = [text for item in shown for text in (repr(item), str(item))] + [caplog.text]
     texts += [repr(vars(item)) for item in (parties["north"], client, server, *client._directions)]
     assert not [form for form in forms if any(form in text for text in texts)]
     assert repr(client) == "ClientSession('north' with 'center', epoch=1, steps=0, sealed=1, opened=0)"
 
 
-def test_fingerprints_are_the_digest_of_the_public_key(parties):
+def test_fingerprint_is_digest_of_public_key(parties):
     import hashlib
 
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -68,14 +68,14 @@ def test_fingerprints_are_the_digest_of_the_public_key(parties):
     der = public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     assert north.fingerprint == fingerprint(pem) == f"sha256:{hashlib.sha256(der).hexdigest()}"
-    with pytest.raises(EncryptionError, match="Neither a certificate nor a public key"):
+    with pytest.raises(EncryptionError, match="neither a certificate nor a public key"):
         fingerprint(b"north")
     curve = ec.generate_private_key(ec.SECP256R1()).public_key()
-    with pytest.raises(EncryptionError, match="not of an RSA key"):
+    with pytest.raises(EncryptionError, match="The key is not an RSA key"):
         fingerprint(curve.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
 
 
-def test_an_identity_comes_from_a_private_key_file(parties):
+def test_identity_from_pem(parties):
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -88,26 +88,26 @@ def test_an_identity_comes_from_a_private_key_file(parties):
     assert Identity.from_pem("north", pem).fingerprint == parties["north"].fingerprint
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     for wrong in (locked, b"", pem[:200]):
-        with pytest.raises(EncryptionError, match="key of 'north' is no private key in PEM without a password"):
+        with pytest.raises(EncryptionError, match="key of 'north' is not a private key in PEM without a password"):
             Identity.from_pem("north", wrong)
 
 
-def test_settings_that_are_not_allowed_are_refused(parties):
+def test_invalid_arguments_raise_value_error(parties):
     north, pin = parties["north"], parties["center"].fingerprint
-    with pytest.raises(ValueError, match="rsa_bits is 1024; allowed are 2048 to 8192"):
+    with pytest.raises(ValueError, match="rsa_bits=1024 is not allowed. Set it to 2048 to 8192"):
         ClientSession(north, "center", pin, rsa_bits=1024)
-    with pytest.raises(ValueError, match="rotate_every is 0; allowed are 1 step or more"):
+    with pytest.raises(ValueError, match="rotate_every=0 is not allowed. Set it to 1 step or more"):
         ClientSession(north, "center", pin, rotate_every=0)
     for wrong in ("", pin.upper(), pin[7:], pin + "\n"):
         with pytest.raises(ValueError, match="given for 'center' is .*64 lower-case hex digits"):
             ClientSession(north, "center", wrong)
-    with pytest.raises(ValueError, match="rsa_bits is 1024"):
+    with pytest.raises(ValueError, match="rsa_bits=1024"):
         Identity.generate("north", 1024)
     with pytest.raises(ValueError, match="empty string"):
         Identity("", north._private_key)
 
 
-def test_without_cryptography_the_error_names_the_extra(parties, monkeypatch):
+def test_missing_cryptography_error_names_extra(parties, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     pin = parties["center"].fingerprint
     for make in (

@@ -15,10 +15,10 @@ from split_runs import arguments, whole_model
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.adapters.copying import copy_model
-from hf_federated.security.encryption import ClientSession, ServerSession
-from hf_federated.security.envelope import PeerEnvelopes
+from hf_federated.security.encrypted_link import EncryptedLink, EncryptedServer
+from hf_federated.security.encrypted_session import ClientSession, ServerSession
 from hf_federated.security.keys import Identity
-from hf_federated.security.sealed import SealedLink, SealedServer
+from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split.boundary import Boundary
 from hf_federated.split_training.bodies import ServerBodies
 from hf_federated.split_training.digest import run_digest
@@ -56,7 +56,7 @@ class Direct:
 class Carried:
     """Carries a sealed link's messages, and counts their bytes."""
 
-    def __init__(self, server: SealedServer) -> None:
+    def __init__(self, server: EncryptedServer) -> None:
         self.server = server
         self.up = self.down = 0
 
@@ -78,12 +78,12 @@ class Carried:
         self.server.check_size(num_bytes)
 
 
-def sealed(server: TrainingServer, client_id: str) -> SealedLink:
+def sealed(server: TrainingServer, client_id: str) -> EncryptedLink:
     """A link to a server in the same process, with keys that are made anew at every step."""
     own, center = identity(client_id), identity("server")
     there = ServerSession(center, client_id, own.fingerprint, rotate_every=1, rsa_bits=2048)
     here = ClientSession(own, "server", center.fingerprint, rotate_every=1, rsa_bits=2048)
-    return SealedLink(here, Carried(SealedServer(there, functools.partial(server.answer, client_id))))
+    return EncryptedLink(here, Carried(EncryptedServer(there, functools.partial(server.answer, client_id))))
 
 
 class Run:

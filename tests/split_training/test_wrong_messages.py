@@ -13,7 +13,7 @@ from split_runs import LORA, STRATEGIES, clients_of
 
 from hf_federated import SplitConfig
 from hf_federated.messages.serialization import pack
-from hf_federated.security.envelope import PeerEnvelopes
+from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split import Wire
 from hf_federated.split_training.control import (
     Begin,

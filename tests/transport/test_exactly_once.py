@@ -13,8 +13,8 @@ import pytest
 from loopback import CLIENTS, Relay, certificates, join, serve, wait_until
 
 from hf_federated.transport import AnswerTimeoutError, LinkError, ServerUnreachableError
-from hf_federated.transport.errors import Refusal
-from hf_federated.transport.once import OnceOnly
+from hf_federated.transport.errors import RequestRejectedError
+from hf_federated.transport.exactly_once import ExactlyOnceExecutor
 from hf_federated.transport.protocol import HEADER_KEY, MessageHeader, Outcome
 
 
@@ -110,24 +110,26 @@ def test_a_connection_that_stays_broken_ends_the_link_in_time(tls):
 
 
 def test_messages_out_of_order_are_refused_by_name():
-    once = OnceOnly("north")
+    once = ExactlyOnceExecutor("north")
     for number in range(3):
         once.carry_out(number, f"t{number}", lambda: Outcome("answer"))
     for number, text in ((1, "its answer is not kept"), (4, "one was lost")):
-        with pytest.raises(Refusal, match=f"Message {number} of 'north' came, and 3 is the next: {text}") as error:
+        with pytest.raises(
+            RequestRejectedError, match=f"Message {number} of 'north' came, and 3 is the next: {text}"
+        ) as error:
             once.is_new(number, f"t{number}")
         assert error.value.code == "OUT_OF_RANGE"
-    with pytest.raises(Refusal, match="Two different messages of 'north' came as number 2"):
+    with pytest.raises(RequestRejectedError, match="Two different messages of 'north' came as number 2"):
         once.is_new(2, "another")
     assert once.is_new(3, "t3") and not once.is_new(2, "t2")
 
 
 def test_a_second_message_is_refused_while_the_first_is_carried_out():
-    once, release = OnceOnly("north"), threading.Event()
+    once, release = ExactlyOnceExecutor("north"), threading.Event()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(once.carry_out, 0, "t0", lambda: Outcome("answer", str(release.wait(10)).encode()))
         wait_until(lambda: not once.is_new(0, "t0"))
-        with pytest.raises(Refusal, match="sent before its turn"):
+        with pytest.raises(RequestRejectedError, match="sent before its turn"):
             once.is_new(1, "t1")
         again = pool.submit(once.carry_out, 0, "t0", lambda: Outcome("failed"))
         # Nobody waits for this one.

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from .errors import Refusal
+from .errors import RequestRejectedError
 from .protocol import Outcome
 
 
-class OnceOnly:
+class ExactlyOnceExecutor:
     """
     Carries out the messages of one session in order and once each, and tells how the last one ended as often as it is
     asked. A message that comes again while it is being carried out waits for it.
@@ -21,17 +21,17 @@ class OnceOnly:
     Example:
 
     ```python
-    >>> from hf_federated.transport.once import OnceOnly
+    >>> from hf_federated.transport.exactly_once import ExactlyOnceExecutor
     >>> from hf_federated.transport.protocol import Outcome
 
-    >>> once = OnceOnly("north")
+    >>> once = ExactlyOnceExecutor("north")
     >>> once.carry_out(0, "a1", lambda: Outcome("answer", b"done"))
     Outcome(kind='answer', blob=b'done', text='')
     >>> once.carry_out(0, "a1", lambda: Outcome("answer", b"done again"))
     Outcome(kind='answer', blob=b'done', text='')
     >>> once.carry_out(2, "a3", lambda: Outcome("answer", b"done"))
     Traceback (most recent call last):
-    hf_federated.transport.errors.Refusal: Message 2 of 'north' came, and 1 is the next: one was lost, ...
+    hf_federated.transport.errors.RequestRejectedError: Message 2 of 'north' came, and 1 is the next: one was lost, ...
     ```
     """
 
@@ -49,7 +49,7 @@ class OnceOnly:
         Whether a message was not carried out and is not being carried out, so that its content is needed.
 
         Raises:
-            Refusal: If it is neither the next message nor the last one again.
+            RequestRejectedError: If it is neither the next message nor the last one again.
         """
         with self._changed:
             return self._place(number, token) == "next"
@@ -67,7 +67,7 @@ class OnceOnly:
             `Outcome`: How it ended.
 
         Raises:
-            Refusal: If it is neither the next message nor the last one again.
+            RequestRejectedError: If it is neither the next message nor the last one again.
         """
         with self._changed:
             if self._place(number, token) == "next":
@@ -95,7 +95,7 @@ class OnceOnly:
             `Outcome`, *optional*: `None` where nobody waits any more.
 
         Raises:
-            Refusal: If it is neither the next message nor the last one again.
+            RequestRejectedError: If it is neither the next message nor the last one again.
         """
         with self._changed:
             return self._wait(number, token, wanted)
@@ -117,7 +117,7 @@ class OnceOnly:
             return "next"
         if number == self._next or (number == self._next - 1 and not self._running):
             if token != self._token:
-                raise Refusal(
+                raise RequestRejectedError(
                     "OUT_OF_RANGE",
                     f"Two different messages of {self._sender!r} came as number {number}: a session is for one link "
                     "of one process, which sends one message at a time.",
@@ -127,4 +127,4 @@ class OnceOnly:
             text = f"{self._next} is the next: one was lost, or sent before its turn"
         else:
             text = f"{self._next} is the next: its answer is not kept any more"
-        raise Refusal("OUT_OF_RANGE", f"Message {number} of {self._sender!r} came, and {text}.")
+        raise RequestRejectedError("OUT_OF_RANGE", f"Message {number} of {self._sender!r} came, and {text}.")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from transformers.utils import logging
 
-from ..security.sealed import SealedEnd
-from .errors import Refusal
-from .once import OnceOnly
+from ..security.encrypted_link import ServerEndpoint
+from .errors import RequestRejectedError
+from .exactly_once import ExactlyOnceExecutor
 
 
 logger = logging.get_logger(__name__)
@@ -26,15 +26,15 @@ class ClientSession:
         client_id (`str`): Whose it is.
         session (`str`): Its name, which only the client is told.
         process (`str`): Which of the client's links it is.
-        end ([`SealedEnd`]): What answers its messages.
+        end ([`ServerEndpoint`]): What answers its messages.
     """
 
-    def __init__(self, client_id: str, session: str, process: str, end: SealedEnd) -> None:
+    def __init__(self, client_id: str, session: str, process: str, end: ServerEndpoint) -> None:
         self.client_id = client_id
         self.session = session
         self.process = process
         self.end = end
-        self.once = OnceOnly(client_id)
+        self.once = ExactlyOnceExecutor(client_id)
         self.heard_at = time.monotonic()
         # Why the server takes no more of it.
         self.ended: str | None = None
@@ -48,10 +48,10 @@ class ClientSession:
     def check_goes_on(self) -> None:
         """
         Raises:
-            Refusal: If the session ended.
+            RequestRejectedError: If the session ended.
         """
         if self.ended is not None:
-            raise Refusal("FAILED_PRECONDITION", self.ended)
+            raise RequestRejectedError("FAILED_PRECONDITION", self.ended)
 
     @contextlib.contextmanager
     def newest_call(self, cancel: Callable[[], object]) -> Iterator[None]:
@@ -63,7 +63,7 @@ class ClientSession:
             cancel (`Callable[[], None]`): Cancels it.
 
         Raises:
-            Refusal: If the session ended.
+            RequestRejectedError: If the session ended.
         """
         with self._lock:
             self.check_goes_on()
@@ -89,7 +89,7 @@ class ClientSession:
         return True
 
 
-class Presence:
+class SessionRegistry:
     """
     The sessions of a server's clients, one each.
 
@@ -127,12 +127,14 @@ class Presence:
         if self._watcher.ident is not None:
             self._watcher.join()
 
-    def admit(self, client_id: str, process: str, make_end: Callable[[], SealedEnd]) -> tuple[ClientSession, bool]:
+    def admit(
+        self, client_id: str, process: str, make_end: Callable[[], ServerEndpoint]
+    ) -> tuple[ClientSession, bool]:
         """
         A session for a client that connects, and whether it is new. The same link that asks again gets the same one.
 
         Raises:
-            Refusal: If another link of the client is in use.
+            RequestRejectedError: If another link of the client is in use.
         """
         with self._lock:
             before = self._sessions.get(client_id)
@@ -141,7 +143,7 @@ class Presence:
                     before.hear()
                     return before, False
                 silent = time.monotonic() - before.heard_at
-                raise Refusal(
+                raise RequestRejectedError(
                     "ALREADY_EXISTS",
                     f"Client {client_id!r} is connected already, by another link or process that was heard "
                     f"{silent:.1f} s ago. Close that one; it counts as lost after {self.heartbeat_timeout:g} s of "
@@ -156,14 +158,14 @@ class Presence:
         The session of that name.
 
         Raises:
-            Refusal: If it ended, or is none of this run of the server.
+            RequestRejectedError: If it ended, or is none of this run of the server.
         """
         with self._lock:
             found = next((own for own in self._sessions.values() if own.session == session), None)
         if found is None:
             began_anew = session.partition(".")[0] != self._run
             reason = "The server was started anew" if began_anew else "The client connected anew from another process"
-            raise Refusal("FAILED_PRECONDITION", f"{reason}, and does not know this session.")
+            raise RequestRejectedError("FAILED_PRECONDITION", f"{reason}, and does not know this session.")
         found.check_goes_on()
         return found
 

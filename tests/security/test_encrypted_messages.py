@@ -1,4 +1,4 @@
-"""Messages between a client and the server of a split model: sealed, opened once, in order, sent again where lost."""
+"""Encrypted messages between a client and the server: round trip, order, attacks and lost messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 import threading
 
 import pytest
-from sessions import MIB, connected, flipped, shake_hands
+from sessions import MIB, connected_sessions, flip_bit, perform_handshake
 
-from hf_federated.security.encryption import (
+from hf_federated.security.encrypted_session import (
     EncryptionError,
     MessageError,
     RepeatedMessageError,
@@ -21,64 +21,64 @@ from hf_federated.security.encryption import (
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, MIB])
-def test_bytes_come_back_as_they_were_with_28_more_on_the_way(lasting, size):
+def test_round_trip_returns_payload_and_adds_28_bytes(shared_sessions, size):
     payload = random.Random(size).randbytes(size)
-    for sender, receiver in (lasting, lasting[::-1]):
+    for sender, receiver in (shared_sessions, shared_sessions[::-1]):
         sealed = sender.seal(payload)
         assert len(sealed) == size + 12 + 16
         assert receiver.open(sealed) == payload
 
 
-def test_other_buffers_are_sealed_and_opened_as_bytes_are(lasting):
-    client, server = lasting
+def test_buffers_are_treated_as_bytes(shared_sessions):
+    client, server = shared_sessions
     wide = memoryview(struct.pack(">3q", 1, 2, 3)).cast("q")
     assert server.open(bytearray(client.seal(wide))) == bytes(wide)
     assert server.open(memoryview(client.seal(bytearray(b"states")))) == b"states"
 
 
-def test_the_payload_and_its_kind_are_not_on_the_wire(lasting):
-    client, server = lasting
+def test_encrypted_message_contains_neither_payload_nor_kind(shared_sessions):
+    client, server = shared_sessions
     payload, kind = b"who reads this knows the text", "forward-of-a-step"
     sealed = client.seal(payload, kind)
     assert payload not in sealed and kind.encode() not in sealed
     assert server.open(sealed, kind) == payload
 
 
-def test_every_changed_bit_is_refused_and_the_right_message_still_opens(lasting):
-    client, server = lasting
+def test_every_flipped_bit_is_rejected_and_original_message_still_opens(shared_sessions):
+    client, server = shared_sessions
     payload = bytes(range(64))
     sealed = client.seal(payload)
     for bit in range(len(sealed) * 8):
-        # Of the steps' half of the nonce only the tag tells, of the others the order does already.
+        # The tag protects the step count in the nonce. The order check already rejects changes of the other parts.
         with pytest.raises(MessageError, match="'north'"):
-            server.open(flipped(sealed, bit))
+            server.open(flip_bit(sealed, bit))
     assert server.open(sealed) == payload
 
 
-def test_sampled_changed_bits_of_a_large_message_are_refused(lasting):
-    client, server = lasting
+def test_flipped_bits_of_large_message_are_rejected(shared_sessions):
+    client, server = shared_sessions
     payload = bytes(MIB)
     sealed = client.seal(payload)
     for bit in random.Random(0).sample(range(len(sealed) * 8), 20):
         with pytest.raises(MessageError):
-            server.open(flipped(sealed, bit))
+            server.open(flip_bit(sealed, bit))
     assert server.open(sealed) == payload
 
 
-def test_a_cut_or_lengthened_message_is_refused(lasting):
-    client, server = lasting
+def test_truncated_or_extended_message_is_rejected(shared_sessions):
+    client, server = shared_sessions
     sealed = client.seal(b"states")
     for cut in (sealed[:0], sealed[:27]):
-        with pytest.raises(MessageError, match=f"'north' has {len(cut)} bytes and was cut"):
+        with pytest.raises(MessageError, match=f"'north' has {len(cut)} bytes.* this message was truncated"):
             server.open(cut)
-    for other in (sealed[:-1], sealed[:28], sealed + b"\0", sealed[:12] + sealed[13:]):
+    for changed in (sealed[:-1], sealed[:28], sealed + b"\0", sealed[:12] + sealed[13:]):
         with pytest.raises(MessageError, match="not authentic"):
-            server.open(other)
+            server.open(changed)
     assert server.open(sealed) == b"states"
 
 
-def test_nonces_never_repeat_over_directions_and_epochs(parties):
-    client, server = connected(parties, rotate_every=1)
+def test_nonces_are_unique_across_directions_and_epochs(parties):
+    client, server = connected_sessions(parties, rotate_every=1)
     nonces: set[bytes] = set()
     keys = set()
     for epoch in range(3):
@@ -90,19 +90,19 @@ def test_nonces_never_repeat_over_directions_and_epochs(parties):
                 nonces.add(sealed[:12])
         client.end_step()
         if epoch < 2:
-            shake_hands(client, server)
+            perform_handshake(client, server)
     assert len(nonces) == 3 * 1000 * 2
     assert len(keys) == 3 * 2
 
 
-def test_nonces_never_repeat_among_threads(parties):
-    client, server = connected(parties)
+def test_nonces_are_unique_across_threads(parties):
+    client, server = connected_sessions(parties)
     sealed: list[bytes] = []
     threads = [
         threading.Thread(target=lambda: sealed.extend(client.seal(b"states") for _ in range(200))) for _ in range(4)
     ]
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads meet
+    sys.setswitchinterval(1e-6)  # so that threads interrupt each other
     try:
         for thread in threads:
             thread.start()
@@ -115,9 +115,9 @@ def test_nonces_never_repeat_among_threads(parties):
         assert server.open(message) == b"states"
 
 
-def test_the_nonce_is_direction_epoch_steps_and_number(parties):
-    client, server = connected(parties, rotate_every=3)
-    shake_hands(client, server)
+def test_nonce_contains_direction_epoch_steps_and_number(parties):
+    client, server = connected_sessions(parties, rotate_every=3)
+    perform_handshake(client, server)
     for _ in range(2):
         client.end_step()
     server.open(client.seal(b""))
@@ -125,65 +125,65 @@ def test_the_nonce_is_direction_epoch_steps_and_number(parties):
     assert struct.unpack(">III", server.seal(b"")[:12]) == (1 << 31 | 1, 2, 0)
 
 
-# What an attacker on the wire may try.
+# Attacks on the network.
 
 
-def test_an_old_message_is_refused(parties):
-    client, server = connected(parties)
+def test_replayed_message_is_rejected(parties):
+    client, server = connected_sessions(parties)
     old = [client.seal(b"%d" % number) for number in range(3)]
     for sealed in old:
         server.open(sealed)
     for number in range(2):
-        with pytest.raises(MessageError, match=f"Message {number} of 'north' was opened before: replayed"):
+        with pytest.raises(MessageError, match=f"Message {number} of 'north' was opened before: it was replayed"):
             server.open(old[number])
     assert server.open(client.seal(b"next")) == b"next"
 
 
-def test_messages_out_of_order_are_refused_until_the_missing_one_comes(parties):
-    client, server = connected(parties)
+def test_out_of_order_message_is_rejected_until_missing_message_arrives(parties):
+    client, server = connected_sessions(parties)
     first, second = client.seal(b"first"), client.seal(b"second")
-    with pytest.raises(MessageError, match="Message 1 of 'north' came before message 0: lost or out of order"):
+    with pytest.raises(MessageError, match="Message 1 of 'north' arrived before message 0: .* lost, .* out of order"):
         server.open(second)
     assert [server.open(first), server.open(second)] == [b"first", b"second"]
 
 
-def test_a_reflected_message_is_refused(lasting):
-    client, server = lasting
+def test_reflected_message_is_rejected(shared_sessions):
+    client, server = shared_sessions
     sealed = client.seal(b"states")
-    with pytest.raises(MessageError, match="A message to 'center' came back as one of 'center'"):
+    with pytest.raises(MessageError, match="A message to 'center' arrived as a message of 'center': it was reflected"):
         client.open(sealed)
-    # With the direction bit set right it fails by its key.
+    # With the direction bit of the client, the message still fails because each direction has its own key.
     with pytest.raises(MessageError, match="not authentic|before"):
-        client.open(flipped(sealed, 7))
+        client.open(flip_bit(sealed, 7))
     server.open(sealed)
 
 
-def test_the_directions_have_different_keys(lasting):
-    assert lasting[0]._keys.client_to_server != lasting[0]._keys.server_to_client
-    assert lasting[0]._keys == lasting[1]._keys
+def test_directions_have_different_keys(shared_sessions):
+    assert shared_sessions[0]._keys.client_to_server != shared_sessions[0]._keys.server_to_client
+    assert shared_sessions[0]._keys == shared_sessions[1]._keys
 
 
-def test_a_message_of_another_session_is_refused(parties, lasting):
-    _, server = connected(parties)
-    client, _ = connected(parties)
+def test_message_of_another_session_is_rejected(parties, shared_sessions):
+    _, server = connected_sessions(parties)
+    client, _ = connected_sessions(parties)
     with pytest.raises(MessageError, match="not authentic: .* another session"):
         server.open(client.seal(b"states"))
 
 
-def test_another_clients_message_is_refused(parties):
-    _, server = connected(parties, "north")
-    south, its_server = connected(parties, "south")
+def test_message_of_another_client_is_rejected(parties):
+    _, server = connected_sessions(parties, "north")
+    south, its_server = connected_sessions(parties, "south")
     sealed = south.seal(b"states")
     with pytest.raises(MessageError, match="of 'north' is not authentic"):
         server.open(sealed)
     assert its_server.open(sealed) == b"states"
 
 
-def test_a_message_opens_only_as_its_kind(parties):
-    client, server = connected(parties)
+def test_message_opens_only_with_its_kind(parties):
+    client, server = connected_sessions(parties)
     sealed = client.seal(b"states", "forward")
     for kind in ("backward", "data", "", "forward "):
-        with pytest.raises(MessageError, match=f"no message of the kind '{kind}'"):
+        with pytest.raises(MessageError, match=f"does not have the kind '{kind}'"):
             server.open(sealed, kind)
     assert server.open(sealed, "forward") == b"states"
 
@@ -191,40 +191,40 @@ def test_a_message_opens_only_as_its_kind(parties):
 # Lost messages and lost sessions.
 
 
-def test_a_lost_request_is_sent_again_as_the_same_bytes(parties):
-    client, server = connected(parties)
+def test_lost_request_can_be_sent_again(parties):
+    client, server = connected_sessions(parties)
     sealed = client.seal(b"states", "forward")
-    # It never arrived; the transport has kept the bytes.
+    # The first transmission was lost. The transport kept the bytes.
     assert server.open(sealed, "forward") == b"states"
 
 
-def test_a_lost_answer_is_sent_again_without_doing_the_work_twice(parties):
-    client, server = connected(parties)
+def test_repeated_request_after_lost_answer_is_recognized(parties):
+    client, server = connected_sessions(parties)
     request = client.seal(b"states", "forward")
     server.open(request, "forward")
     answer = server.seal(b"outputs", "forward")
-    # The answer was lost, the client sends its request again.
-    with pytest.raises(RepeatedMessageError, match="Message 0 of 'north' came again"):
+    # The answer was lost, and the client sends the request again.
+    with pytest.raises(RepeatedMessageError, match="Message 0 of 'north' arrived again"):
         server.open(request, "forward")
     assert client.open(answer, "forward") == b"outputs"
-    # And where it was only late, the second copy of the answer is known as one.
+    # If the first answer was only late, the client recognizes the second copy.
     with pytest.raises(RepeatedMessageError):
         client.open(answer, "forward")
     assert server.open(client.seal(b"next")) == b"next"
 
 
-def test_a_changed_repetition_is_no_repetition(parties):
-    client, server = connected(parties)
+def test_changed_repetition_is_not_recognized_as_repetition(parties):
+    client, server = connected_sessions(parties)
     request = client.seal(b"states", "forward")
     server.open(request, "forward")
-    for changed, kind in ((flipped(request, 200), "forward"), (request, "backward")):
+    for changed, kind in ((flip_bit(request, 200), "forward"), (request, "backward")):
         with pytest.raises(MessageError) as error:
             server.open(changed, kind)
         assert not isinstance(error.value, RepeatedMessageError)
 
 
-def test_the_last_message_of_a_step_is_known_as_repeated_when_a_rotation_is_due(parties):
-    client, server = connected(parties, rotate_every=1)
+def test_repeated_message_is_recognized_when_rotation_is_due(parties):
+    client, server = connected_sessions(parties, rotate_every=1)
     request = client.seal(b"gradients")
     server.open(request)
     client.end_step()
@@ -232,17 +232,17 @@ def test_the_last_message_of_a_step_is_known_as_repeated_when_a_rotation_is_due(
         server.open(request)
 
 
-def test_a_new_session_takes_payloads_sealed_anew_and_no_old_message(parties):
-    client, server = connected(parties)
+def test_new_session_rejects_messages_of_lost_session(parties):
+    client, server = connected_sessions(parties)
     lost = client.seal(b"states")
-    client, server = connected(parties)
+    client, server = connected_sessions(parties)
     with pytest.raises(MessageError, match="not authentic"):
         server.open(lost)
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_a_session_is_neither_copied_nor_stored(lasting):
-    for session in lasting:
+def test_session_cannot_be_copied_or_pickled(shared_sessions):
+    for session in shared_sessions:
         for make in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="would repeat nonces"):
                 make(session)
@@ -250,11 +250,11 @@ def test_a_session_is_neither_copied_nor_stored(lasting):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_cannot_seal(lasting):
+def test_forked_process_cannot_encrypt(shared_sessions):
     child = os.fork()
     if child == 0:
         try:
-            lasting[0].seal(b"states")
+            shared_sessions[0].seal(b"states")
         except EncryptionError:
             os._exit(7)
         os._exit(0)

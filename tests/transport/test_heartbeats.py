@@ -11,7 +11,7 @@ import pytest
 from loopback import Relay, certificates, join, serve, wait_until
 
 from hf_federated.transport import ClientRefusedError, LinkError, ServerUnreachableError, SessionLostError
-from hf_federated.transport.presence import Presence
+from hf_federated.transport.session_registry import SessionRegistry
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_server_may_refuse_whom_it_cannot_take_in_now(tls):
 def test_a_server_that_was_held_up_does_not_blame_clients():
     """As where its process was stopped for a while, and the heartbeats that came are still to be read."""
     lost: list[str] = []
-    presence = Presence(["north"], 0.4, lost.append)
+    presence = SessionRegistry(["north"], 0.4, lost.append)
     presence.admit("north", "process", lambda: None)
     with presence._lock:
         # The watcher cannot look while this lasts.

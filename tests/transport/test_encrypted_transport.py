@@ -12,8 +12,8 @@ from loopback import Relay, certificates, join, serve
 
 from hf_federated import SplitModel
 from hf_federated.security.certificates import client_certificate, client_fingerprints
-from hf_federated.security.encryption import ClientSession, Identity, ServerSession, fingerprint
-from hf_federated.security.sealed import SealedLink
+from hf_federated.security.encrypted_link import EncryptedLink
+from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession, fingerprint
 from hf_federated.split import BodyServer
 from hf_federated.transport import GrpcLink
 
@@ -65,7 +65,7 @@ def test_sealed_steps_with_new_keys_are_those_of_one_process_although_the_connec
 
     settings = {"clients": ["north"], "encryption": server_sessions(tls, rotate_every=1)}
     with serve(tls, answer, **settings) as server, Relay(server) as relay, join(tls, relay) as link:
-        split.boundary.link = SealedLink(client_session(tls, "north", rotate_every=1), link)
+        split.boundary.link = EncryptedLink(client_session(tls, "north", rotate_every=1), link)
         for step in range(2):
             for model in (plain, split):
                 model.boundary.begin_step(step)
@@ -100,7 +100,7 @@ def test_a_handshake_whose_messages_come_again_is_made_once(tls):
 
     with serve(tls, lambda _, blob: blob, clients=["north"], encryption=Counting) as server:
         with Relay(server) as relay, join(tls, relay) as link:
-            sealed = SealedLink(client_session(tls, "north"), link)
+            sealed = EncryptedLink(client_session(tls, "north"), link)
             assert sealed.exchange(b"states") == b"states"
     assert made == ["reply", "complete"]
 
@@ -111,7 +111,7 @@ def test_a_message_changed_on_its_way_is_refused_and_leaves_the_body_as_it_was(t
     settings = {"clients": ["north"], "encryption": server_sessions(tls)}
     with serve(tls, lambda _, message: body.answer(message), **settings) as server, join(tls, server) as link:
         carrier = Tampering(link)
-        split.boundary.link = SealedLink(client_session(tls, "north"), carrier)
+        split.boundary.link = EncryptedLink(client_session(tls, "north"), carrier)
         split(**batch("right")).loss.backward()
         before = [own.grad.clone() for own in split.server_body.parameters()]
         loss = split(**batch("right", seed=1)).loss
@@ -125,7 +125,7 @@ def test_a_message_that_is_too_large_is_not_sealed_and_the_session_goes_on(tls):
     largest = 1 << 14
     settings = {"clients": ["north"], "encryption": server_sessions(tls), "max_message_bytes": largest}
     with serve(tls, lambda _, blob: blob[:4], **settings) as server, join(tls, server) as link:
-        sealed = SealedLink(client_session(tls, "north"), link)
+        sealed = EncryptedLink(client_session(tls, "north"), link)
         assert sealed.exchange(b"before") == b"befo"
         with pytest.raises(ValueError, match=f"has {largest + 1} bytes, and the server takes at most {largest}"):
             sealed.exchange(bytes(largest - 27))
@@ -149,7 +149,7 @@ def test_generated_tokens_over_a_sealed_network_are_the_unsplit_models(tls):
 
     sessions = server_sessions(tls)
     with serve(tls, answer, clients=["north"], encryption=sessions) as server, join(tls, server) as link:
-        split.boundary.link = SealedLink(client_session(tls, "north"), link)
+        split.boundary.link = EncryptedLink(client_session(tls, "north"), link)
         assert torch.equal(split.generate(**inputs, **settings), expected)
         # Against a body that has other weights they differ: tokens do come from there.
         for own in split.server_body.parameters():
@@ -170,7 +170,7 @@ def test_two_clients_have_keys_of_their_own(tls):
 
     def step(client_id: str) -> None:
         with join(tls, server, client_id) as link:
-            answers[client_id] = SealedLink(client_session(tls, client_id), link).exchange(b" says")
+            answers[client_id] = EncryptedLink(client_session(tls, client_id), link).exchange(b" says")
 
     with serve(tls, answer, clients=["north", "south"], encryption=server_sessions(tls)) as server:
         threads = [threading.Thread(target=step, args=(own,)) for own in ("north", "south")]
@@ -184,7 +184,7 @@ def test_two_clients_have_keys_of_their_own(tls):
 def test_sealing_on_one_side_alone_is_refused_in_words(tls):
     with serve(tls, lambda _, blob: blob, clients=["north"]) as server, join(tls, server) as link:
         with pytest.raises(ValueError, match="This server seals no messages: give it encryption="):
-            SealedLink(client_session(tls, "north"), link).exchange(b"1")
+            EncryptedLink(client_session(tls, "north"), link).exchange(b"1")
     settings = {"clients": ["north"], "encryption": server_sessions(tls)}
     with serve(tls, lambda _, blob: blob, **settings) as server, join(tls, server) as link:
         with pytest.raises(ValueError, match="There are no keys with 'north' yet"):
@@ -196,4 +196,4 @@ def test_a_new_link_of_a_client_begins_with_new_keys(tls):
     with serve(tls, lambda _, blob: blob, **settings) as server:
         for _ in range(2):
             with join(tls, server) as link:
-                assert SealedLink(client_session(tls, "north"), link).exchange(b"1") == b"1"
+                assert EncryptedLink(client_session(tls, "north"), link).exchange(b"1") == b"1"
