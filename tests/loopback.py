@@ -1,4 +1,4 @@
-"""A server and clients of split models on loopback, and a connection between them that a test can break."""
+"""A server and clients of split models on a loopback address, and a relay that interrupts their connections."""
 
 from __future__ import annotations
 
@@ -16,45 +16,54 @@ from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
 
 
 CLIENTS = ["north", "south", "Zoë/2"]
-TERMS = SplitSessionConfig(ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32"))
+SESSION_CONFIG = SplitSessionConfig(ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32"))
 
 
 def certificates(folder: Path, clients: list[str] = CLIENTS) -> Path:
-    """A folder of them for a server on loopback."""
+    """Create certificates for a server on loopback and for clients. Return the folder."""
     create_certificates(folder, ["localhost", "127.0.0.1"], clients, rsa_bits=2048)
     return folder
 
 
 def serve(tls: Path, answer: Callable[[str, bytes], bytes], **settings: Any) -> SplitServer:
     """A server with a certificate."""
-    settings = {"clients": CLIENTS, "terms": TERMS, "heartbeat_timeout": 20.0, **settings}
+    settings = {"clients": CLIENTS, "session_config": SESSION_CONFIG, "heartbeat_timeout": 20.0, **settings}
     return SplitServer(answer, TlsCredentials.of_server(tls), **settings)
 
 
 def join(tls: Path, server: SplitServer | Relay, client_id: str = "north", **settings: Any) -> GrpcLink:
-    """A client's link to it, by its own certificate."""
-    settings = {"terms": TERMS, "connect_timeout": 10.0, "reconnect_timeout": 10.0, "answer_timeout": 20.0, **settings}
+    """A link of a client with its certificate to a server or relay."""
+    settings = {
+        "session_config": SESSION_CONFIG,
+        "connect_timeout": 10.0,
+        "reconnect_timeout": 10.0,
+        "answer_timeout": 20.0,
+        **settings,
+    }
     return GrpcLink(server.address, TlsCredentials.of_client(tls, client_id), client_id, **settings)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for what other threads do."""
+    """Wait until a condition holds that other threads fulfil."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.005)
 
 
 class Relay:
     """
-    Carries bytes between clients and a server, until it is told to cut its connections.
+    Forwards bytes between clients and a server, and can cut or silence the connections.
+
+    A silenced connection stays open, but forwards no data.
 
     Attributes:
-        connections (`list[int]`): Of each connection, the bytes that went to the server.
-        cut_after (`int`, *optional*): Bytes in one direction after which the connections are cut, once.
-        accepting (`threading.Event`): Whether new connections are carried; cleared, they are broken at once.
-        silenced (`int`): Of so many connections, from the first, nothing is carried, and they stand.
-        silence_after (`int`, *optional*): Bytes in one direction after which all connections are silenced.
+        address (`str`): Address of the relay, as `host:port`.
+        connections (`list[int]`): Number of bytes that each connection forwarded to the server.
+        cut_after (`int`, *optional*): Number of bytes in one direction after which all connections are cut, once.
+        accepting (`threading.Event`): Whether new connections are forwarded. If cleared, they are closed at once.
+        num_silenced (`int`): Number of silenced connections, counted from the first connection.
+        silence_after (`int`, *optional*): Number of bytes in one direction after which all connections are silenced.
     """
 
     def __init__(self, server: SplitServer) -> None:
@@ -64,24 +73,24 @@ class Relay:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.connections: list[int] = []
         self.cut_after: int | None = None
-        self.silenced = 0
+        self.num_silenced = 0
         self.silence_after: int | None = None
         self.accepting = threading.Event()
         self.accepting.set()
-        self._open: list[socket.socket] = []
+        self._open_sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def cut(self) -> None:
-        """Break all connections. New ones are carried."""
-        while self._open:
+        """Cut all connections. New connections are still forwarded."""
+        while self._open_sockets:
             with contextlib.suppress(OSError):
-                self._open.pop().shutdown(socket.SHUT_RDWR)
+                self._open_sockets.pop().shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Break all connections, and take no more."""
+        """Cut all connections, and accept no new connections."""
         with contextlib.suppress(OSError):
-            # Closing alone would let one more in.
+            # Without the shutdown, a blocked accept() would still accept one connection.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
@@ -101,26 +110,26 @@ class Relay:
                     continue
                 server = socket.create_connection(self._target)
                 self.connections.append(0)
-                self._open += [client, server]
-                number = len(self.connections) - 1
-                for ends in ((client, server, number, True), (server, client, number, False)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+                self._open_sockets += [client, server]
+                index = len(self.connections) - 1
+                for arguments in ((client, server, index, True), (server, client, index, False)):
+                    threading.Thread(target=self._forward, args=arguments, daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket, number: int, counted: bool) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, index: int, is_counted: bool) -> None:
         with contextlib.suppress(OSError):
-            carried = 0
+            num_forwarded = 0
             while data := source.recv(1 << 16):
-                if number < self.silenced:
+                if index < self.num_silenced:
                     continue
                 target.sendall(data)
-                carried += len(data)
-                if self.silence_after is not None and carried > self.silence_after:
-                    self.silenced = 1 << 20
-                if self.cut_after is not None and carried > self.cut_after:
+                num_forwarded += len(data)
+                if self.silence_after is not None and num_forwarded > self.silence_after:
+                    self.num_silenced = 1 << 20
+                if self.cut_after is not None and num_forwarded > self.cut_after:
                     self.cut_after = None
                     self.cut()
-                if counted:
-                    self.connections[number] += len(data)
-        if number >= self.silenced:
+                if is_counted:
+                    self.connections[index] += len(data)
+        if index >= self.num_silenced:
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,13 @@
-"""Split models over a network: a server process and its clients, over gRPC with TLS on both sides (extra `split`).
+"""
+Split models over a network: the server process and its clients communicate over gRPC with mutual TLS (extra `split`).
 
-On the server, a [`SplitServer`] is given what answers a client's messages; on a client, a [`GrpcLink`] takes the place
-of a [`~split.LocalLink`], inside a [`~hf_federated.security.encrypted_link.EncryptedLink`] where messages are sealed as well. Neither knows what the
-bytes are for. gRPC is imported when one of them is made.
+- [`SplitServer`] receives the messages of the clients and passes them to a function that returns the answers.
+- [`GrpcLink`] connects a client to the server. It replaces a [`~hf_federated.split.LocalLink`], and an
+  [`~hf_federated.security.encrypted_link.EncryptedLink`] around it encrypts messages in addition to TLS.
+- [`TlsCredentials`] holds the certificates of a party.
+- [`LinkError`] is the base class of the errors that end a link. [`ServerFailedError`] does not end the link.
+
+The transport does not interpret the messages. gRPC is imported when a server or a link is created.
 """
 
 from .client import GrpcLink

@@ -1,8 +1,9 @@
-"""`GrpcLink`: a client's way to the server of a split model over gRPC, which outlives broken connections.
+"""
+`GrpcLink`: a client's link to the server of a split model over gRPC. The link survives broken connections.
 
-A message that gets no answer is sent again under the same number, and the server carries it out once. What cannot be
-mended that way ends the link for good, with an error that says why: a message may then have been carried out or not,
-and training goes on from a checkpoint, over a new link.
+If a message gets no answer, the link sends the message again with the same number, and the server processes it once.
+Other failures end the link with an error that names the reason. The client then does not know whether the server
+processed the last message, and must resume from a checkpoint with a new link.
 """
 
 from __future__ import annotations
@@ -29,47 +30,59 @@ from .protocol import (
     ConnectResponse,
     MessageHeader,
     Outcome,
-    chunks,
+    split_into_chunks,
 )
 from .session_config import SessionConfig
 
 
 logger = logging.get_logger(__name__)
 
+# Seconds between attempts.
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
-# What says that the connection failed, and nothing of the message. INTERNAL is a stream that was reset.
-_TROUBLE = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
+# Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
+_CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
 _BUSY = "RESOURCE_EXHAUSTED"
-# Seconds beyond a call's own timeout after which gRPC will not end it any more.
+# If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end it.
 _GRACE = 2.0
 
 
 class GrpcLink:
     """
-    A link to a [`SplitServer`]. It is connected when it is made. With [`~hf_federated.security.encrypted_link.EncryptedLink`] around it messages are
-    sealed on top of TLS.
+    A client's link to a [`SplitServer`].
+
+    The constructor connects to the server. To encrypt messages in addition to TLS, wrap the link in an
+    [`~hf_federated.security.encrypted_link.EncryptedLink`].
 
     Args:
-        address (`str`): The server's, as `host:port`; the host as its certificate names it.
-        credentials ([`TlsCredentials`], *optional*): The client's. `None` only with `insecure=True`.
-        client_id (`str`): Who this is, as the certificate says.
-        terms ([`SessionConfig`]): What the server must have alike.
-        insecure (`bool`, *optional*, defaults to `False`): To do without TLS, on a loopback address.
-        connect_timeout (`float`, *optional*, defaults to `60`): Seconds to try to connect, while the server may still
-            be starting or hold an earlier link of this client for alive.
-        reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of life of the server after
-            which it is gone. Shorter than its `heartbeat_timeout`.
-        answer_timeout (`float`, *optional*, defaults to `600`): Seconds to wait for an answer of a server that lives,
-            which may itself wait for other clients.
-        max_answer_bytes (`int`, *optional*, defaults to 1 GiB): The largest answer that is taken.
+        address (`str`):
+            Address of the server, as `host:port`. The certificate of the server must contain the host.
+        credentials ([`TlsCredentials`], *optional*):
+            Credentials of the client. `None` requires `insecure=True`.
+        client_id (`str`):
+            Id of the client, as in the certificate.
+        session_config ([`SessionConfig`]):
+            Settings that the client must share with the server.
+        insecure (`bool`, *optional*, defaults to `False`):
+            Whether to use no TLS. Allowed on a loopback address only.
+        connect_timeout (`float`, *optional*, defaults to `60`):
+            Seconds to try to connect. The server may still be starting, or may not have ended a previous link of the
+            client yet.
+        reconnect_timeout (`float`, *optional*, defaults to `45`):
+            Seconds without activity of the server after which the server counts as unreachable. Choose a smaller value
+            than the server's `heartbeat_timeout`.
+        answer_timeout (`float`, *optional*, defaults to `600`):
+            Seconds to wait for an answer while the server is alive. The server may wait for other clients before it
+            answers.
+        max_answer_bytes (`int`, *optional*, defaults to 1 GiB):
+            Size of the largest answer that the client accepts.
 
     Raises:
         ImportError: If `grpcio` (extra `split`) is not installed.
         ValueError: If an argument is not allowed.
-        ServerUnreachableError: If nobody answers, or TLS fails: gRPC does not tell one from the other.
-        ClientRefusedError: If the server does not take this client, or the two do not agree; names what
-            both have.
+        ServerUnreachableError: If the server does not respond or TLS fails. gRPC does not distinguish the two cases.
+        ClientRefusedError: If the server refuses the client, or the settings of the two differ. The error names the
+            differences.
 
     Example: see [`SplitServer`].
     """
@@ -79,7 +92,7 @@ class GrpcLink:
         address: str,
         credentials: TlsCredentials | None,
         client_id: str,
-        terms: SessionConfig,
+        session_config: SessionConfig,
         *,
         insecure: bool = False,
         connect_timeout: float = 60.0,
@@ -89,95 +102,104 @@ class GrpcLink:
     ) -> None:
         self._grpc = require_grpc(type(self).__name__)
         check_credentials(credentials, insecure, address)
-        limits = {"connect": connect_timeout, "reconnect": reconnect_timeout, "answer": answer_timeout}
-        for name, seconds in limits.items():
+        timeouts = {"connect": connect_timeout, "reconnect": reconnect_timeout, "answer": answer_timeout}
+        for name, seconds in timeouts.items():
             if not seconds > 0:
-                raise ValueError(f"{name}_timeout is {seconds}; it must be more than 0 seconds.")
+                raise ValueError(f"{name}_timeout={seconds} is not allowed. Set it to more than 0 seconds.")
         self.address = address
         self.client_id = client_id
         self._reconnect_timeout = reconnect_timeout
         self._answer_timeout = answer_timeout
         self._max_answer_bytes = max_answer_bytes
-        # One message at a time; and what threads share besides.
-        self._turn = threading.Lock()
-        self._state = threading.Lock()
-        # The message that is under way, and the call besides.
-        self._call: Any = None
-        self._question: Any = None
-        self._broken: tuple[type[LinkError], str] | None = None
+        # Allows one message at a time.
+        self._message_lock = threading.Lock()
+        # Protects the attributes that the thread of the heartbeats shares: calls, failure and channel.
+        self._state_lock = threading.Lock()
+        # The call of the current message, and the latest unary call.
+        self._message_call: Any = None
+        self._unary_call: Any = None
+        self._failure: tuple[type[LinkError], str] | None = None
         self._interrupted = False
         self._closed = threading.Event()
-        self._number = 0
-        self._heard_at = time.monotonic()
-        self._make_channel = functools.partial(_channel, self._grpc, address, credentials)
+        self._next_number = 0
+        self._last_active_at = time.monotonic()
+        self._make_channel = functools.partial(_create_channel, self._grpc, address, credentials)
         self._channel = self._make_channel()
         try:
-            granted = self._connect(terms, connect_timeout)
+            response = self._connect(session_config, connect_timeout)
         except BaseException:
             self._channel.close()
             raise
-        self._session = granted.session
-        self._max_message_bytes = granted.max_message_bytes
-        # Often enough for the server, and to miss it in time.
-        self._interval = min(granted.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
-        self._heart = threading.Thread(target=self._beat, name=f"split-heartbeat-{client_id}", daemon=True)
-        self._heart.start()
+        self._session_id = response.session
+        self._max_message_bytes = response.max_message_bytes
+        # Often enough for the timeout of the server, and to detect an unreachable server within reconnect_timeout.
+        self._heartbeat_interval = min(response.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
+        self._heartbeat_thread = threading.Thread(
+            target=self._send_heartbeats, name=f"split-heartbeat-{client_id}", daemon=True
+        )
+        self._heartbeat_thread.start()
 
     def exchange(self, blob: bytes) -> bytes:
         """
-        Carry a message to the server and its answer back.
+        Send a message to the server and return the answer.
 
         Raises:
-            ValueError: What the server's answering raised, by its text; or the message is larger than it takes.
-            TimeoutError: As well. The link goes on.
-            ServerFailedError: If the server failed otherwise. The link goes on.
-            LinkError: If the message could not be carried, in one of the forms that `errors.py` names. The link ended.
+            ValueError: If the server raised a `ValueError` (the text is the same), or the message is larger than the
+                server accepts. The link stays usable.
+            TimeoutError: If the server raised a `TimeoutError` (the text is the same). The link stays usable.
+            ServerFailedError: If the server raised another exception. The link stays usable.
+            LinkError: If the message could not be delivered. The subclass, see `errors.py`, names the reason. The link
+                ended.
         """
-        return self._carry("Exchange", blob)
+        return self._send("Exchange", blob)
 
     def hello(self, hello: bytes) -> bytes:
-        """Carry the first message of a handshake or rotation; raises as `exchange`."""
-        return self._carry("Hello", hello)
+        """Send the first message of a handshake or rotation and return the reply. Raises the errors of `exchange`."""
+        return self._send("Hello", hello)
 
     def finish(self, finish: bytes) -> None:
-        """Carry its last message; raises as `exchange`."""
-        self._carry("Finish", finish)
+        """Send the last message of a handshake or rotation. Raises the errors of `exchange`."""
+        self._send("Finish", finish)
 
     def check_size(self, num_bytes: int) -> None:
         """
+        Check that a message is not too large for the server.
+
         Args:
-            num_bytes (`int`): Of a message.
+            num_bytes (`int`): Size of the message.
 
         Raises:
-            ValueError: If it is larger than the server takes.
+            ValueError: If the message is larger than the server accepts.
         """
         if num_bytes > self._max_message_bytes:
             raise ValueError(
-                f"The message has {num_bytes} bytes, and the server takes at most {self._max_message_bytes}: use a "
-                "smaller batch or wire dtype, or raise its max_message_bytes."
+                f"The message has {num_bytes} bytes, but the server accepts at most {self._max_message_bytes} bytes. "
+                "Use a smaller batch or wire dtype, or raise max_message_bytes of the server."
             )
 
     def end_step(self) -> None:
-        """Nothing."""
+        """Do nothing: the link does not count steps."""
 
     def close(self) -> None:
-        """Take leave of the server, which need not be there, and let the connection go."""
+        """Disconnect from the server, if it is reachable, and close the connection."""
         if self._closed.is_set():
             return
-        self._break(LinkError, "This link was closed.")
+        self._fail(LinkError, "The link was closed.")
         self._closed.set()
-        self._question.cancel()
-        self._heart.join()
-        assert self._broken is not None
+        self._unary_call.cancel()
+        self._heartbeat_thread.join()
+        assert self._failure is not None
         if self._interrupted:
             self._channel.close()
             self._channel = self._make_channel()
-        # Otherwise the server holds the client for alive until its heartbeat_timeout.
-        if self._broken[0] not in (ServerUnreachableError, SessionLostError):
+        # Without this call, the server would treat the client as connected until its heartbeat_timeout.
+        if self._failure[0] not in (ServerUnreachableError, SessionLostError):
             try:
-                self._unary("Leave", {"session": self._session}, timeout=min(5.0, self._reconnect_timeout))
+                self._unary("Leave", {"session": self._session_id}, timeout=min(5.0, self._reconnect_timeout))
             except self._grpc.RpcError as error:
-                logger.warning(f"{self.client_id!r} could not take leave of {self.address}: {_details(error)}")
+                logger.warning(
+                    f"Client {self.client_id!r} could not disconnect from {self.address}: {_status_text(error)}"
+                )
         self._channel.close()
 
     def __enter__(self) -> GrpcLink:
@@ -188,228 +210,239 @@ class GrpcLink:
     ) -> None:
         self.close()
 
-    def _connect(self, terms: SessionConfig, connect_timeout: float) -> ConnectResponse:
-        """What the server grants."""
+    def _connect(self, session_config: SessionConfig, connect_timeout: float) -> ConnectResponse:
         request = {
             "version": VERSION,
             "client_id": self.client_id,
             "process": secrets.token_hex(16),
-            "terms": terms.to_dict(),
+            "terms": session_config.to_dict(),
         }
         deadline = time.monotonic() + connect_timeout
         for pause in _pauses():
             try:
-                left = max(deadline - time.monotonic(), 0.01)
-                return ConnectResponse.from_text(self._unary("Connect", request, timeout=left))
+                remaining = max(deadline - time.monotonic(), 0.01)
+                return ConnectResponse.from_json(self._unary("Connect", request, timeout=remaining))
             except self._grpc.RpcError as error:
                 code = error.code().name
-                ended = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
+                is_final = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
                 if code == "UNIMPLEMENTED":
                     raise ServerUnreachableError(
-                        f"What answers at {self.address} is no server of split models."
+                        f"The server at {self.address} is not a server of split models."
                     ) from None
-                if code in (*_TROUBLE, "DEADLINE_EXCEEDED") and ended:
-                    raise ServerUnreachableError(self._no_connection(error, connect_timeout)) from None
-                if code not in (*_TROUBLE, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", _BUSY) or ended:
+                if code in (*_CONNECTION_ERRORS, "DEADLINE_EXCEEDED") and is_final:
+                    raise ServerUnreachableError(self._no_connection_text(error, connect_timeout)) from None
+                if code not in (*_CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", _BUSY) or is_final:
                     raise ClientRefusedError(f"{self.address}: {error.details()}") from None
             except ValueError as error:
-                raise ServerUnreachableError(f"What answers at {self.address} is no such server: {error}") from None
+                raise ServerUnreachableError(
+                    f"The server at {self.address} is not a server of split models: {error}"
+                ) from None
             time.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _no_connection(self, error: Any, connect_timeout: float) -> str:
+    def _no_connection_text(self, error: Any, connect_timeout: float) -> str:
         return (
-            f"{self.client_id!r} got no connection to {self.address} within {connect_timeout:g} s. Look whether the "
-            "server runs there; whether its certificate is for this host name and by the authority that this client "
-            "was given; whether the client's certificate is by the authority that the server was given; and whether "
-            f"both are still good. gRPC says: {_details(error)}"
+            f"{self.client_id!r} got no connection to {self.address} within {connect_timeout:g} s. Check that the "
+            "server runs at this address, that the server's certificate contains this host name, that both "
+            "certificates are signed by the authority that the other party was given, and that the certificates have "
+            f"not expired. gRPC status: {_status_text(error)}"
         )
 
-    def _carry(self, method: str, blob: bytes) -> bytes:
-        """Carry one message there and its answer back, over as many connections as it takes."""
-        with self._turn:
-            self._check_whole()
+    def _send(self, method: str, blob: bytes) -> bytes:
+        """Send one message and return its answer, over as many connections as necessary."""
+        with self._message_lock:
+            self._check_usable()
             self.check_size(len(blob))
-            header = MessageHeader(self._session, self._number, secrets.token_hex(8), len(blob))
+            header = MessageHeader(self._session_id, self._next_number, secrets.token_hex(8), len(blob))
             try:
-                outcome = self._until_answered(method, header, blob)
+                outcome = self._send_until_answered(method, header, blob)
             except LinkError:
                 raise
             except BaseException as error:
-                # Interrupted, nobody knows how far it went, nor whether gRPC ends any call of the channel again.
+                # After an interrupt, the state of the message is not known, and gRPC may never end the calls of the
+                # channel.
                 self._interrupted = not isinstance(error, Exception)
-                self._break(LinkError, f"Message {self._number} was given up ({type(error).__name__}).")
+                self._fail(LinkError, f"Message {self._next_number} was interrupted ({type(error).__name__}).")
                 raise
-            self._number += 1
+            self._next_number += 1
         return outcome.result()
 
-    def _until_answered(self, method: str, header: MessageHeader, blob: bytes) -> Outcome:
+    def _send_until_answered(self, method: str, header: MessageHeader, blob: bytes) -> Outcome:
         deadline = time.monotonic() + self._answer_timeout
-        troubled_at: float | None = None
+        failing_since: float | None = None
         for pause in _pauses():
-            began_at = time.monotonic()
+            started_at = time.monotonic()
             try:
-                return self._try(method, header, blob, timeout=max(deadline - began_at, 0.01))
+                return self._attempt(method, header, blob, timeout=max(deadline - started_at, 0.01))
             except self._grpc.RpcError as error:
-                self._check_whole()
+                self._check_usable()
                 code, now = error.code().name, time.monotonic()
                 if code == "DEADLINE_EXCEEDED" or now + pause > deadline:
-                    self._raise(AnswerTimeoutError, self._no_answer(header.number, code))
-                if code in _TROUBLE:
-                    # A sign of life since then began it anew.
-                    troubled_at = max(now if troubled_at is None else troubled_at, self._heard_at)
-                    if now + pause - troubled_at > self._reconnect_timeout:
-                        self._raise(ServerUnreachableError, self._gone(error))
+                    self._fail_and_raise(AnswerTimeoutError, self._no_answer_text(header.number, code))
+                if code in _CONNECTION_ERRORS:
+                    # Activity of the server restarts the timeout.
+                    failing_since = max(now if failing_since is None else failing_since, self._last_active_at)
+                    if now + pause - failing_since > self._reconnect_timeout:
+                        self._fail_and_raise(ServerUnreachableError, self._unreachable_text(error))
                 elif code == _BUSY:
-                    troubled_at = None
+                    failing_since = None
                 else:
                     kind = SessionLostError if code == "FAILED_PRECONDITION" else LinkError
-                    self._raise(kind, f"{self.address}: {error.details()}{_ADVICE}")
+                    self._fail_and_raise(kind, f"{self.address}: {error.details()}{_ADVICE}")
             except ValueError as error:
-                self._raise(LinkError, f"What {self.address} answered is refused: {error}")
+                self._fail_and_raise(LinkError, f"The answer of {self.address} was rejected: {error}")
             if self._closed.wait(pause):
-                self._check_whole()
+                self._check_usable()
         raise AssertionError("unreachable")
 
-    def _try(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
-        # Under the lock a call is not begun on a channel that is being replaced.
-        with self._state:
+    def _attempt(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
+        # The lock prevents a call from starting on a channel that is being replaced.
+        with self._state_lock:
             call = self._channel.stream_stream(f"/{SERVICE}/{method}")(
-                self._moving(chunks(blob)), timeout=timeout, metadata=((HEADER_KEY, header.to_text()),)
+                self._record_activity(split_into_chunks(blob)),
+                timeout=timeout,
+                metadata=((HEADER_KEY, header.to_json()),),
             )
-            self._call = call
-            if self._broken is not None:
+            self._message_call = call
+            if self._failure is not None:
                 call.cancel()
         try:
-            return Outcome.from_frames(self._moving(call), self._max_answer_bytes)
+            return Outcome.from_frames(self._record_activity(call), self._max_answer_bytes)
         finally:
-            # Of one that ended this changes nothing.
+            # Cancelling a completed call has no effect.
             call.cancel()
-            with self._state:
-                self._call = None
+            with self._state_lock:
+                self._message_call = None
 
-    def _moving(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """What moves in either direction, which is a sign of life: gRPC asks for more where the last was carried."""
-        for piece in pieces:
-            yield piece
-            self._heard_at = time.monotonic()
+    def _record_activity(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """
+        Yield chunks, and record the time after each chunk as activity of the server.
+
+        This also holds for sent chunks: gRPC requests the next chunk only after it transmitted the previous chunk.
+        """
+        for chunk in chunks:
+            yield chunk
+            self._last_active_at = time.monotonic()
 
     def _unary(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
-        ask = self._channel.unary_unary(f"/{SERVICE}/{method}").future
-        self._question = ask(json.dumps(request).encode(), timeout=timeout)
+        start = self._channel.unary_unary(f"/{SERVICE}/{method}").future
+        self._unary_call = start(json.dumps(request).encode(), timeout=timeout)
         try:
-            answer: bytes = self._question.result(timeout + _GRACE)
+            answer: bytes = self._unary_call.result(timeout + _GRACE)
         except self._grpc.FutureTimeoutError:
-            self._question.cancel()
-            raise _never_ended(self._grpc) from None
+            self._unary_call.cancel()
+            raise _never_ended_error(self._grpc) from None
         return answer
 
-    def _beat(self) -> None:
-        """Give signs of life, and look for the server's, until the link ends."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until the link ends, and end the link if the server does not answer them."""
         failing_since: float | None = None
         timeout = self._reconnect_timeout / 3
-        while not self._closed.wait(self._interval) and self._broken is None:
-            began_at = time.monotonic()
+        while not self._closed.wait(self._heartbeat_interval) and self._failure is None:
+            started_at = time.monotonic()
             try:
-                self._unary("Heartbeat", {"session": self._session}, timeout)
-                failing_since, self._heard_at = None, time.monotonic()
+                self._unary("Heartbeat", {"session": self._session_id}, timeout)
+                failing_since, self._last_active_at = None, time.monotonic()
             except self._grpc.FutureCancelledError:
                 # The link is being closed.
                 return
             except self._grpc.RpcError as error:
                 code = error.code().name
-                if code not in (*_TROUBLE, _BUSY, "DEADLINE_EXCEEDED"):
-                    self._break(SessionLostError, f"{self.address}: {error.details()}{_ADVICE}")
+                if code not in (*_CONNECTION_ERRORS, _BUSY, "DEADLINE_EXCEEDED"):
+                    self._fail(SessionLostError, f"{self.address}: {error.details()}{_ADVICE}")
                     return
-                if code == _BUSY or self._heard_at > began_at:
-                    # It lives, and has much to do or to carry.
+                if code == _BUSY or self._last_active_at > started_at:
+                    # The server is alive, but busy or transmitting a large message.
                     failing_since = None
                     continue
-                failing_since = began_at if failing_since is None else failing_since
+                failing_since = started_at if failing_since is None else failing_since
                 if time.monotonic() - failing_since > self._reconnect_timeout:
-                    self._break(ServerUnreachableError, self._gone(error))
+                    self._fail(ServerUnreachableError, self._unreachable_text(error))
                     return
                 if code == "DEADLINE_EXCEEDED":
-                    self._renew_channel()
+                    self._replace_channel()
 
-    def _renew_channel(self) -> None:
-        """Leave a connection that stands and carries nothing. What was under way on it comes again over another."""
-        with self._state:
-            if self._broken is None:
+    def _replace_channel(self) -> None:
+        """Replace a connection that is open but transmits no data. The current message is sent again."""
+        with self._state_lock:
+            if self._failure is None:
                 self._channel.close()
                 self._channel = self._make_channel()
 
-    def _no_answer(self, number: int, code: str) -> str:
-        why = "had no room for it" if code == _BUSY else "did not answer it"
+    def _no_answer_text(self, number: int, code: str) -> str:
+        reason = "had no free slot for" if code == _BUSY else "did not answer"
         return (
-            f"The server at {self.address} {why} within answer_timeout, {self._answer_timeout:g} s: message {number}."
-            f" It may wait for other clients.{_ADVICE}"
+            f"The server at {self.address} {reason} message {number} within answer_timeout={self._answer_timeout:g} s."
+            f" The server may be waiting for other clients.{_ADVICE}"
         )
 
-    def _gone(self, error: Any) -> str:
+    def _unreachable_text(self, error: Any) -> str:
         return (
-            f"The server at {self.address} gave no sign of life for reconnect_timeout, {self._reconnect_timeout:g} s. "
-            f"gRPC says: {_details(error)}.{_ADVICE}"
+            f"The server at {self.address} was not active for reconnect_timeout={self._reconnect_timeout:g} s. gRPC "
+            f"status: {_status_text(error)}.{_ADVICE}"
         )
 
-    def _check_whole(self) -> None:
-        with self._state:
-            broken = self._broken
-        if broken is not None:
-            raise broken[0](broken[1])
+    def _check_usable(self) -> None:
+        """Raise the failure of the link, if it failed or was closed."""
+        with self._state_lock:
+            failure = self._failure
+        if failure is not None:
+            raise failure[0](failure[1])
 
-    def _break(self, kind: type[LinkError], text: str) -> None:
-        """End the link for good; the first reason stays. A message under way ends too."""
-        with self._state:
-            if self._broken is None:
-                self._broken = (kind, text)
-            if self._call is not None:
-                self._call.cancel()
+    def _fail(self, kind: type[LinkError], text: str) -> None:
+        """End the link and cancel the call of the current message. A previous error of the link is kept."""
+        with self._state_lock:
+            if self._failure is None:
+                self._failure = (kind, text)
+            if self._message_call is not None:
+                self._message_call.cancel()
 
-    def _raise(self, kind: type[LinkError], text: str) -> None:
-        self._break(kind, text)
-        self._check_whole()
-
-
-_ADVICE = " Whether the last message was carried out is not known: make a new link, and resume from a checkpoint."
+    def _fail_and_raise(self, kind: type[LinkError], text: str) -> None:
+        self._fail(kind, text)
+        self._check_usable()
 
 
-def _never_ended(grpc: Any) -> Any:
-    """What a call ends with that gRPC itself does not end, as after an interrupt in its midst."""
+_ADVICE = (
+    " It is not known whether the server processed the last message. Create a new link and resume from a checkpoint."
+)
+
+
+def _never_ended_error(grpc: Any) -> Any:
+    """Return the error of a call that gRPC does not end, which can happen after an interrupt."""
 
     class NeverEndedError(grpc.RpcError):
         def code(self) -> Any:
             return grpc.StatusCode.DEADLINE_EXCEEDED
 
         def details(self) -> str:
-            return "gRPC did not end the call in its time."
+            return "gRPC did not end the call within its timeout."
 
     return NeverEndedError()
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds to wait between attempts: twice as long each time, and not the same for all clients."""
+    """Yield the seconds to wait between attempts. They double each time and are random, to spread the clients."""
     generator, longest = random.Random(), _FIRST_PAUSE
     while True:
         yield longest * generator.uniform(0.5, 1)
         longest = min(2 * longest, _LONGEST_PAUSE)
 
 
-def _details(error: Any) -> str:
+def _status_text(error: Any) -> str:
     return f"{error.code().name}: {error.details()}"
 
 
-def _channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
+def _create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
     options = [
-        # When to try again is decided here, and soon enough within reconnect_timeout.
+        # The link itself repeats calls. gRPC must reconnect fast enough for reconnect_timeout.
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        # Another link of this process has a connection of its own.
+        # Each link of a process has its own connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if credentials is None:
         return grpc.insecure_channel(address, options)
-    secured = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    return grpc.secure_channel(address, secured, options)
+    tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return grpc.secure_channel(address, tls, options)

@@ -1,4 +1,4 @@
-"""Who a party of a split model is to others over TLS, and what may go without."""
+"""TLS credentials of a party, and the check for connections without TLS."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..security.certificates import client_certificate
 
 def require_grpc(user: str) -> Any:
     """
-    The module `grpc`.
+    Import the module `grpc` and return it.
 
     Args:
-        user (`str`): What needs it.
+        user (`str`): Name of the class that needs gRPC, for the error.
 
     Raises:
-        ImportError: With the extra that brings it, if it is not installed.
+        ImportError: If `grpcio` is not installed. The message names the extra to install.
     """
     if importlib.util.find_spec("grpc") is None:
         raise ImportError(f"{user} needs grpcio. Install it with: pip install 'hf-federated[split]'")
@@ -32,15 +32,15 @@ def require_grpc(user: str) -> Any:
 @dataclass(frozen=True)
 class TlsCredentials:
     """
-    A party's certificate and key, and the authority whose certificates it takes from the other side.
+    A party's certificate and key, and the certificate authority that must have signed the peer's certificate.
 
     Args:
-        certificate (`bytes`): PEM.
-        key (`bytes`): PEM, without a password. It stands in no text form of the object.
-        authority (`bytes`): PEM of the authority's certificate.
+        certificate (`bytes`): The party's certificate, as PEM.
+        key (`bytes`): The party's private key without a password, as PEM. `repr` does not show the key.
+        authority (`bytes`): The certificate of the authority, as PEM.
 
     Raises:
-        ValueError: If one of them is no PEM of its kind.
+        ValueError: If an argument is not a PEM of its kind.
 
     Example:
 
@@ -60,18 +60,19 @@ class TlsCredentials:
     authority: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        for name, mark in (("certificate", b"CERTIFICATE-----"), ("key", b"PRIVATE KEY-----"), ("authority", b"")):
-            if (mark or b"CERTIFICATE-----") not in getattr(self, name):
-                raise ValueError(f"{name} is no PEM of its kind: `hf-federated certificates` writes such files.")
+        for name, label in (("certificate", b"CERTIFICATE-----"), ("key", b"PRIVATE KEY-----"), ("authority", b"")):
+            if (label or b"CERTIFICATE-----") not in getattr(self, name):
+                kind = "private key" if name == "key" else "certificate"
+                raise ValueError(f"{name} is not a {kind} in PEM. `hf-federated certificates` creates such files.")
 
     @classmethod
     def of_server(cls, folder: str | os.PathLike[str]) -> TlsCredentials:
-        """The server's, of a folder that `hf-federated certificates` wrote."""
+        """Load the credentials of the server from a folder that `hf-federated certificates` created."""
         return cls.from_files(Path(folder) / "server.pem", Path(folder) / "ca.pem")
 
     @classmethod
     def of_client(cls, folder: str | os.PathLike[str], client_id: str) -> TlsCredentials:
-        """A client's, of a folder that `hf-federated certificates` wrote."""
+        """Load the credentials of a client from a folder that `hf-federated certificates` created."""
         return cls.from_files(client_certificate(folder, client_id), Path(folder) / "ca.pem")
 
     @classmethod
@@ -82,12 +83,13 @@ class TlsCredentials:
         key: str | os.PathLike[str] | None = None,
     ) -> TlsCredentials:
         """
-        Read the files.
+        Load credentials from PEM files.
 
         Args:
-            certificate (`str` or `os.PathLike`): The party's own.
-            authority (`str` or `os.PathLike`): The authority's.
-            key (`str` or `os.PathLike`, *optional*): By default beside the certificate, ending in `.key`.
+            certificate (`str` or `os.PathLike`): Path of the party's certificate.
+            authority (`str` or `os.PathLike`): Path of the authority's certificate.
+            key (`str` or `os.PathLike`, *optional*): Path of the party's private key. Defaults to the path of the
+                certificate with the suffix `.key`.
         """
         key_path = Path(certificate).with_suffix(".key") if key is None else Path(key)
         return cls(Path(certificate).read_bytes(), key_path.read_bytes(), Path(authority).read_bytes())
@@ -95,28 +97,39 @@ class TlsCredentials:
 
 def check_credentials(credentials: TlsCredentials | None, insecure: bool, address: str) -> None:
     """
+    Check that a connection without TLS is requested explicitly and uses a loopback address.
+
+    Args:
+        credentials ([`TlsCredentials`], *optional*): The credentials of the party.
+        insecure (`bool`): Whether the user requests a connection without TLS.
+        address (`str`): The address of the server, as `host:port`.
+
     Raises:
-        ValueError: If there is neither TLS nor the explicit wish to do without, or the address is reached by others.
+        ValueError: If both or neither of `credentials` and `insecure` are set, or `insecure` is set and the address is
+            not a loopback address.
     """
     host = host_of(address)
     if (credentials is None) is not insecure:
         raise ValueError(
-            "Give either credentials or insecure=True: without TLS anybody who reaches the address is any client."
+            "Pass either credentials or insecure=True. Without TLS, any process that reaches the address can"
+            " impersonate any client."
         )
     if insecure and not _is_loopback(host):
-        raise ValueError(f"insecure=True is for loopback addresses such as 127.0.0.1, and {host!r} is none: use TLS.")
+        raise ValueError(
+            f"insecure=True requires a loopback address such as 127.0.0.1, but the host is {host!r}. Pass credentials."
+        )
 
 
 def host_of(address: str) -> str:
     """
-    The host of `host:port`.
+    Return the host of an address of the form `host:port`.
 
     Raises:
         ValueError: If the address has another form.
     """
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"The address {address!r} is not of the form host:port, such as split.example.org:50051.")
+        raise ValueError(f"The address {address!r} does not have the form host:port, such as split.example.org:50051.")
     return host
 
 

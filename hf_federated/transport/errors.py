@@ -1,42 +1,44 @@
-"""What goes wrong on the way to a server, and what the server refuses."""
+"""Errors of the transport: failures of a link to the server, and requests that the server rejects."""
 
 from __future__ import annotations
 
 
 class LinkError(RuntimeError):
     """
-    A link to a server that is of no use any more. Whether the server carried out the message under way is not known,
-    so nothing goes on as if it had: make a new link and resume from a checkpoint.
+    Base class of the errors that end a link to a server.
+
+    The client does not know whether the server processed the last message. Create a new link and resume from a
+    checkpoint.
     """
 
 
 class ClientRefusedError(LinkError):
-    """The server refuses the client: its certificate or id, or because the two do not agree on the model."""
+    """Raised when the server refuses the client: wrong certificate, unknown id, or different session settings."""
 
 
 class ServerUnreachableError(LinkError):
-    """Nobody answers at the server's address, or nobody that this client trusts or that trusts it."""
+    """Raised when the server does not respond, or when client and server do not trust each other's certificates."""
 
 
 class SessionLostError(LinkError):
-    """The server does not know the client's session: it was started anew, or gave the client up."""
+    """Raised when the server does not know the client's session: it was restarted, or the session timed out."""
 
 
 class AnswerTimeoutError(LinkError, TimeoutError):
-    """The server lives, and did not answer a message in time."""
+    """Raised when the server is alive but does not answer a message in time."""
 
 
 class ServerFailedError(RuntimeError):
-    """The server failed while it answered a message, for a reason that only its log tells. The link goes on."""
+    """Raised when the server fails while it processes a message. Its log has the reason. The link stays usable."""
 
 
 class RequestRejectedError(Exception):
     """
-    What the server's side of the protocol refuses.
+    Raised on the server for a request that it rejects.
 
     Args:
-        code (`str`): Name of the `grpc.StatusCode` that says it.
-        text (`str`): For the client's user.
+        code (`str`): Name of the `grpc.StatusCode` that the client receives.
+        text (`str`): Message for the user of the client.
     """
 
     def __init__(self, code: str, text: str) -> None:

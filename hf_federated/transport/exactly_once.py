@@ -1,4 +1,4 @@
-"""Each message of a session is carried out once, however often it comes."""
+"""Exactly-once processing of the messages of a session, however often a message is delivered."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .protocol import Outcome
 
 class ExactlyOnceExecutor:
     """
-    Carries out the messages of one session in order and once each, and tells how the last one ended as often as it is
-    asked. A message that comes again while it is being carried out waits for it.
+    Processes the messages of one session in order and exactly once.
+
+    If the most recent message is delivered again, the executor returns the stored outcome. If the message is still
+    being processed, the repeated delivery waits for the outcome.
 
     Args:
-        sender (`str`): Whose messages they are, for errors.
+        sender (`str`): Id of the client that sends the messages, for errors.
 
     Example:
 
@@ -24,107 +26,118 @@ class ExactlyOnceExecutor:
     >>> from hf_federated.transport.exactly_once import ExactlyOnceExecutor
     >>> from hf_federated.transport.protocol import Outcome
 
-    >>> once = ExactlyOnceExecutor("north")
-    >>> once.carry_out(0, "a1", lambda: Outcome("answer", b"done"))
+    >>> executor = ExactlyOnceExecutor("north")
+    >>> executor.execute(0, "a1", lambda: Outcome("answer", b"done"))
     Outcome(kind='answer', blob=b'done', text='')
-    >>> once.carry_out(0, "a1", lambda: Outcome("answer", b"done again"))
+    >>> executor.execute(0, "a1", lambda: Outcome("answer", b"done again"))
     Outcome(kind='answer', blob=b'done', text='')
-    >>> once.carry_out(2, "a3", lambda: Outcome("answer", b"done"))
+    >>> executor.execute(2, "a3", lambda: Outcome("answer", b"done"))
     Traceback (most recent call last):
-    hf_federated.transport.errors.RequestRejectedError: Message 2 of 'north' came, and 1 is the next: one was lost, ...
+    hf_federated.transport.errors.RequestRejectedError: Message 2 of 'north' arrived, but message 1 is expected: ...
     ```
     """
 
     def __init__(self, sender: str) -> None:
         self._sender = sender
         self._changed = threading.Condition()
-        self._next = 0
-        self._running = False
-        # Of the message that is being carried out, or else of the last one.
+        self._next_number = 0
+        self._is_running = False
+        # Token and outcome of the message that is being processed, or of the most recent message.
         self._token = ""
         self._outcome: Outcome | None = None
 
     def is_new(self, number: int, token: str) -> bool:
         """
-        Whether a message was not carried out and is not being carried out, so that its content is needed.
-
-        Raises:
-            RequestRejectedError: If it is neither the next message nor the last one again.
-        """
-        with self._changed:
-            return self._place(number, token) == "next"
-
-    def carry_out(self, number: int, token: str, do: Callable[[], Outcome]) -> Outcome | None:
-        """
-        Carry a message out, unless that was done or is being done.
+        Whether a message is neither processed nor being processed, so that its content is needed.
 
         Args:
-            number (`int`): Messages before it.
-            token (`str`): Which message it is.
-            do (`Callable[[], Outcome]`): Carries it out. It does not raise.
-
-        Returns:
-            `Outcome`: How it ended.
+            number (`int`): Number of the message in the session, from 0.
+            token (`str`): Random token that identifies the message.
 
         Raises:
-            RequestRejectedError: If it is neither the next message nor the last one again.
+            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
+                message.
         """
         with self._changed:
-            if self._place(number, token) == "next":
-                # The answer before was received: its bytes can go.
-                self._running, self._token, self._outcome = True, token, None
+            return self._state(number, token) == "next"
+
+    def execute(self, number: int, token: str, call: Callable[[], Outcome]) -> Outcome | None:
+        """
+        Process a message, unless it is processed or being processed.
+
+        Args:
+            number (`int`): Number of the message in the session, from 0.
+            token (`str`): Random token that identifies the message.
+            call (`Callable[[], Outcome]`): Processes the message. It must not raise exceptions.
+
+        Returns:
+            `Outcome`: The outcome of the message.
+
+        Raises:
+            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
+                message.
+        """
+        with self._changed:
+            if self._state(number, token) == "next":
+                # The next message confirms that the client received the previous answer, so its bytes can be freed.
+                self._is_running, self._token, self._outcome = True, token, None
             else:
                 return self._wait(number, token, lambda: True)
-        outcome = do()
+        outcome = call()
         with self._changed:
-            self._running, self._outcome = False, outcome
-            self._next += 1
+            self._is_running, self._outcome = False, outcome
+            self._next_number += 1
             self._changed.notify_all()
         return outcome
 
-    def wait(self, number: int, token: str, wanted: Callable[[], bool]) -> Outcome | None:
+    def wait_for_outcome(self, number: int, token: str, is_waiting: Callable[[], bool]) -> Outcome | None:
         """
-        How a message ended that was carried out or is being carried out.
+        Wait for the outcome of a message that is processed or being processed.
 
         Args:
-            number (`int`): Messages before it.
-            token (`str`): Which message it is.
-            wanted (`Callable[[], bool]`): Whether anybody waits; asked whenever `wake` is called.
+            number (`int`): Number of the message in the session, from 0.
+            token (`str`): Random token that identifies the message.
+            is_waiting (`Callable[[], bool]`): Whether the client still waits for the outcome. Called again after each
+                `notify_waiters`.
 
         Returns:
-            `Outcome`, *optional*: `None` where nobody waits any more.
+            `Outcome`, *optional*: The outcome, or `None` if the client no longer waits.
 
         Raises:
-            RequestRejectedError: If it is neither the next message nor the last one again.
+            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
+                message.
         """
         with self._changed:
-            return self._wait(number, token, wanted)
+            return self._wait(number, token, is_waiting)
 
-    def wake(self) -> None:
-        """Let those that wait look whether anybody still wants them to."""
+    def notify_waiters(self) -> None:
+        """Wake all waiting calls, which check whether their clients still wait."""
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, number: int, token: str, wanted: Callable[[], bool]) -> Outcome | None:
-        while self._place(number, token) == "running":
-            if not wanted():
+    def _wait(self, number: int, token: str, is_waiting: Callable[[], bool]) -> Outcome | None:
+        while self._state(number, token) == "running":
+            if not is_waiting():
                 return None
             self._changed.wait()
         return self._outcome
 
-    def _place(self, number: int, token: str) -> Literal["next", "running", "done"]:
-        if number == self._next and not self._running:
+    def _state(self, number: int, token: str) -> Literal["next", "running", "done"]:
+        if number == self._next_number and not self._is_running:
             return "next"
-        if number == self._next or (number == self._next - 1 and not self._running):
+        if number == self._next_number or (number == self._next_number - 1 and not self._is_running):
             if token != self._token:
                 raise RequestRejectedError(
                     "OUT_OF_RANGE",
-                    f"Two different messages of {self._sender!r} came as number {number}: a session is for one link "
-                    "of one process, which sends one message at a time.",
+                    f"Two different messages of {self._sender!r} have the number {number}. A session allows one link "
+                    "in one process, which sends one message at a time.",
                 )
-            return "running" if self._running else "done"
-        if number > self._next:
-            text = f"{self._next} is the next: one was lost, or sent before its turn"
+            return "running" if self._is_running else "done"
+        if number > self._next_number:
+            reason = "a message was lost, or sent out of order"
         else:
-            text = f"{self._next} is the next: its answer is not kept any more"
-        raise RequestRejectedError("OUT_OF_RANGE", f"Message {number} of {self._sender!r} came, and {text}.")
+            reason = "the answer is no longer stored"
+        raise RequestRejectedError(
+            "OUT_OF_RANGE",
+            f"Message {number} of {self._sender!r} arrived, but message {self._next_number} is expected: {reason}.",
+        )

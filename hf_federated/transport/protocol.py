@@ -1,14 +1,15 @@
-"""What a client and a server of a split model say to each other over gRPC, and in which form.
+"""
+The protocol between the clients and the server of a split model over gRPC.
 
 | method | kind | request | response |
 |---|---|---|---|
-| `Connect` | unary | JSON: version, client id, the process's own token, terms | JSON: session, timeouts, limits |
-| `Exchange`, `Hello`, `Finish` | stream | chunks; the header is JSON in the call's metadata | JSON header, chunks |
-| `Heartbeat`, `Leave` | unary | JSON: session | JSON: nothing |
+| `Connect` | unary | JSON: version, client id, process token, session config | JSON: session id, timeouts, limits |
+| `Exchange`, `Hello`, `Finish` | stream | chunks; JSON header in the call's metadata | JSON header, then chunks |
+| `Heartbeat`, `Leave` | unary | JSON: session id | JSON: empty object |
 
-Messages and answers travel in chunks of 1 MiB, so gRPC's limit of 4 MiB a frame holds for every call and the size of
-a message is bounded by what the server states alone. What an answer's header says is how the answering ended; what
-gRPC's status says is that nothing was answered. Nothing is unpickled, and JSON is read with every field checked.
+Messages and answers are sent in chunks of 1 MiB, which is below gRPC's limit of 4 MiB per frame. Only the server's own
+limit bounds the size of a message. The header of an answer contains the outcome of the processing. A gRPC error status
+means that there is no outcome. No data is unpickled, and every field of the JSON objects is checked.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ logger = logging.get_logger(__name__)
 
 VERSION = 1
 SERVICE = "hf_federated.Split"
-# What a message asks of the server's end of a link, by method.
+# The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
 HEADER_KEY = "hf-federated-message"
 CHUNK_BYTES = 1 << 20
 DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
-# gRPC drops a call whose metadata, status text included, has more than 8 KiB, and text may be escaped to thrice its
-# size on the way.
+# gRPC drops a call whose metadata, including the status text, has more than 8 KiB. Escaping can triple the size of the
+# text.
 MAX_STATUS_CHARACTERS = 1500
 MAX_TEXT_CHARACTERS = 8000
 
@@ -43,86 +44,92 @@ _OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("answer", "value_error", "timeout", "
 T = TypeVar("T", bound="Header")
 
 
-def chunks(blob: bytes) -> Iterator[bytes]:
-    """A blob in pieces of at most `CHUNK_BYTES`."""
+def split_into_chunks(blob: bytes) -> Iterator[bytes]:
+    """Split a blob into chunks of at most `CHUNK_BYTES`."""
     view = memoryview(blob)
     return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
 
 
-def gather(pieces: Iterable[bytes], num_bytes: int, on_piece: Callable[[], None] | None = None) -> bytes:
+def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], None] | None = None) -> bytes:
     """
-    The blob that came in pieces.
+    Join the chunks of a blob.
 
     Args:
-        pieces (`Iterable[bytes]`): What comes.
-        num_bytes (`int`): How many bytes were announced.
-        on_piece (`Callable[[], None]`, *optional*): Called after each piece.
+        chunks (`Iterable[bytes]`): The received chunks.
+        num_bytes (`int`): Size of the blob according to its header.
+        on_chunk (`Callable[[], None]`, *optional*): Called after each chunk.
 
     Raises:
-        ValueError: If there are more or fewer bytes. Not more than announced are kept.
+        ValueError: If more or fewer than `num_bytes` bytes arrive. Never more than `num_bytes` bytes are stored.
     """
-    parts: list[bytes] = []
-    came = 0
-    for piece in pieces:
-        came += len(piece)
-        if came > num_bytes:
-            raise ValueError(f"A message of {num_bytes} bytes was announced, and more came.")
-        parts.append(piece)
-        if on_piece is not None:
-            on_piece()
-    if came < num_bytes:
-        raise ValueError(f"A message of {num_bytes} bytes was announced, and {came} came.")
-    return b"".join(parts)
+    received: list[bytes] = []
+    num_received = 0
+    for chunk in chunks:
+        num_received += len(chunk)
+        if num_received > num_bytes:
+            raise ValueError(f"The header announces a message of {num_bytes} bytes, but more bytes arrived.")
+        received.append(chunk)
+        if on_chunk is not None:
+            on_chunk()
+    if num_received < num_bytes:
+        raise ValueError(f"The header announces a message of {num_bytes} bytes, but {num_received} bytes arrived.")
+    return b"".join(received)
 
 
-def read_object(text: str | bytes, what: str) -> dict[str, Any]:
+def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
     """
-    A JSON object.
+    Parse a JSON object.
+
+    Args:
+        text (`str` or `bytes`): The JSON text.
+        name (`str`): Name of the object, for errors.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: If the text is not a JSON object.
     """
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{what} is not JSON.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is a JSON object, got {type(found).__name__}.")
-    return found
+        raise ValueError(f"{name} is not JSON.") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must be a JSON object, got {type(parsed).__name__}.")
+    return parsed
 
 
 @dataclass(frozen=True)
 class Header:
-    """Base of the headers: text and whole numbers from 0, as JSON in ASCII."""
+    """Base class of the headers. The fields are strings and integers of at least 0."""
 
-    def to_text(self) -> str:
-        """As JSON in ASCII, which may stand in a call's metadata."""
+    def to_json(self) -> str:
+        """Convert the header to JSON in ASCII, which the metadata of a call can contain."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls: type[T], text: str | bytes) -> T:
+    def from_json(cls: type[T], text: str | bytes) -> T:
         """
+        Parse a header.
+
         Raises:
-            ValueError: If a field is missing, of another type, below zero or not declared.
+            ValueError: If a field is missing or unknown, has another type, or is negative.
         """
-        found = read_object(text, cls.__name__)
+        values = parse_json_object(text, cls.__name__)
         types = {field.name: int if field.type == "int" else str for field in fields(cls)}
-        if found.keys() != types.keys() or not all(type(found[name]) is kind for name, kind in types.items()):
-            raise ValueError(f"{cls.__name__} has the fields {types}, got {sorted(found)}.")
-        if any(type(value) is int and value < 0 for value in found.values()):
-            raise ValueError(f"{cls.__name__} holds a number below zero.")
-        return cls(**found)
+        if values.keys() != types.keys() or not all(type(values[name]) is kind for name, kind in types.items()):
+            raise ValueError(f"{cls.__name__} has the fields {types}, got {sorted(values)}.")
+        if any(type(value) is int and value < 0 for value in values.values()):
+            raise ValueError(f"{cls.__name__} contains a negative number.")
+        return cls(**values)
 
 
 @dataclass(frozen=True)
 class ConnectResponse(Header):
     """
-    What a server grants a client that connects.
+    The server's answer to a client that connects.
 
     Args:
-        session (`str`): The name of its session.
-        heartbeat_timeout_ms (`int`): Milliseconds of silence after which it is lost.
-        max_message_bytes (`int`): The largest message that it may send.
+        session (`str`): Id of the client's session.
+        heartbeat_timeout_ms (`int`): Milliseconds without activity after which the server ends the session.
+        max_message_bytes (`int`): Size of the largest message that the client may send.
     """
 
     session: str
@@ -133,14 +140,14 @@ class ConnectResponse(Header):
 @dataclass(frozen=True)
 class MessageHeader(Header):
     """
-    What a client says of a message.
+    The header of a client's message.
 
     Args:
-        session (`str`): As the server named it.
-        number (`int`): Messages of the session before this one.
-        token (`str`): Drawn for this message. The same message has it when it comes again, and another that got the
-            same number, such as a forked process's, has not.
-        num_bytes (`int`): Of the message.
+        session (`str`): Id of the session.
+        number (`int`): Number of the message in the session, from 0.
+        token (`str`): Random token of the message. A repeated delivery has the same token. A different message with
+            the same number, such as a message of a forked process, has another token.
+        num_bytes (`int`): Size of the message.
     """
 
     session: str
@@ -152,12 +159,12 @@ class MessageHeader(Header):
 @dataclass(frozen=True)
 class AnswerHeader(Header):
     """
-    What a server says of an answer.
+    The header of the server's answer.
 
     Args:
-        outcome (`str`): How the answering ended: `"answer"`, `"value_error"`, `"timeout"` or `"failed"`.
-        text (`str`): What was wrong; empty for an answer.
-        num_bytes (`int`): Of the answer.
+        outcome (`str`): Outcome of the processing: `"answer"`, `"value_error"`, `"timeout"` or `"failed"`.
+        text (`str`): The error message. Empty if the outcome is `"answer"`.
+        num_bytes (`int`): Size of the answer.
     """
 
     outcome: str
@@ -168,12 +175,12 @@ class AnswerHeader(Header):
 @dataclass(frozen=True)
 class Outcome:
     """
-    How the answering of a message ended. It may be told more than once.
+    The outcome of processing a message. It can be sent more than once.
 
     Args:
         kind (`str`): `"answer"`, `"value_error"`, `"timeout"` or `"failed"`.
-        blob (`bytes`): The answer.
-        text (`str`): What was wrong, in place of an answer.
+        blob (`bytes`, *optional*, defaults to `b""`): The answer.
+        text (`str`, *optional*, defaults to `""`): The error message, if there is no answer.
     """
 
     kind: OutcomeKind
@@ -181,54 +188,64 @@ class Outcome:
     text: str = ""
 
     @classmethod
-    def of(cls, do: Callable[[], bytes], of_what: str) -> Outcome:
+    def from_call(cls, call: Callable[[], bytes], description: str) -> Outcome:
         """
-        Do it. Of a `ValueError` and a `TimeoutError` the text is for the client; of anything else, which may hold
-        paths or worse, it is for this process's log.
+        Run a call and return its outcome.
+
+        The client receives the text of a `ValueError` or a `TimeoutError`. Other errors can contain paths or secrets,
+        so the client receives only their class name, and the server logs the text.
+
+        Args:
+            call (`Callable[[], bytes]`): Returns the answer.
+            description (`str`): Name of the processed message, for the log.
         """
         try:
-            return cls("answer", do())
+            return cls("answer", call())
         except ValueError as error:
             return cls("value_error", text=str(error)[:MAX_TEXT_CHARACTERS])
         except TimeoutError as error:
             return cls("timeout", text=str(error)[:MAX_TEXT_CHARACTERS])
         except BaseException as error:
-            # Whatever ends a thread must not leave its client waiting.
-            logger.exception(f"{of_what} could not be answered.")
+            # Also catch exceptions such as SystemExit: otherwise the client would wait for an answer.
+            logger.exception(f"{description} could not be answered.")
             return cls("failed", text=type(error).__name__)
 
     def frames(self) -> Iterator[bytes]:
-        """What travels: the header and the answer in pieces."""
-        yield AnswerHeader(self.kind, self.text, len(self.blob)).to_text().encode("ascii")
-        yield from chunks(self.blob)
+        """Yield the header, then the chunks of the answer."""
+        yield AnswerHeader(self.kind, self.text, len(self.blob)).to_json().encode("ascii")
+        yield from split_into_chunks(self.blob)
 
     @classmethod
     def from_frames(cls, frames: Iterator[bytes], max_bytes: int) -> Outcome:
         """
-        What came.
+        Read an outcome from its frames.
+
+        Args:
+            frames (`Iterator[bytes]`): The received frames.
+            max_bytes (`int`): Size of the largest allowed answer.
 
         Raises:
-            ValueError: If it is no outcome, or has more than `max_bytes`.
+            ValueError: If the frames are not an outcome, or the answer has more than `max_bytes`.
         """
         first = next(frames, None)
         if first is None:
-            raise ValueError("An answer came without its header.")
-        header = AnswerHeader.from_text(first)
+            raise ValueError("The answer has no header.")
+        header = AnswerHeader.from_json(first)
         if header.outcome not in _OUTCOME_KINDS:
-            raise ValueError(f"An answer ends in one of {_OUTCOME_KINDS}, got {header.outcome!r}.")
+            raise ValueError(f"The outcome of an answer must be one of {_OUTCOME_KINDS}, got {header.outcome!r}.")
         if header.num_bytes > max_bytes:
-            raise ValueError(f"An answer of {header.num_bytes} bytes came; at most {max_bytes} are taken.")
-        blob = gather(frames, header.num_bytes)
+            raise ValueError(f"The answer has {header.num_bytes} bytes, but at most {max_bytes} bytes are allowed.")
+        blob = join_chunks(frames, header.num_bytes)
         return cls(header.outcome, blob, header.text)
 
     def result(self) -> bytes:
         """
-        The answer.
+        Return the answer, or raise the error of the server.
 
         Raises:
-            ValueError: What the server's answering raised, by its text.
-            TimeoutError: As well.
-            ServerFailedError: If it raised anything else.
+            ValueError: If the server raised a `ValueError`. The text is the same.
+            TimeoutError: If the server raised a `TimeoutError`. The text is the same.
+            ServerFailedError: If the server raised another exception.
         """
         if self.kind == "answer":
             return self.blob
@@ -236,9 +253,11 @@ class Outcome:
             raise ValueError(self.text)
         if self.kind == "timeout":
             raise TimeoutError(self.text)
-        raise ServerFailedError(f"The server failed while it answered ({self.text}). Its log says why.")
+        raise ServerFailedError(
+            f"The server failed while it processed the message ({self.text}). See the log of the server."
+        )
 
 
 def bad_request(error: ValueError) -> RequestRejectedError:
-    """The refusal of what is not of this protocol."""
-    return RequestRejectedError("INVALID_ARGUMENT", f"What came is not of this protocol: {error}")
+    """Return the rejection of a request that violates the protocol."""
+    return RequestRejectedError("INVALID_ARGUMENT", f"The request violates the protocol: {error}")

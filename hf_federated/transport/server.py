@@ -1,7 +1,4 @@
-"""`SplitServer`: the clients of a split model reach it over gRPC, with TLS that shows both sides who is who.
-
-It carries bytes and knows nothing of models: `answer` does the work, and may take long, as where clients meet.
-"""
+"""`SplitServer`: the server of a split model, which clients reach over gRPC with mutual TLS."""
 
 from __future__ import annotations
 
@@ -23,63 +20,75 @@ from .session_registry import SessionRegistry
 
 logger = logging.get_logger(__name__)
 
-# Of one client at once: a message that is carried out, its repetition, a heartbeat, a connection or farewell.
+# A client can have four concurrent calls: a message in progress, its repetition, a heartbeat, and a connect or leave.
 _CALLS_PER_CLIENT = 4
 
 
 class SplitServer:
     """
-    Answers the clients of a split model.
+    Receives the messages of the clients of a split model and returns the answers.
 
-    A client is who its certificate says: its common name must be the id that the client gives, and among `clients`.
-    A message that comes again is answered with the same bytes and not carried out again. What a client sends is read
-    when there is room for it: at most one message and one answer a client are in memory.
+    The certificate authenticates a client: its common name must be the client id, and `clients` must contain the id.
+    The server transmits bytes and does not interpret them; `answer` does the work. If a message is delivered again,
+    the server returns the same bytes and does not call `answer` again. The server reads a message only when a slot is
+    free, so at most one message and one answer of each client are in memory.
 
     Args:
         answer (`Callable[[str, bytes], bytes]`):
-            Given a client's id and a message, the answer. Called in threads of the server, for one message of a client
-            at a time, for several clients side by side. A `ValueError` or `TimeoutError` reaches the client by its
-            text; of anything else it learns the class alone. It must come to an end when the server closes.
-        credentials ([`TlsCredentials`], *optional*): The server's. `None` only with `insecure=True`.
-        clients (`Sequence[str]`): Ids of those that may come.
-        terms ([`SessionConfig`]): What a client must have alike.
-        address (`str`, *optional*, defaults to `"127.0.0.1:0"`): Where to listen; port 0 takes a free one.
-        insecure (`bool`, *optional*, defaults to `False`): To do without TLS, on a loopback address.
+            Returns the answer to a message. The arguments are the client id and the message. The server calls `answer`
+            in its threads, for one message of a client at a time, and for several clients concurrently. `answer` may
+            block, for example until the messages of the other clients arrive. The client receives the text of a
+            `ValueError` or `TimeoutError`, but only the class name of other errors. `answer` must return when the
+            server closes.
+        credentials ([`TlsCredentials`], *optional*):
+            Credentials of the server. `None` requires `insecure=True`.
+        clients (`Sequence[str]`):
+            Ids of the clients that may connect.
+        session_config ([`SessionConfig`]):
+            Settings that a client must share with the server.
+        address (`str`, *optional*, defaults to `"127.0.0.1:0"`):
+            Address to listen on, as `host:port`. Port 0 selects a free port.
+        insecure (`bool`, *optional*, defaults to `False`):
+            Whether to use no TLS. Allowed on a loopback address only.
         encryption (`Callable[[str], ServerSession]`, *optional*):
-            A new session of keys for a client id, where messages are sealed on top of TLS.
+            Creates the encrypted session for a client id, if messages are encrypted in addition to TLS.
         on_connected (`Callable[[str], None]`, *optional*):
-            Called with a client's id before its first message. It begins anew then: whatever was under way with it is
-            void. A `ValueError` refuses the client.
-        on_left (`Callable[[str], None]`, *optional*): Called when a client says that it leaves.
+            Called with the client id after a client connects and before its first message. A client that connects
+            again starts over, so discard its unfinished work. A `ValueError` refuses the client.
+        on_left (`Callable[[str], None]`, *optional*):
+            Called with the client id when a client disconnects.
         on_lost (`Callable[[str], None]`, *optional*):
-            Called when a client was not heard for `heartbeat_timeout`, from a thread of its own. Messages of it that
-            are still being carried out end as `answer` does: where others wait for it, let them go on or fail.
-        heartbeat_timeout (`float`, *optional*, defaults to `60`): Seconds. Clients give four signs of life in that
-            time. Longer than a client's `reconnect_timeout`.
-        max_message_bytes (`int`, *optional*, defaults to 1 GiB): The largest message that a client may send.
+            Called with the client id, in a separate thread, when a client was inactive for `heartbeat_timeout`.
+            Messages of this client that are in progress end when `answer` returns. If other clients wait for this
+            client, let them continue or fail.
+        heartbeat_timeout (`float`, *optional*, defaults to `60`):
+            Seconds without activity after which a client is lost. Clients send four heartbeats in this time. Choose a
+            larger value than the clients' `reconnect_timeout`.
+        max_message_bytes (`int`, *optional*, defaults to 1 GiB):
+            Size of the largest message that a client may send.
         max_exchanges (`int`, *optional*):
-            Clients whose messages are read and carried out side by side, by default all. Others are told to come
-            again, so let it be no less than meet.
+            Number of clients whose messages are read and processed concurrently. Defaults to all clients. Further
+            clients must try again, so choose at least the number of clients that wait for each other in `answer`.
 
     Raises:
         ImportError: If `grpcio` (extra `split`) is not installed.
+        TypeError: If `clients` is a string.
         ValueError: If an argument is not allowed.
-        OSError: If the address cannot be listened at.
+        OSError: If the server cannot listen on the address.
 
     Example:
 
     ```python
-    >>> from hf_federated.split import Cut, Wire
+    >>> from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
     >>> from hf_federated.transport import GrpcLink, SplitServer
-    >>> from hf_federated.split import ModelFingerprint, SplitSessionConfig
 
     >>> model = ModelFingerprint({"hidden_size": 16}, weight_map="", samples={}, commit="a1b2")
-    >>> terms = SplitSessionConfig(model, Cut(4), Wire("float32"))
+    >>> session_config = SplitSessionConfig(model, Cut(4), Wire("float32"))
     >>> def answer(client_id, message):
     ...     return message.upper()
 
-    >>> with SplitServer(answer, None, ["north"], terms, insecure=True) as server:
-    ...     with GrpcLink(server.address, None, "north", terms, insecure=True) as link:
+    >>> with SplitServer(answer, None, ["north"], session_config, insecure=True) as server:
+    ...     with GrpcLink(server.address, None, "north", session_config, insecure=True) as link:
     ...         print(link.exchange(b"hidden states"), server.is_alive("north"))
     b'HIDDEN STATES' True
     ```
@@ -90,7 +99,7 @@ class SplitServer:
         answer: Answer,
         credentials: TlsCredentials | None,
         clients: Sequence[str],
-        terms: SessionConfig,
+        session_config: SessionConfig,
         *,
         address: str = "127.0.0.1:0",
         insecure: bool = False,
@@ -107,55 +116,56 @@ class SplitServer:
         _check_clients(clients)
         for name, value in (("heartbeat_timeout", heartbeat_timeout), ("max_message_bytes", max_message_bytes)):
             if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be more than 0.")
+                raise ValueError(f"{name}={value} is not allowed. Set it to more than 0.")
         if max_exchanges is not None and max_exchanges < 1:
-            raise ValueError(f"max_exchanges is {max_exchanges}; allowed are 1 or more, or None for all clients.")
-        self._presence = SessionRegistry(clients, heartbeat_timeout, on_lost)
+            raise ValueError(f"max_exchanges={max_exchanges} is not allowed. Set it to 1 or more, or to None.")
+        self._sessions = SessionRegistry(clients, heartbeat_timeout, on_lost)
         self._service = Service(
             answer,
-            self._presence,
-            terms,
+            self._sessions,
+            session_config,
             encryption=encryption,
             max_message_bytes=max_message_bytes,
             max_exchanges=max_exchanges or len(clients),
             on_connected=on_connected,
             on_left=on_left,
         )
-        self._calls = _Calls(self._service, grpc, names_owners=credentials is not None)
+        self._handlers = _GrpcHandlers(self._service, grpc, has_certificates=credentials is not None)
         num_calls = _CALLS_PER_CLIENT * len(clients) + 2
         self._grpc_server = grpc.server(
             ThreadPoolExecutor(num_calls, thread_name_prefix="split-server"),
-            handlers=[self._calls.handler()],
-            # What exceeds the threads would wait unseen: it is refused, and comes again.
+            handlers=[self._handlers.generic_handler()],
+            # Without this limit, calls that exceed the number of threads would wait in a queue. With the limit they
+            # are refused, and the clients try again.
             maximum_concurrent_rpcs=num_calls,
-            # Otherwise a second server may take the same port, and gets some of the clients.
+            # Without this option, a second server could use the same port and receive some of the clients.
             options=[("grpc.so_reuseport", 0)],
         )
         self.address = _listen(self._grpc_server, grpc, address, credentials)
 
     def start(self) -> None:
-        """Take clients."""
-        self._presence.start()
+        """Start to accept clients."""
+        self._sessions.start()
         self._grpc_server.start()
 
     def close(self, grace: float = 1.0) -> None:
         """
-        Take no more calls.
+        Stop the server. New calls are refused.
 
         Args:
-            grace (`float`, *optional*, defaults to `1`): Seconds for those under way, which are cut off then. A
-                message that is being carried out still comes to its end.
+            grace (`float`, *optional*, defaults to `1`): Seconds until calls in progress are aborted. The processing
+                of a message is not aborted.
         """
         self._grpc_server.stop(grace).wait()
-        self._presence.close()
+        self._sessions.close()
 
     def is_alive(self, client_id: str) -> bool:
-        """Whether a client is connected and was heard within `heartbeat_timeout`."""
-        return self._presence.is_alive(client_id)
+        """Whether a client is connected and was active within `heartbeat_timeout`."""
+        return self._sessions.is_alive(client_id)
 
     def seconds_since_heard(self, client_id: str) -> float | None:
-        """How long a client that is connected was not heard; `None` of one that is not."""
-        return self._presence.seconds_since_heard(client_id)
+        """Seconds since the last activity of a connected client, or `None` if the client is not connected."""
+        return self._sessions.seconds_since_heard(client_id)
 
     def __enter__(self) -> SplitServer:
         self.start()
@@ -167,60 +177,70 @@ class SplitServer:
         self.close()
 
 
-class _Calls:
-    """The service as gRPC calls it."""
+class _GrpcHandlers:
+    """
+    The gRPC methods of a [`Service`].
 
-    def __init__(self, service: Service, grpc: Any, names_owners: bool) -> None:
+    Args:
+        service ([`Service`]): Processes the requests.
+        grpc (`Any`): The module `grpc`.
+        has_certificates (`bool`): Whether clients have certificates, which contain their ids.
+    """
+
+    def __init__(self, service: Service, grpc: Any, has_certificates: bool) -> None:
         self._service = service
         self._grpc = grpc
-        self._names_owners = names_owners
+        self._has_certificates = has_certificates
 
-    def handler(self) -> Any:
-        """What a gRPC server takes."""
+    def generic_handler(self) -> Any:
+        """Return the handler of all methods for `grpc.server`."""
         grpc, service = self._grpc, self._service
         unary = {"Connect": service.connect, "Heartbeat": service.heartbeat, "Leave": service.leave}
-        methods = {name: grpc.unary_unary_rpc_method_handler(self._unary(do)) for name, do in unary.items()}
+        methods = {
+            name: grpc.unary_unary_rpc_method_handler(self._unary_method(process)) for name, process in unary.items()
+        }
         for name, kind in KINDS.items():
-            methods[name] = grpc.stream_stream_rpc_method_handler(self._stream(kind))
+            methods[name] = grpc.stream_stream_rpc_method_handler(self._stream_method(kind))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _unary(self, do: Callable[[bytes, str | None], bytes]) -> Callable[[bytes, Any], bytes]:
-        def call(request: bytes, context: Any) -> bytes:
+    def _unary_method(self, process: Callable[[bytes, str | None], bytes]) -> Callable[[bytes, Any], bytes]:
+        def method(request: bytes, context: Any) -> bytes:
             try:
-                return do(request, self._owner(context))
+                return process(request, self._certificate_owner(context))
             except Exception as error:
                 self._abort(context, error)
                 return b""
 
-        return call
+        return method
 
-    def _stream(self, kind: str) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
-        def call(pieces: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _stream_method(self, kind: str) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
+        def method(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
             try:
-                outcome = self._exchange(kind, pieces, context)
+                outcome = self._exchange(kind, chunks, context)
             except Exception as error:
                 self._abort(context, error)
                 return
             if outcome is not None:
                 yield from outcome.frames()
 
-        return call
+        return method
 
-    def _exchange(self, kind: str, pieces: Iterator[bytes], context: Any) -> Outcome | None:
-        session, header = self._service.find(_header_text(context), self._owner(context))
-        # Who waits for an answer looks again when the call ends.
-        context.add_callback(session.once.wake)
-        with session.newest_call(context.cancel):
-            return self._service.exchange(kind, session, header, pieces, context.is_active)
+    def _exchange(self, kind: str, chunks: Iterator[bytes], context: Any) -> Outcome | None:
+        header_text = _header_text(context)
+        session, header = self._service.session_of_message(header_text, self._certificate_owner(context))
+        # When the call ends, a thread that waits for the outcome must notice that the client no longer waits.
+        context.add_callback(session.executor.notify_waiters)
+        with session.register_call(context.cancel):
+            return self._service.exchange(kind, session, header, chunks, context.is_active)
 
-    def _owner(self, context: Any) -> str | None:
+    def _certificate_owner(self, context: Any) -> str | None:
         """
-        Whom the caller's certificate names.
+        Return the client id in the certificate of a call, or `None` without TLS.
 
         Raises:
-            RequestRejectedError: If it names nobody.
+            RequestRejectedError: If the certificate contains no client id.
         """
-        if not self._names_owners:
+        if not self._has_certificates:
             return None
         names = context.auth_context().get("x509_common_name", ())
         try:
@@ -228,49 +248,54 @@ class _Calls:
             return bytes(name).decode()
         except ValueError:
             raise RequestRejectedError(
-                "UNAUTHENTICATED", "The certificate has no common name that is a client's id."
+                "UNAUTHENTICATED", "The common name of the certificate is not a client id."
             ) from None
 
     def _abort(self, context: Any, error: Exception) -> None:
-        """End a call with a status, if it did not end. Of what is not worded for the client it learns nothing."""
+        """Abort an active call. The client receives the text of a `RequestRejectedError`; other errors are logged."""
         if not context.is_active():
             return
         if isinstance(error, RequestRejectedError):
             context.abort(self._grpc.StatusCode[error.code], str(error)[:MAX_STATUS_CHARACTERS])
-        logger.error("A call failed.", exc_info=error)
-        context.abort(self._grpc.StatusCode.ABORTED, "The server failed. Its log says why.")
+        logger.error("The server failed to process a call.", exc_info=error)
+        context.abort(self._grpc.StatusCode.ABORTED, "The server failed. See the log of the server.")
 
 
 def _header_text(context: Any) -> str | bytes:
-    found: list[str | bytes] = [own.value for own in context.invocation_metadata() if own.key == HEADER_KEY]
-    if len(found) != 1:
-        raise RequestRejectedError("INVALID_ARGUMENT", "What came is not of this protocol: a call has one header.")
-    return found[0]
+    headers: list[str | bytes] = [item.value for item in context.invocation_metadata() if item.key == HEADER_KEY]
+    if len(headers) != 1:
+        raise RequestRejectedError(
+            "INVALID_ARGUMENT",
+            f"The request violates the protocol: a call must have one header {HEADER_KEY}, got {len(headers)}.",
+        )
+    return headers[0]
 
 
 def _check_clients(clients: Sequence[str]) -> None:
-    if isinstance(clients, str):  # whose letters would be as many clients
-        raise TypeError(f"clients is the text {clients!r}. Give a list: [{clients!r}].")
+    # A string is a sequence too: each of its characters would be a client id.
+    if isinstance(clients, str):
+        raise TypeError(f"clients is the string {clients!r}. Pass a list: [{clients!r}].")
     if not clients or "" in clients or len(set(clients)) != len(clients):
-        raise ValueError(f"clients are the ids of those that may come, each once and none empty, got {list(clients)}.")
+        raise ValueError(f"clients must be a non-empty list of different, non-empty client ids, got {list(clients)}.")
 
 
 def _listen(server: Any, grpc: Any, address: str, credentials: TlsCredentials | None) -> str:
     """
-    Let a gRPC server listen; at which `host:port` it does.
+    Add a port to a gRPC server. Return the address of the server as `host:port`.
 
     Raises:
-        OSError: If it cannot.
+        OSError: If the server cannot listen on the address.
     """
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
         else:
             pair = (credentials.key, credentials.certificate)
-            required = grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
-            port = server.add_secure_port(address, required)
+            tls = grpc.ssl_server_credentials([pair], credentials.authority, require_client_auth=True)
+            port = server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise OSError(
-            f"The server cannot listen at {address}: is the port taken, or the address another machine's? ({error})"
+            f"The server cannot listen on {address}. Check that the port is free and that the address belongs to this"
+            f" machine. ({error})"
         ) from None
     return f"{host_of(address)}:{port}"

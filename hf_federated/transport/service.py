@@ -1,8 +1,12 @@
-"""What a server does with what comes, whoever carries it: admits clients, and answers their messages once and in turn.
+"""
+The server's side of the protocol, independent of gRPC: connects clients and processes each message exactly once.
 
-A message passes four places: the client's session is looked up and its owner compared with the certificate; a message
-that was answered is answered alike; there must be room, before its bytes are read; and one message of a client is
-carried out at a time.
+A message is processed in four steps:
+
+1. Find the session of the message, and compare its client id with the certificate.
+2. If the message was processed before, return the same outcome.
+3. Reserve one of the `max_exchanges` slots before the bytes of the message are read.
+4. Process the message. Only one message of a client is processed at a time.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from transformers.utils import logging
 from ..security.encrypted_link import EncryptedServer, ServerEndpoint
 from ..security.encrypted_session import ServerSession
 from .errors import RequestRejectedError
-from .protocol import VERSION, ConnectResponse, MessageHeader, Outcome, bad_request, gather, read_object
+from .protocol import VERSION, ConnectResponse, MessageHeader, Outcome, bad_request, join_chunks, parse_json_object
 from .session_config import SessionConfig, format_differences
-from .session_registry import ClientSession, SessionRegistry
+from .session_registry import SessionRegistry, TransportSession
 
 
 logger = logging.get_logger(__name__)
@@ -31,10 +35,10 @@ Answer = Callable[[str, bytes], bytes]
 
 class PlainEndpoint:
     """
-    The server's end of a link that TLS alone protects.
+    The server's side of a link without message encryption. TLS still protects the link.
 
     Args:
-        answer (`Callable[[bytes], bytes]`): What answers its messages.
+        answer (`Callable[[bytes], bytes]`): Returns the answer to a message.
     """
 
     def __init__(self, answer: Callable[[bytes], bytes]) -> None:
@@ -42,31 +46,38 @@ class PlainEndpoint:
 
     def hello(self, hello: bytes) -> bytes:
         """
+        Reject a handshake.
+
         Raises:
-            ValueError: Always: there are no keys to agree on.
+            ValueError: Always, because the endpoint does not encrypt messages.
         """
-        raise ValueError("This server seals no messages: give it encryption=, or use the link without EncryptedLink.")
+        raise ValueError(
+            "This server does not encrypt messages. Pass encryption= to the server, or use the link without"
+            " EncryptedLink."
+        )
 
     def finish(self, finish: bytes) -> None:
         """
+        Reject a handshake.
+
         Raises:
-            ValueError: Always: there are no keys to agree on.
+            ValueError: Always, because the endpoint does not encrypt messages.
         """
-        raise ValueError("This server seals no messages.")
+        raise ValueError("This server does not encrypt messages.")
 
 
 class Service:
     """
-    The server's side of the protocol. Arguments are those of [`SplitServer`].
+    The server's side of the protocol. For the arguments, see [`SplitServer`].
 
-    Example: see [`SplitServer`], which has one.
+    Example: see [`SplitServer`].
     """
 
     def __init__(
         self,
         answer: Answer,
-        presence: SessionRegistry,
-        terms: SessionConfig,
+        sessions: SessionRegistry,
+        session_config: SessionConfig,
         *,
         encryption: Callable[[str], ServerSession] | None,
         max_message_bytes: int,
@@ -74,207 +85,232 @@ class Service:
         on_connected: Callable[[str], None] | None,
         on_left: Callable[[str], None] | None,
     ) -> None:
-        self.presence = presence
+        self.sessions = sessions
         self._answer = answer
-        self._terms = terms
+        self._session_config = session_config
         self._encryption = encryption
         self._max_message_bytes = max_message_bytes
         self._max_exchanges = max_exchanges
         self._on_connected = on_connected
         self._on_left = on_left
-        self._connecting = threading.Lock()
-        self._turns = {client_id: threading.Lock() for client_id in presence.clients}
-        self._room = threading.Lock()
-        # How many messages of a client are being read or carried out. Two where a call broke off and came again.
-        self._busy: dict[str, int] = {}
+        self._connect_lock = threading.Lock()
+        self._processing_locks = {client_id: threading.Lock() for client_id in sessions.clients}
+        self._slots_lock = threading.Lock()
+        # Number of messages of each client that are being read or processed. It is 2 if a call is interrupted and its
+        # message is delivered again.
+        self._num_active_messages: dict[str, int] = {}
 
     def connect(self, request: bytes, owner: str | None) -> bytes:
         """
-        Admit a client.
+        Connect a client.
 
         Args:
-            request (`bytes`): JSON.
-            owner (`str`, *optional*): Whom the certificate names; `None` without TLS.
+            request (`bytes`): The request, as JSON.
+            owner (`str`, *optional*): Client id in the certificate. `None` without TLS.
+
+        Returns:
+            `bytes`: The [`ConnectResponse`], as JSON.
 
         Raises:
-            RequestRejectedError: If the client is another than it says, not known, connected already, or of other terms.
+            RequestRejectedError: If the client id differs from the certificate, is not known or already connected, or
+                the session settings differ.
         """
         try:
-            said = read_object(request, "Connect")
-            self._check_version(said)
-            client_id, process, terms = said.get("client_id"), said.get("process"), said.get("terms")
+            fields = parse_json_object(request, "Connect")
+            self._check_version(fields)
+            client_id, process, config = fields.get("client_id"), fields.get("process"), fields.get("terms")
             if not isinstance(client_id, str) or not isinstance(process, str):
-                raise ValueError("Connect names a client and a process.")
+                raise ValueError("Connect must contain a client id and a process token.")
             self._check_owner(client_id, owner)
-            if client_id not in self.presence.clients:
-                raise RequestRejectedError("PERMISSION_DENIED", f"The server knows no client {client_id!r}.")
-            found = self._terms.differences(terms)
+            if client_id not in self.sessions.clients:
+                raise RequestRejectedError("PERMISSION_DENIED", f"The server does not know a client {client_id!r}.")
+            differences = self._session_config.differences(config)
         except ValueError as error:
             raise bad_request(error) from None
-        if found:
-            reason = f"Client {client_id!r} and the server do not agree. {format_differences(found)}."
-            # Others wait for it, and somebody has to find out why.
+        if differences:
+            reason = f"Client {client_id!r} and the server have different settings. {format_differences(differences)}."
+            # Log the reason on the server too, because the other clients wait for this client.
             logger.warning(reason)
             raise RequestRejectedError("FAILED_PRECONDITION", reason)
-        with self._connecting:
-            session, is_new = self.presence.admit(client_id, process, functools.partial(self._make_end, client_id))
+        with self._connect_lock:
+            make_endpoint = functools.partial(self._make_endpoint, client_id)
+            session, is_new = self.sessions.open_session(client_id, process, make_endpoint)
             if is_new and self._on_connected is not None:
                 try:
                     self._on_connected(client_id)
                 except Exception as error:
-                    session.close("The server did not take the client in.")
+                    session.close("The server refused the client.")
                     if isinstance(error, ValueError):
                         raise RequestRejectedError("FAILED_PRECONDITION", str(error)) from None
                     raise
-        milliseconds = int(self.presence.heartbeat_timeout * 1000)
-        return ConnectResponse(session.session, milliseconds, self._max_message_bytes).to_text().encode("ascii")
+        timeout_ms = int(self.sessions.heartbeat_timeout * 1000)
+        return ConnectResponse(session.session_id, timeout_ms, self._max_message_bytes).to_json().encode("ascii")
 
     def heartbeat(self, request: bytes, owner: str | None) -> bytes:
         """
-        Take a sign of life.
+        Record a heartbeat.
+
+        Args:
+            request (`bytes`): The request, as JSON.
+            owner (`str`, *optional*): Client id in the certificate. `None` without TLS.
 
         Raises:
-            RequestRejectedError: If the session ended or is another client's.
+            RequestRejectedError: If the session ended or belongs to another client.
         """
-        self._session_named(request, owner).hear()
+        self._session_of_request(request, owner).record_activity()
         return b"{}"
 
     def leave(self, request: bytes, owner: str | None) -> bytes:
         """
-        Let a client go.
+        End the session of a client that disconnects.
+
+        Args:
+            request (`bytes`): The request, as JSON.
+            owner (`str`, *optional*): Client id in the certificate. `None` without TLS.
 
         Raises:
-            RequestRejectedError: If the session ended or is another client's.
+            RequestRejectedError: If the session ended or belongs to another client.
         """
-        session = self._session_named(request, owner)
+        session = self._session_of_request(request, owner)
         if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
             self._on_left(session.client_id)
         return b"{}"
 
-    def find(self, header_text: str | bytes, owner: str | None) -> tuple[ClientSession, MessageHeader]:
+    def session_of_message(
+        self, header_text: str | bytes, owner: str | None
+    ) -> tuple[TransportSession, MessageHeader]:
         """
-        Whose message it is, and what is said of it.
+        Parse the header of a message and find its session.
+
+        Args:
+            header_text (`str` or `bytes`): The [`MessageHeader`], as JSON.
+            owner (`str`, *optional*): Client id in the certificate. `None` without TLS.
 
         Raises:
-            RequestRejectedError: If the session ended or is another client's, or the message is too large.
+            RequestRejectedError: If the session ended or belongs to another client, or the message is too large.
         """
         try:
-            header = MessageHeader.from_text(header_text)
+            header = MessageHeader.from_json(header_text)
         except ValueError as error:
             raise bad_request(error) from None
-        session = self._find(header.session, owner)
+        session = self._find_session(header.session, owner)
         if header.num_bytes > self._max_message_bytes:
             raise RequestRejectedError(
                 "INVALID_ARGUMENT",
-                f"A message of {header.num_bytes} bytes came; the server takes at most {self._max_message_bytes}.",
+                f"The message has {header.num_bytes} bytes, but the server accepts at most {self._max_message_bytes}.",
             )
         return session, header
 
     def exchange(
         self,
         kind: str,
-        session: ClientSession,
+        session: TransportSession,
         header: MessageHeader,
-        pieces: Iterable[bytes],
-        wanted: Callable[[], bool],
+        chunks: Iterable[bytes],
+        is_waiting: Callable[[], bool],
     ) -> Outcome | None:
         """
-        Carry a message out, or say again how that ended.
+        Process a message, or return its outcome if it was processed before.
 
         Args:
             kind (`str`): `"exchange"`, `"hello"` or `"finish"`.
-            session ([`ClientSession`]): Whose message it is.
-            header ([`MessageHeader`]): What is said of it.
-            pieces (`Iterable[bytes]`): Its bytes, which are read where they are needed.
-            wanted (`Callable[[], bool]`): Whether the client waits.
+            session ([`TransportSession`]): Session of the message.
+            header ([`MessageHeader`]): Header of the message.
+            chunks (`Iterable[bytes]`): Chunks of the message. They are read only if the message is new.
+            is_waiting (`Callable[[], bool]`): Whether the client still waits for the outcome.
 
         Returns:
-            `Outcome`, *optional*: `None` where nobody waits any more.
+            `Outcome`, *optional*: The outcome, or `None` if the client no longer waits.
 
         Raises:
-            RequestRejectedError: If the message is out of order, is not as announced, or there is no room for it.
+            RequestRejectedError: If the message is out of order or differs from its header, or no slot is free.
         """
-        if not session.once.is_new(header.number, header.token):
-            outcome = session.once.wait(header.number, header.token, lambda: wanted() and session.ended is None)
-            session.check_goes_on()
+        executor = session.executor
+        if not executor.is_new(header.number, header.token):
+            outcome = executor.wait_for_outcome(
+                header.number, header.token, lambda: is_waiting() and session.end_reason is None
+            )
+            session.check_open()
             return outcome
-        with self._place(session.client_id):
+        with self._reserve_slot(session.client_id):
             try:
-                blob = gather(pieces, header.num_bytes, session.hear)
+                blob = join_chunks(chunks, header.num_bytes, session.record_activity)
             except ValueError as error:
                 raise bad_request(error) from None
-            session.check_goes_on()
-            carry_out = functools.partial(self._carry_out, kind, session, blob)
-            return session.once.carry_out(header.number, header.token, carry_out)
+            session.check_open()
+            process = functools.partial(self._process, kind, session, blob)
+            return executor.execute(header.number, header.token, process)
 
-    def _carry_out(self, kind: str, session: ClientSession, blob: bytes) -> Outcome:
-        def do() -> bytes:
-            # Of a session before this one a message may still be under way.
-            with self._turns[session.client_id]:
-                if session.ended is not None:
-                    raise ValueError(session.ended)
+    def _process(self, kind: str, session: TransportSession, blob: bytes) -> Outcome:
+        def call() -> bytes:
+            # A message of the client's previous session may still be in progress.
+            with self._processing_locks[session.client_id]:
+                if session.end_reason is not None:
+                    raise ValueError(session.end_reason)
                 if kind == "exchange":
-                    return session.end.exchange(blob)
+                    return session.endpoint.exchange(blob)
                 if kind == "hello":
-                    return session.end.hello(blob)
-                session.end.finish(blob)
+                    return session.endpoint.hello(blob)
+                session.endpoint.finish(blob)
                 return b""
 
-        return Outcome.of(do, f"A message of client {session.client_id!r}")
+        return Outcome.from_call(call, f"A message of client {session.client_id!r}")
 
     @contextlib.contextmanager
-    def _place(self, client_id: str) -> Iterator[None]:
+    def _reserve_slot(self, client_id: str) -> Iterator[None]:
         """
-        Room for a client's message while it is read and carried out.
+        Reserve a slot while a message of a client is read and processed. The messages of a client share one slot.
 
         Raises:
-            RequestRejectedError: If there is none.
+            RequestRejectedError: If no slot is free.
         """
-        with self._room:
-            if client_id not in self._busy and len(self._busy) >= self._max_exchanges:
+        with self._slots_lock:
+            if client_id not in self._num_active_messages and len(self._num_active_messages) >= self._max_exchanges:
                 raise RequestRejectedError(
-                    "RESOURCE_EXHAUSTED", f"The server answers {self._max_exchanges} clients already: come again."
+                    "RESOURCE_EXHAUSTED",
+                    f"The server already processes messages of {self._max_exchanges} clients. Try again later.",
                 )
-            self._busy[client_id] = self._busy.get(client_id, 0) + 1
+            self._num_active_messages[client_id] = self._num_active_messages.get(client_id, 0) + 1
         try:
             yield
         finally:
-            with self._room:
-                self._busy[client_id] -= 1
-                if not self._busy[client_id]:
-                    del self._busy[client_id]
+            with self._slots_lock:
+                self._num_active_messages[client_id] -= 1
+                if not self._num_active_messages[client_id]:
+                    del self._num_active_messages[client_id]
 
-    def _make_end(self, client_id: str) -> ServerEndpoint:
+    def _make_endpoint(self, client_id: str) -> ServerEndpoint:
         answer = functools.partial(self._answer, client_id)
-        return (
-            PlainEndpoint(answer) if self._encryption is None else EncryptedServer(self._encryption(client_id), answer)
-        )
+        if self._encryption is None:
+            return PlainEndpoint(answer)
+        return EncryptedServer(self._encryption(client_id), answer)
 
-    def _session_named(self, request: bytes, owner: str | None) -> ClientSession:
+    def _session_of_request(self, request: bytes, owner: str | None) -> TransportSession:
         try:
-            session = read_object(request, "The request").get("session")
-            if not isinstance(session, str):
-                raise ValueError("It names no session.")
+            session_id = parse_json_object(request, "The request").get("session")
+            if not isinstance(session_id, str):
+                raise ValueError("The request does not contain a session id.")
         except ValueError as error:
             raise bad_request(error) from None
-        return self._find(session, owner)
+        return self._find_session(session_id, owner)
 
-    def _find(self, name: str, owner: str | None) -> ClientSession:
-        session = self.presence.find(name)
+    def _find_session(self, session_id: str, owner: str | None) -> TransportSession:
+        session = self.sessions.find(session_id)
         self._check_owner(session.client_id, owner)
-        session.hear()
+        session.record_activity()
         return session
 
     def _check_owner(self, client_id: str, owner: str | None) -> None:
         if owner is not None and owner != client_id:
             raise RequestRejectedError(
-                "PERMISSION_DENIED", f"The certificate is that of {owner!r}, and {client_id!r} is said to be calling."
+                "PERMISSION_DENIED",
+                f"The certificate belongs to {owner!r}, but the request names client {client_id!r}.",
             )
 
-    def _check_version(self, said: dict[str, Any]) -> None:
-        if said.get("version") != VERSION:
+    def _check_version(self, fields: dict[str, Any]) -> None:
+        if fields.get("version") != VERSION:
             raise RequestRejectedError(
                 "FAILED_PRECONDITION",
-                f"The server speaks version {VERSION} of the protocol, the client {said.get('version')!r}: install "
-                "the same version of hf-federated on both.",
+                f"The server uses version {VERSION} of the protocol, but the client uses version "
+                f"{fields.get('version')!r}. Install the same version of hf-federated on both.",
             )

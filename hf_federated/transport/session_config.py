@@ -12,14 +12,14 @@ class SessionConfig(Protocol):
     """Settings that both parties of a session must share. The transport only compares them."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
 
     def differences(self, theirs: Any) -> list[str]:
         """
-        The settings in which the other party differs, one message per setting.
+        Return the settings in which the other party differs, one message per setting.
 
         Args:
-            theirs (`dict[str, Any]`): The other party's `to_dict()`. It is untrusted input.
+            theirs (`dict[str, Any]`): The output of the other party's `to_dict()`. It is untrusted input.
 
         Raises:
             ValueError: If `theirs` is not the output of `to_dict()`.
@@ -27,6 +27,6 @@ class SessionConfig(Protocol):
 
 
 def format_differences(differences: list[str]) -> str:
-    """The first differences as one line."""
-    more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
-    return "; ".join(differences[:_MAX_SHOWN]) + more
+    """Format the first differences as one line."""
+    remainder = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
+    return "; ".join(differences[:_MAX_SHOWN]) + remainder

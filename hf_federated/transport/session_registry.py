@@ -1,4 +1,4 @@
-"""Which clients are there: from their connecting until they leave, or are not heard for too long."""
+"""The sessions of the connected clients. A session lasts until its client leaves or its heartbeats stop."""
 
 from __future__ import annotations
 
@@ -18,90 +18,109 @@ from .exactly_once import ExactlyOnceExecutor
 logger = logging.get_logger(__name__)
 
 
-class ClientSession:
+class TransportSession:
     """
-    What the server keeps of one client's link. Not to be confused with the keys of an encrypted one.
+    The server's state of a connected client.
+
+    This is the session of the transport. The encrypted session of the client, which has its keys, is a
+    [`~hf_federated.security.encrypted_session.ServerSession`].
 
     Args:
-        client_id (`str`): Whose it is.
-        session (`str`): Its name, which only the client is told.
-        process (`str`): Which of the client's links it is.
-        end ([`ServerEndpoint`]): What answers its messages.
+        client_id (`str`): Id of the client.
+        session_id (`str`): Random id of the session, which only the client receives.
+        process_token (`str`): Random token of the client's link. It distinguishes the links of a client.
+        endpoint ([`~hf_federated.security.encrypted_link.ServerEndpoint`]): Answers the messages of the client.
+
+    Attributes:
+        executor ([`ExactlyOnceExecutor`]): Processes each message of the session once.
+        last_active_at (`float`): Time of the client's last activity, in seconds of `time.monotonic()`.
+        end_reason (`str`, *optional*): The reason why the session ended. `None` while the session is open.
     """
 
-    def __init__(self, client_id: str, session: str, process: str, end: ServerEndpoint) -> None:
+    def __init__(self, client_id: str, session_id: str, process_token: str, endpoint: ServerEndpoint) -> None:
         self.client_id = client_id
-        self.session = session
-        self.process = process
-        self.end = end
-        self.once = ExactlyOnceExecutor(client_id)
-        self.heard_at = time.monotonic()
-        # Why the server takes no more of it.
-        self.ended: str | None = None
+        self.session_id = session_id
+        self.process_token = process_token
+        self.endpoint = endpoint
+        self.executor = ExactlyOnceExecutor(client_id)
+        self.last_active_at = time.monotonic()
+        self.end_reason: str | None = None
         self._lock = threading.Lock()
-        self._cancel: Callable[[], object] | None = None
+        self._cancel_call: Callable[[], object] | None = None
 
-    def hear(self) -> None:
-        """The client gave a sign of life."""
-        self.heard_at = time.monotonic()
+    def record_activity(self) -> None:
+        """Record that the client is active: a heartbeat or a part of a message arrived."""
+        self.last_active_at = time.monotonic()
 
-    def check_goes_on(self) -> None:
+    def check_open(self) -> None:
         """
+        Check that the session is open.
+
         Raises:
             RequestRejectedError: If the session ended.
         """
-        if self.ended is not None:
-            raise RequestRejectedError("FAILED_PRECONDITION", self.ended)
+        if self.end_reason is not None:
+            raise RequestRejectedError("FAILED_PRECONDITION", self.end_reason)
 
     @contextlib.contextmanager
-    def newest_call(self, cancel: Callable[[], object]) -> Iterator[None]:
+    def register_call(self, cancel: Callable[[], object]) -> Iterator[None]:
         """
-        A call that brings a message, as long as it is looked after. One before it is cancelled: its connection broke,
-        and it would wait for the rest of its message, or for an answer that nobody takes.
+        Register a call that transmits a message, for the duration of the context.
+
+        A previous call of the session is cancelled. Its connection is broken, so it would wait for the rest of its
+        message, or for an answer that it cannot deliver.
 
         Args:
-            cancel (`Callable[[], None]`): Cancels it.
+            cancel (`Callable[[], object]`): Cancels the call.
 
         Raises:
             RequestRejectedError: If the session ended.
         """
         with self._lock:
-            self.check_goes_on()
-            before, self._cancel = self._cancel, cancel
-        if before is not None:
-            before()
+            self.check_open()
+            cancel_previous, self._cancel_call = self._cancel_call, cancel
+        if cancel_previous is not None:
+            cancel_previous()
         try:
             yield
         finally:
             with self._lock:
-                if self._cancel is cancel:
-                    self._cancel = None
+                if self._cancel_call is cancel:
+                    self._cancel_call = None
 
     def close(self, reason: str) -> bool:
-        """Take no more of it, and cancel its call; whether it went on until then."""
+        """
+        End the session and cancel its call.
+
+        Args:
+            reason (`str`): The reason, which later requests of the session receive.
+
+        Returns:
+            `bool`: Whether the session was open.
+        """
         with self._lock:
-            if self.ended is not None:
+            if self.end_reason is not None:
                 return False
-            self.ended, cancel = reason, self._cancel
+            self.end_reason, cancel = reason, self._cancel_call
         if cancel is not None:
             cancel()
-        self.once.wake()
+        self.executor.notify_waiters()
         return True
 
 
 class SessionRegistry:
     """
-    The sessions of a server's clients, one each.
+    The sessions of a server's clients, at most one for each client.
 
-    A client that was not heard for `heartbeat_timeout` is lost, once and for all: what others did without it cannot be
-    undone, so its session ends and it has to connect anew.
+    If a client is inactive for `heartbeat_timeout`, its session ends. The session cannot be resumed, because the other
+    clients may have continued without the client. The client must connect again.
 
     Args:
-        clients (`Sequence[str]`): Who may come.
-        heartbeat_timeout (`float`): Seconds.
-        on_lost (`Callable[[str], None]`, *optional*): Called with the id of a client that was lost.
+        clients (`Sequence[str]`): Ids of the clients that may connect.
+        heartbeat_timeout (`float`): Seconds without activity after which a session ends.
+        on_lost (`Callable[[str], None]`, *optional*): Called with the client id when a session ends by the timeout.
 
-    Example: see [`SplitServer`], which has one.
+    Example: see [`SplitServer`].
     """
 
     def __init__(
@@ -110,100 +129,115 @@ class SessionRegistry:
         self.clients = frozenset(clients)
         self.heartbeat_timeout = heartbeat_timeout
         self._on_lost = on_lost
-        # Sessions of an earlier run of the server begin otherwise.
-        self._run = secrets.token_hex(8)
+        # Prefix of the session ids. It identifies sessions of a previous run of the server.
+        self._run_id = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._sessions: dict[str, ClientSession] = {}
+        self._sessions: dict[str, TransportSession] = {}
         self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="split-presence", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="split-session-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch for lost clients."""
+        """Start the thread that ends the sessions of inactive clients."""
         self._watcher.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the thread that ends the sessions of inactive clients."""
         self._closed.set()
         if self._watcher.ident is not None:
             self._watcher.join()
 
-    def admit(
-        self, client_id: str, process: str, make_end: Callable[[], ServerEndpoint]
-    ) -> tuple[ClientSession, bool]:
+    def open_session(
+        self, client_id: str, process_token: str, make_endpoint: Callable[[], ServerEndpoint]
+    ) -> tuple[TransportSession, bool]:
         """
-        A session for a client that connects, and whether it is new. The same link that asks again gets the same one.
+        Open a session for a client that connects.
+
+        If the same link connects again, it gets its existing session.
+
+        Args:
+            client_id (`str`): Id of the client.
+            process_token (`str`): Random token of the client's link.
+            make_endpoint (`Callable[[], ServerEndpoint]`): Creates the endpoint of a new session.
+
+        Returns:
+            `tuple[TransportSession, bool]`: The session, and whether it is new.
 
         Raises:
-            RequestRejectedError: If another link of the client is in use.
+            RequestRejectedError: If another link of the client is connected.
         """
         with self._lock:
-            before = self._sessions.get(client_id)
-            if before is not None and before.ended is None:
-                if before.process == process:
-                    before.hear()
-                    return before, False
-                silent = time.monotonic() - before.heard_at
+            existing = self._sessions.get(client_id)
+            if existing is not None and existing.end_reason is None:
+                if existing.process_token == process_token:
+                    existing.record_activity()
+                    return existing, False
+                inactive = time.monotonic() - existing.last_active_at
                 raise RequestRejectedError(
                     "ALREADY_EXISTS",
-                    f"Client {client_id!r} is connected already, by another link or process that was heard "
-                    f"{silent:.1f} s ago. Close that one; it counts as lost after {self.heartbeat_timeout:g} s of "
-                    "silence.",
+                    f"Client {client_id!r} is already connected by another link or process, which was active "
+                    f"{inactive:.1f} s ago. Close this link, or wait until it is inactive for "
+                    f"{self.heartbeat_timeout:g} s.",
                 )
-            name = f"{self._run}.{secrets.token_hex(16)}"
-            admitted = self._sessions[client_id] = ClientSession(client_id, name, process, make_end())
-            return admitted, True
+            session_id = f"{self._run_id}.{secrets.token_hex(16)}"
+            session = TransportSession(client_id, session_id, process_token, make_endpoint())
+            self._sessions[client_id] = session
+            return session, True
 
-    def find(self, session: str) -> ClientSession:
+    def find(self, session_id: str) -> TransportSession:
         """
-        The session of that name.
+        Return the open session with an id.
 
         Raises:
-            RequestRejectedError: If it ended, or is none of this run of the server.
+            RequestRejectedError: If the session ended, or belongs to a previous run of the server.
         """
         with self._lock:
-            found = next((own for own in self._sessions.values() if own.session == session), None)
+            found = next((session for session in self._sessions.values() if session.session_id == session_id), None)
         if found is None:
-            began_anew = session.partition(".")[0] != self._run
-            reason = "The server was started anew" if began_anew else "The client connected anew from another process"
-            raise RequestRejectedError("FAILED_PRECONDITION", f"{reason}, and does not know this session.")
-        found.check_goes_on()
+            restarted = session_id.partition(".")[0] != self._run_id
+            reason = "The server was restarted" if restarted else "The client connected again from another process"
+            raise RequestRejectedError("FAILED_PRECONDITION", f"{reason}, so the server does not know this session.")
+        found.check_open()
         return found
 
     def is_alive(self, client_id: str) -> bool:
-        """Whether a client is connected and was heard within the timeout."""
-        silent = self.seconds_since_heard(client_id)
-        return silent is not None and silent <= self.heartbeat_timeout
+        """Whether a client is connected and was active within `heartbeat_timeout`."""
+        inactive = self.seconds_since_heard(client_id)
+        return inactive is not None and inactive <= self.heartbeat_timeout
 
     def seconds_since_heard(self, client_id: str) -> float | None:
-        """How long a client that is connected was not heard; `None` of one that is not."""
+        """Seconds since the last activity of a connected client, or `None` if the client is not connected."""
         with self._lock:
             session = self._sessions.get(client_id)
-        return None if session is None or session.ended is not None else time.monotonic() - session.heard_at
+        if session is None or session.end_reason is not None:
+            return None
+        return time.monotonic() - session.last_active_at
 
     def _watch(self) -> None:
         interval = self.heartbeat_timeout / 4
-        looked_at = time.monotonic()
+        checked_at = time.monotonic()
         while not self._closed.wait(interval):
             now = time.monotonic()
-            late, looked_at = now - looked_at - interval, now
+            delay, checked_at = now - checked_at - interval, now
             with self._lock:
-                sessions = [session for session in self._sessions.values() if session.ended is None]
+                sessions = [session for session in self._sessions.values() if session.end_reason is None]
             for session in sessions:
-                if late > interval:
-                    # This process stood still, and whatever clients sent meanwhile is still to be read.
-                    session.heard_at = min(session.heard_at + late, now)
-                silent = now - session.heard_at
-                if silent > self.heartbeat_timeout:
-                    self._lose(session, silent)
+                if delay > interval:
+                    # This process was suspended, and heartbeats that arrived in the meantime are not read yet.
+                    session.last_active_at = min(session.last_active_at + delay, now)
+                inactive = now - session.last_active_at
+                if inactive > self.heartbeat_timeout:
+                    self._end_inactive(session, inactive)
 
-    def _lose(self, session: ClientSession, silent: float) -> None:
-        reason = f"The server gave {session.client_id!r} up, which it had not heard for {silent:.1f} s."
+    def _end_inactive(self, session: TransportSession, inactive: float) -> None:
+        reason = (
+            f"The server ended the session of client {session.client_id!r}, which was inactive for {inactive:.1f} s."
+        )
         if not session.close(reason):
             return
         logger.warning(reason)
         if self._on_lost is not None:
             try:
                 self._on_lost(session.client_id)
-            # Whatever it raises, the others are still to be watched.
+            # An error of the callback must not end the thread, which watches all clients.
             except Exception:
-                logger.exception(f"on_lost failed for {session.client_id!r}.")
+                logger.exception(f"on_lost failed for client {session.client_id!r}.")

@@ -142,7 +142,11 @@ def test_certificate_extensions_and_validity(folder):
     constraints = [
         certificate.extensions.get_extension_for_class(x509.BasicConstraints) for certificate in certificates
     ]
-    assert [(own.critical, own.value.ca) for own in constraints] == [(True, True), (True, False), (True, False)]
+    assert [(extension.critical, extension.value.ca) for extension in constraints] == [
+        (True, True),
+        (True, False),
+        (True, False),
+    ]
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost"]
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]

@@ -91,7 +91,7 @@ def test_repeated_message_gets_same_answer_without_repeating_work(identities):
     num_processed = len(decrypted)
     assert connection.server.exchange(connection.recorded[-2]) == connection.recorded[-1]
     assert len(decrypted) == num_processed
-    assert all(torch.equal(p.grad, own) for p, own in zip(split.server_body.parameters(), grads, strict=True))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(split.server_body.parameters(), grads, strict=True))
     with pytest.raises(MessageError):
         connection.server.exchange(connection.recorded[0])
 

@@ -181,7 +181,7 @@ def test_client_with_different_settings_is_rejected_when_it_connects(tls, tmp_pa
     config = SplitSessionConfig(a, Cut(5), Wire(), LoraConfig(r=4), {"strategy": "serial"})
     answered: list[bytes] = []
     connected: list[str] = []
-    settings = {"clients": ["north"], "terms": config, "on_connected": connected.append}
+    settings = {"clients": ["north"], "session_config": config, "on_connected": connected.append}
     with serve(tls, lambda client_id, blob: answered.append(blob) or blob, **settings) as server:
         changes = {
             r"the weights in 'model\.safetensors': \w{12} at the server, \w{12} at the client": {"model": b},
@@ -192,10 +192,10 @@ def test_client_with_different_settings_is_rejected_when_it_connects(tls, tmp_pa
         }
         for message, change in changes.items():
             with pytest.raises(ClientRefusedError, match=message):
-                join(tls, server, terms=dataclasses.replace(config, **change))
+                join(tls, server, session_config=dataclasses.replace(config, **change))
         assert not connected and not server.is_alive("north")
         # The other clients wait for the rejected client, so the server logs the reason.
         assert len(warnings) == len(changes) and all("Client 'north'" in warning for warning in warnings)
-        with join(tls, server, terms=dataclasses.replace(config)) as link:
+        with join(tls, server, session_config=dataclasses.replace(config)) as link:
             assert link.exchange(b"1") == b"1"
     assert answered == [b"1"]

@@ -1,4 +1,4 @@
-"""Messages sealed on top of TLS, carried over gRPC."""
+"""Messages over gRPC that are encrypted in addition to TLS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tls(tmp_path_factory) -> Path:
 
 
 def server_sessions(tls: Path, **settings: int):
-    """Makes a server's session of keys with a client, both known by their certificates."""
+    """Return a function that creates the server's encrypted session with a client, from their certificates."""
     identity = Identity.from_pem("server", (tls / "server.key").read_bytes())
     pinned = client_fingerprints(tls)
     return lambda client_id: ServerSession(identity, client_id, pinned[client_id], rsa_bits=2048, **settings)
@@ -40,8 +40,8 @@ def body_of(split: SplitModel) -> BodyServer:
     return split.boundary.link.server
 
 
-class Tampering:
-    """Changes a message on its way, as where TLS ends before the server does."""
+class TamperingConnection:
+    """A connection that can change messages, like a proxy that terminates TLS."""
 
     def __init__(self, link: GrpcLink) -> None:
         self.link = link
@@ -52,14 +52,14 @@ class Tampering:
         return self.link.exchange(sealed[:-1] + bytes([sealed[-1] ^ 1]) if self.tamper else sealed)
 
 
-def test_sealed_steps_with_new_keys_are_those_of_one_process_although_the_connection_breaks(tls):
+def test_encrypted_steps_with_key_rotation_and_broken_connections_match_a_single_process(tls):
     plain, split = (SplitModel.from_model(decoder("llama"), client_id="north") for _ in range(2))
     body, seen = body_of(split), []
 
     def answer(client_id: str, message: bytes) -> bytes:
         answered = body.answer(message)
         seen.append(message)
-        # The answer is lost, and with it any of a handshake's: the third message follows on new keys.
+        # Cut the connection so that the answer is lost. The third message is the first message after a key rotation.
         relay.cut()
         return answered
 
@@ -73,67 +73,68 @@ def test_sealed_steps_with_new_keys_are_those_of_one_process_although_the_connec
         assert split.boundary.link.session.epoch == 1
     assert len(seen) == 4
     expected = dict(plain.named_parameters())
-    assert all(torch.equal(own.grad, expected[name].grad) for name, own in split.named_parameters())
+    assert all(torch.equal(parameter.grad, expected[name].grad) for name, parameter in split.named_parameters())
 
 
-def test_a_handshake_whose_messages_come_again_is_made_once(tls):
-    made: list[str] = []
-    make = server_sessions(tls)
+def test_handshake_with_repeated_messages_is_performed_once(tls):
+    calls: list[str] = []
+    make_session = server_sessions(tls)
 
-    class Counting:
-        """A session that breaks the connection whenever it has answered."""
+    class CountingSession:
+        """A session that records the calls of a handshake and cuts the connection after each call."""
 
         def __init__(self, client_id: str) -> None:
-            self.session = make(client_id)
+            self.session = make_session(client_id)
             self.open, self.seal = self.session.open, self.session.seal
 
         def reply(self, hello: bytes) -> bytes:
-            made.append("reply")
+            calls.append("reply")
             answer = self.session.reply(hello)
             relay.cut()
             return answer
 
         def complete(self, finish: bytes) -> None:
-            made.append("complete")
+            calls.append("complete")
             self.session.complete(finish)
             relay.cut()
 
-    with serve(tls, lambda _, blob: blob, clients=["north"], encryption=Counting) as server:
+    with serve(tls, lambda _, blob: blob, clients=["north"], encryption=CountingSession) as server:
         with Relay(server) as relay, join(tls, relay) as link:
             sealed = EncryptedLink(client_session(tls, "north"), link)
             assert sealed.exchange(b"states") == b"states"
-    assert made == ["reply", "complete"]
+    assert calls == ["reply", "complete"]
 
 
-def test_a_message_changed_on_its_way_is_refused_and_leaves_the_body_as_it_was(tls):
+def test_tampered_message_is_rejected_and_gradients_are_unchanged(tls):
     split = SplitModel.from_model(decoder("llama"), client_id="north")
     body = body_of(split)
     settings = {"clients": ["north"], "encryption": server_sessions(tls)}
     with serve(tls, lambda _, message: body.answer(message), **settings) as server, join(tls, server) as link:
-        carrier = Tampering(link)
-        split.boundary.link = EncryptedLink(client_session(tls, "north"), carrier)
+        connection = TamperingConnection(link)
+        split.boundary.link = EncryptedLink(client_session(tls, "north"), connection)
         split(**batch("right")).loss.backward()
-        before = [own.grad.clone() for own in split.server_body.parameters()]
+        before = [parameter.grad.clone() for parameter in split.server_body.parameters()]
         loss = split(**batch("right", seed=1)).loss
-        carrier.tamper = True
-        with pytest.raises(ValueError, match="is not authentic: it was changed or cut"):
+        connection.tamper = True
+        with pytest.raises(ValueError, match="is not authentic: it was changed or truncated"):
             loss.backward()
-    assert all(torch.equal(own.grad, old) for own, old in zip(split.server_body.parameters(), before, strict=True))
+    after = [parameter.grad for parameter in split.server_body.parameters()]
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
 
 
-def test_a_message_that_is_too_large_is_not_sealed_and_the_session_goes_on(tls):
+def test_too_large_message_is_not_encrypted_and_session_stays_usable(tls):
     largest = 1 << 14
     settings = {"clients": ["north"], "encryption": server_sessions(tls), "max_message_bytes": largest}
     with serve(tls, lambda _, blob: blob[:4], **settings) as server, join(tls, server) as link:
         sealed = EncryptedLink(client_session(tls, "north"), link)
         assert sealed.exchange(b"before") == b"befo"
-        with pytest.raises(ValueError, match=f"has {largest + 1} bytes, and the server takes at most {largest}"):
+        with pytest.raises(ValueError, match=f"has {largest + 1} bytes, but the server accepts at most {largest}"):
             sealed.exchange(bytes(largest - 27))
         assert sealed.exchange(bytes(largest - 28)) == bytes(4)
         assert sealed.exchange(b"after") == b"afte"
 
 
-def test_generated_tokens_over_a_sealed_network_are_the_unsplit_models(tls):
+def test_generation_over_encrypted_link_matches_unsplit_model(tls):
     whole = decoder("llama").eval()
     split = SplitModel.from_model(decoder("llama"), client_id="north").eval()
     body = body_of(split)
@@ -141,29 +142,30 @@ def test_generated_tokens_over_a_sealed_network_are_the_unsplit_models(tls):
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "use_cache": True}
     expected = whole.generate(**inputs, **settings)
     assert expected.shape[1] == inputs["input_ids"].shape[1] + 6
-    carried: list[bytes] = []
+    messages: list[bytes] = []
 
     def answer(client_id: str, message: bytes) -> bytes:
-        carried.append(message)
+        messages.append(message)
         return body.answer(message)
 
     sessions = server_sessions(tls)
     with serve(tls, answer, clients=["north"], encryption=sessions) as server, join(tls, server) as link:
         split.boundary.link = EncryptedLink(client_session(tls, "north"), link)
         assert torch.equal(split.generate(**inputs, **settings), expected)
-        # Against a body that has other weights they differ: tokens do come from there.
-        for own in split.server_body.parameters():
-            own.data.neg_()
+        # With other weights of the server body, the tokens differ. The tokens therefore depend on the server.
+        for parameter in split.server_body.parameters():
+            parameter.data.neg_()
         assert not torch.equal(split.generate(**inputs, **settings), expected)
-    # A passage a token, the first with the prompt, and the cache is let go in the end.
-    assert len(carried) >= 2 * 6
+    # Each of the two generations sends one message per token. The first message contains the prompt, and a last
+    # message releases the cache.
+    assert len(messages) >= 2 * 6
 
 
-def test_two_clients_have_keys_of_their_own(tls):
-    together = threading.Barrier(2)
+def test_clients_have_separate_keys(tls):
+    barrier = threading.Barrier(2)
 
     def answer(client_id: str, message: bytes) -> bytes:
-        together.wait(10)
+        barrier.wait(10)
         return client_id.encode() + message
 
     answers: dict[str, bytes] = {}
@@ -173,7 +175,7 @@ def test_two_clients_have_keys_of_their_own(tls):
             answers[client_id] = EncryptedLink(client_session(tls, client_id), link).exchange(b" says")
 
     with serve(tls, answer, clients=["north", "south"], encryption=server_sessions(tls)) as server:
-        threads = [threading.Thread(target=step, args=(own,)) for own in ("north", "south")]
+        threads = [threading.Thread(target=step, args=(client_id,)) for client_id in ("north", "south")]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -181,17 +183,17 @@ def test_two_clients_have_keys_of_their_own(tls):
     assert answers == {"north": b"north says", "south": b"south says"}
 
 
-def test_sealing_on_one_side_alone_is_refused_in_words(tls):
+def test_encryption_on_one_side_only_is_rejected(tls):
     with serve(tls, lambda _, blob: blob, clients=["north"]) as server, join(tls, server) as link:
-        with pytest.raises(ValueError, match="This server seals no messages: give it encryption="):
+        with pytest.raises(ValueError, match="This server does not encrypt messages. Pass encryption="):
             EncryptedLink(client_session(tls, "north"), link).exchange(b"1")
     settings = {"clients": ["north"], "encryption": server_sessions(tls)}
     with serve(tls, lambda _, blob: blob, **settings) as server, join(tls, server) as link:
-        with pytest.raises(ValueError, match="There are no keys with 'north' yet"):
+        with pytest.raises(ValueError, match="The session with 'north' has no keys yet"):
             link.exchange(b"1")
 
 
-def test_a_new_link_of_a_client_begins_with_new_keys(tls):
+def test_new_link_of_a_client_starts_with_new_keys(tls):
     settings = {"clients": ["north"], "encryption": server_sessions(tls)}
     with serve(tls, lambda _, blob: blob, **settings) as server:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Messages whose answer is lost are carried out once, and room for messages is bounded."""
+"""Exactly-once processing of messages, and the limit of concurrent messages."""
 
 from __future__ import annotations
 
@@ -23,28 +23,34 @@ def tls(tmp_path_factory) -> Path:
     return certificates(tmp_path_factory.mktemp("tls"))
 
 
-class Answers:
-    """Answers every message with how many came before it; may break the connection or wait meanwhile."""
+class CountingAnswer:
+    """
+    Answers every message with the number of processed messages and the message.
+
+    Attributes:
+        processed (`list[bytes]`): The processed messages.
+        action (`Callable[[bytes], object]`): Called while a message is processed. Tests cut the connection or wait.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[bytes] = []
-        self.meanwhile = lambda message: None
+        self.processed: list[bytes] = []
+        self.action = lambda message: None
 
     def __call__(self, client_id: str, message: bytes) -> bytes:
-        self.seen.append(message)
-        self.meanwhile(message)
-        return f"{len(self.seen)}: ".encode() + message
+        self.processed.append(message)
+        self.action(message)
+        return f"{len(self.processed)}: ".encode() + message
 
 
-def test_a_message_whose_answer_is_lost_is_carried_out_once(tls):
-    answers = Answers()
-    with serve(tls, answers) as server, Relay(server) as relay, join(tls, relay) as link:
-        answers.meanwhile = lambda message: relay.cut() if message == b"b" else None
-        assert [link.exchange(own) for own in (b"a", b"b", b"c")] == [b"1: a", b"2: b", b"3: c"]
-        assert answers.seen == [b"a", b"b", b"c"] and len(relay.connections) == 2
+def test_message_with_lost_answer_is_processed_once(tls):
+    answer = CountingAnswer()
+    with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay) as link:
+        answer.action = lambda message: relay.cut() if message == b"b" else None
+        assert [link.exchange(message) for message in (b"a", b"b", b"c")] == [b"1: a", b"2: b", b"3: c"]
+        assert answer.processed == [b"a", b"b", b"c"] and len(relay.connections) == 2
 
 
-def test_an_answer_cut_in_the_middle_comes_again_whole(tls):
+def test_interrupted_answer_is_sent_again_completely(tls):
     content = bytes(range(256)) * (1 << 15)
     with serve(tls, lambda _, message: content) as server, Relay(server) as relay:
         relay.cut_after = 3 << 20
@@ -53,53 +59,53 @@ def test_an_answer_cut_in_the_middle_comes_again_whole(tls):
         assert len(relay.connections) == 2
 
 
-def test_a_message_cut_in_the_middle_is_carried_out_once(tls):
-    answers, content = Answers(), bytes(range(256)) * (1 << 15)
-    with serve(tls, answers, max_exchanges=1) as server, Relay(server) as relay:
+def test_interrupted_message_is_processed_once(tls):
+    answer, content = CountingAnswer(), bytes(range(256)) * (1 << 15)
+    with serve(tls, answer, max_exchanges=1) as server, Relay(server) as relay:
         relay.cut_after = 3 << 20
         with join(tls, relay) as link:
             assert link.exchange(content) == b"1: " + content
-        assert answers.seen == [content] and len(relay.connections) >= 2
+        assert answer.processed == [content] and len(relay.connections) >= 2
 
 
-def comes_again(relay: Relay, times: int) -> Callable[[], bool]:
-    """Whether a message is on its way for another time, over another connection."""
-    return lambda: len(relay.connections) > times and relay.connections[-1] > 1 << 15
+def is_sent_again(relay: Relay, num_repetitions: int) -> Callable[[], bool]:
+    """A condition: a large message is being sent again over a new connection."""
+    return lambda: len(relay.connections) > num_repetitions and relay.connections[-1] > 1 << 15
 
 
-def test_a_message_that_comes_again_while_it_is_carried_out_is_waited_for(tls):
-    answers, started, release = Answers(), threading.Event(), threading.Event()
-    answers.meanwhile = lambda message: started.set() or release.wait(10)
+def test_message_repeated_during_processing_waits_for_the_same_outcome(tls):
+    answer, started, release = CountingAnswer(), threading.Event(), threading.Event()
+    answer.action = lambda message: started.set() or release.wait(10)
     content = bytes(1 << 17)
-    with serve(tls, answers) as server, Relay(server) as relay, join(tls, relay) as link:
+    with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay) as link:
         with ThreadPoolExecutor(1) as pool:
             answered = pool.submit(link.exchange, content)
             assert started.wait(10)
-            for repetitions in (1, 2):
+            for num_repetitions in (1, 2):
                 relay.cut()
-                wait_until(comes_again(relay, repetitions))
+                wait_until(is_sent_again(relay, num_repetitions))
             assert not answered.done()
             release.set()
             assert answered.result(10) == b"1: " + content
-    assert answers.seen == [content]
+    assert answer.processed == [content]
 
 
-def test_an_error_whose_telling_is_lost_is_told_again_and_not_made_again(tls):
-    answers = Answers()
+def test_lost_error_is_sent_again_without_repeating_work(tls):
+    answer = CountingAnswer()
 
     def refuse(message: bytes) -> None:
         relay.cut()
-        raise ValueError(f"refused {len(answers.seen)}")
+        raise ValueError(f"refused {len(answer.processed)}")
 
-    answers.meanwhile = refuse
-    with serve(tls, answers) as server, Relay(server) as relay, join(tls, relay) as link:
+    answer.action = refuse
+    with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay) as link:
         with pytest.raises(ValueError, match="refused 1"):
             link.exchange(b"a")
-        assert answers.seen == [b"a"]
+        assert answer.processed == [b"a"]
 
 
-def test_a_connection_that_stays_broken_ends_the_link_in_time(tls):
-    with serve(tls, Answers()) as server, Relay(server) as relay:
+def test_permanently_broken_connection_ends_link_after_reconnect_timeout(tls):
+    with serve(tls, CountingAnswer()) as server, Relay(server) as relay:
         link = join(tls, relay, reconnect_timeout=0.4)
         relay.close()
         began_at = time.monotonic()
@@ -109,87 +115,87 @@ def test_a_connection_that_stays_broken_ends_the_link_in_time(tls):
         link.close()
 
 
-def test_messages_out_of_order_are_refused_by_name():
-    once = ExactlyOnceExecutor("north")
+def test_out_of_order_messages_are_rejected_with_reason():
+    executor = ExactlyOnceExecutor("north")
     for number in range(3):
-        once.carry_out(number, f"t{number}", lambda: Outcome("answer"))
-    for number, text in ((1, "its answer is not kept"), (4, "one was lost")):
+        executor.execute(number, f"t{number}", lambda: Outcome("answer"))
+    for number, reason in ((1, "the answer is no longer stored"), (4, "a message was lost")):
         with pytest.raises(
-            RequestRejectedError, match=f"Message {number} of 'north' came, and 3 is the next: {text}"
+            RequestRejectedError, match=f"Message {number} of 'north' arrived, but message 3 is expected: {reason}"
         ) as error:
-            once.is_new(number, f"t{number}")
+            executor.is_new(number, f"t{number}")
         assert error.value.code == "OUT_OF_RANGE"
-    with pytest.raises(RequestRejectedError, match="Two different messages of 'north' came as number 2"):
-        once.is_new(2, "another")
-    assert once.is_new(3, "t3") and not once.is_new(2, "t2")
+    with pytest.raises(RequestRejectedError, match="Two different messages of 'north' have the number 2"):
+        executor.is_new(2, "another")
+    assert executor.is_new(3, "t3") and not executor.is_new(2, "t2")
 
 
-def test_a_second_message_is_refused_while_the_first_is_carried_out():
-    once, release = ExactlyOnceExecutor("north"), threading.Event()
+def test_second_message_is_rejected_while_first_is_processed():
+    executor, release = ExactlyOnceExecutor("north"), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(once.carry_out, 0, "t0", lambda: Outcome("answer", str(release.wait(10)).encode()))
-        wait_until(lambda: not once.is_new(0, "t0"))
-        with pytest.raises(RequestRejectedError, match="sent before its turn"):
-            once.is_new(1, "t1")
-        again = pool.submit(once.carry_out, 0, "t0", lambda: Outcome("failed"))
-        # Nobody waits for this one.
-        assert once.wait(0, "t0", lambda: False) is None
+        first = pool.submit(executor.execute, 0, "t0", lambda: Outcome("answer", str(release.wait(10)).encode()))
+        wait_until(lambda: not executor.is_new(0, "t0"))
+        with pytest.raises(RequestRejectedError, match="sent out of order"):
+            executor.is_new(1, "t1")
+        again = pool.submit(executor.execute, 0, "t0", lambda: Outcome("failed"))
+        # The client of this delivery no longer waits.
+        assert executor.wait_for_outcome(0, "t0", lambda: False) is None
         release.set()
         assert first.result(10) is again.result(10) and first.result().blob == b"True"
 
 
-def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader, *pieces: bytes) -> bytes:
-    """What a client that keeps to nothing gets for a message."""
+def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader, *chunks: bytes) -> bytes:
+    """Send a message without the checks of `GrpcLink`, and return the answer."""
     certificate = tls / "clients" / f"{client_id}.pem"
     credentials = grpc.ssl_channel_credentials(
         (tls / "ca.pem").read_bytes(), certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
     )
     with grpc.secure_channel(address, credentials) as channel:
         call = channel.stream_stream("/hf_federated.Split/Exchange")
-        return b"".join(call(iter(pieces), timeout=10, metadata=((HEADER_KEY, header.to_text()),)))
+        return b"".join(call(iter(chunks), timeout=10, metadata=((HEADER_KEY, header.to_json()),)))
 
 
 @pytest.mark.parametrize(
-    ("changes", "pieces", "code", "text"),
+    ("changes", "chunks", "code", "text"),
     [
-        ({"number": 1}, [b"abc"], "OUT_OF_RANGE", "Message 1 of 'north' came, and 0 is the next"),
+        ({"number": 1}, [b"abc"], "OUT_OF_RANGE", "Message 1 of 'north' arrived, but message 0 is expected"),
         ({"session": "other"}, [b"abc"], "FAILED_PRECONDITION", "does not know this session"),
-        ({}, [b"ab"], "INVALID_ARGUMENT", "3 bytes was announced, and 2 came"),
-        ({}, [b"ab", b"cd"], "INVALID_ARGUMENT", "3 bytes was announced, and more came"),
-        ({"num_bytes": 101}, [b"abc"], "INVALID_ARGUMENT", "101 bytes came; the server takes at most 100"),
-        ({"num_bytes": -1}, [b"abc"], "INVALID_ARGUMENT", "below zero"),
+        ({}, [b"ab"], "INVALID_ARGUMENT", "a message of 3 bytes, but 2 bytes arrived"),
+        ({}, [b"ab", b"cd"], "INVALID_ARGUMENT", "a message of 3 bytes, but more bytes arrived"),
+        ({"num_bytes": 101}, [b"abc"], "INVALID_ARGUMENT", "has 101 bytes, but the server accepts at most 100"),
+        ({"num_bytes": -1}, [b"abc"], "INVALID_ARGUMENT", "negative number"),
         ({"num_bytes": "3"}, [b"abc"], "INVALID_ARGUMENT", "has the fields"),
     ],
 )
-def test_what_is_not_as_announced_is_refused_and_not_carried_out(tls, changes, pieces, code, text):
-    answers = Answers()
-    with serve(tls, answers, max_message_bytes=100) as server, join(tls, server) as link:
-        header = MessageHeader(**{"session": link._session, "number": 0, "token": "t", "num_bytes": 3, **changes})
+def test_message_that_contradicts_its_header_is_rejected(tls, changes, chunks, code, text):
+    answer = CountingAnswer()
+    with serve(tls, answer, max_message_bytes=100) as server, join(tls, server) as link:
+        header = MessageHeader(**{"session": link._session_id, "number": 0, "token": "t", "num_bytes": 3, **changes})
         with pytest.raises(grpc.RpcError) as error:
-            raw_exchange(tls, server.address, "north", header, *pieces)
+            raw_exchange(tls, server.address, "north", header, *chunks)
         assert error.value.code().name == code and text in error.value.details()
-        assert not answers.seen
+        assert not answer.processed
         assert link.exchange(b"a") == b"1: a"
 
 
-def test_another_clients_session_is_of_no_use(tls):
-    answers = Answers()
-    with serve(tls, answers) as server, join(tls, server) as link:
-        header = MessageHeader(link._session, 0, "t", 3)
+def test_session_of_another_client_is_rejected(tls):
+    answer = CountingAnswer()
+    with serve(tls, answer) as server, join(tls, server) as link:
+        header = MessageHeader(link._session_id, 0, "t", 3)
         with pytest.raises(grpc.RpcError) as error:
             raw_exchange(tls, server.address, "south", header, b"abc")
         assert error.value.code().name == "PERMISSION_DENIED"
-        assert not answers.seen
+        assert not answer.processed
 
 
-def test_clients_beyond_the_room_come_again_until_there_is_some(tls):
-    under_way, most = [], []
+def test_clients_beyond_max_exchanges_try_again_until_a_slot_is_free(tls):
+    active_clients, num_active = [], []
 
     def answer(client_id: str, message: bytes) -> bytes:
-        under_way.append(client_id)
-        most.append(len(under_way))
+        active_clients.append(client_id)
+        num_active.append(len(active_clients))
         time.sleep(0.05)
-        under_way.remove(client_id)
+        active_clients.remove(client_id)
         return message
 
     def steps(client_id: str) -> bytes:
@@ -198,10 +204,10 @@ def test_clients_beyond_the_room_come_again_until_there_is_some(tls):
 
     with serve(tls, answer, max_exchanges=1) as server, ThreadPoolExecutor(3) as pool:
         assert list(pool.map(steps, CLIENTS)) == [b"xxx"] * 3
-    assert max(most) == 1 and len(most) == 9
+    assert max(num_active) == 1 and len(num_active) == 9
 
 
-def test_a_client_for_whom_there_is_no_room_in_time_is_told_so(tls):
+def test_error_when_no_slot_is_free_within_answer_timeout(tls):
     started, release = threading.Event(), threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -213,17 +219,17 @@ def test_a_client_for_whom_there_is_no_room_in_time_is_told_so(tls):
         with join(tls, server) as north, join(tls, server, "south", answer_timeout=0.4) as south:
             first = pool.submit(north.exchange, b"1")
             assert started.wait(10)
-            with pytest.raises(AnswerTimeoutError, match="had no room for it"):
+            with pytest.raises(AnswerTimeoutError, match="had no free slot for message 0"):
                 south.exchange(bytes(1 << 23))
             release.set()
             assert first.result(10) == b"1"
 
 
-def test_a_fork_of_a_links_process_is_found_out(tls):
-    answers = Answers()
-    with serve(tls, answers) as server, join(tls, server) as link:
-        header = MessageHeader(link._session, 0, "drawn by the fork", 1)
+def test_message_of_forked_process_is_detected(tls):
+    answer = CountingAnswer()
+    with serve(tls, answer) as server, join(tls, server) as link:
+        header = MessageHeader(link._session_id, 0, "token of the fork", 1)
         raw_exchange(tls, server.address, "north", header, b"a")
-        with pytest.raises(LinkError, match="Two different messages of 'north' came as number 0"):
+        with pytest.raises(LinkError, match="Two different messages of 'north' have the number 0"):
             link.exchange(b"b")
-    assert answers.seen == [b"a"]
+    assert answer.processed == [b"a"]

@@ -1,4 +1,4 @@
-"""A split model over gRPC with TLS on both sides: the same numbers, and errors in words."""
+"""A split model over gRPC with mutual TLS: equal results, and readable errors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def tls(tmp_path_factory) -> Path:
 
 
 class Body:
-    """A server's answers: one message at a time, and each client in its own name."""
+    """Answers messages with a server body, one message at a time, for any client."""
 
     def __init__(self, split: SplitModel) -> None:
         self.server = split.boundary.link.server
-        self._meeting = ClientBatchRunner(self.server)
+        self._batch_runner = ClientBatchRunner(self.server)
         self._lock = threading.Lock()
 
     def __call__(self, client_id: str, message: bytes) -> bytes:
         with self._lock:
-            return self._meeting.link(client_id).exchange(message)
+            return self._batch_runner.link(client_id).exchange(message)
 
 
 def gradients(split: SplitModel) -> dict[str, torch.Tensor | None]:
@@ -55,11 +55,11 @@ def gradients(split: SplitModel) -> dict[str, torch.Tensor | None]:
 def assert_equal(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        other = expected[name]
-        assert (gradient is None and other is None) or torch.equal(gradient, other), name
+        reference = expected[name]
+        assert (gradient is None and reference is None) or torch.equal(gradient, reference), name
 
 
-def test_logits_and_gradients_are_those_of_one_process(tls):
+def test_logits_and_gradients_match_a_single_process(tls):
     plain, split = (SplitModel.from_model(decoder("llama"), client_id="north") for _ in range(2))
     with serve(tls, Body(split)) as server, join(tls, server) as link:
         split.boundary.link = link
@@ -71,28 +71,28 @@ def test_logits_and_gradients_are_those_of_one_process(tls):
     assert_equal(gradients(split), gradients(plain))
 
 
-def test_three_clients_at_once_get_each_its_own_gradients(tls):
-    whole = {client_id: SplitModel.from_model(decoder("llama"), client_id=client_id) for client_id in CLIENTS}
+def test_concurrent_clients_get_their_own_gradients(tls):
+    models = {client_id: SplitModel.from_model(decoder("llama"), client_id=client_id) for client_id in CLIENTS}
     expected = {}
-    for seed, (client_id, split) in enumerate(whole.items()):
+    for seed, (client_id, split) in enumerate(models.items()):
         split(**batch("right", seed=seed)).loss.backward()
         expected[client_id] = gradients(split)
         split.zero_grad()
-    bodies = {client_id: Body(split) for client_id, split in whole.items()}
+    bodies = {client_id: Body(split) for client_id, split in models.items()}
 
     def train(client_id: str, seed: int) -> None:
         with join(tls, server, client_id) as link:
-            whole[client_id].boundary.link = link
-            whole[client_id](**batch("right", seed=seed)).loss.backward()
+            models[client_id].boundary.link = link
+            models[client_id](**batch("right", seed=seed)).loss.backward()
 
     with serve(tls, lambda client_id, message: bodies[client_id](client_id, message)) as server:
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(train, CLIENTS, range(3)))
-    for client_id, split in whole.items():
+    for client_id, split in models.items():
         assert_equal(gradients(split), expected[client_id])
 
 
-def test_clients_meet_in_answers_that_wait_for_all_of_them(tls):
+def test_answers_can_wait_for_messages_of_all_clients(tls):
     barrier = threading.Barrier(3)
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -105,27 +105,27 @@ def test_clients_meet_in_answers_that_wait_for_all_of_them(tls):
 
     with serve(tls, answer) as server, ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(step, CLIENTS))
-    assert answers == [[b"1" + own.encode(), b"2" + own.encode()] for own in CLIENTS]
+    assert answers == [[b"1" + client_id.encode(), b"2" + client_id.encode()] for client_id in CLIENTS]
 
 
-def test_a_message_may_be_larger_than_a_frame_of_grpc_and_empty_too(tls):
+def test_messages_can_be_empty_or_larger_than_a_grpc_frame(tls):
     message = torch.arange(3 * MIB, dtype=torch.int32).numpy().tobytes() + b"odd"
     with serve(tls, lambda _, blob: blob[::-1]) as server, join(tls, server) as link:
         assert link.exchange(message) == message[::-1]
         assert link.exchange(b"") == b""
 
 
-def test_a_message_beyond_the_stated_maximum_is_refused_and_the_link_goes_on(tls):
+def test_too_large_message_is_rejected_and_link_stays_usable(tls):
     with serve(tls, lambda _, blob: blob * 2, max_message_bytes=3 * MIB) as server:
         with join(tls, server, max_answer_bytes=4 * MIB) as link:
-            with pytest.raises(ValueError, match=f"has {3 * MIB + 1} bytes, and the server takes at most {3 * MIB}"):
+            with pytest.raises(ValueError, match=f"has {3 * MIB + 1} bytes, but the server accepts at most {3 * MIB}"):
                 link.exchange(bytes(3 * MIB + 1))
             assert len(link.exchange(bytes(2 * MIB))) == 4 * MIB
-            with pytest.raises(LinkError, match=f"An answer of {6 * MIB} bytes came; at most {4 * MIB}"):
+            with pytest.raises(LinkError, match=f"The answer has {6 * MIB} bytes, but at most {4 * MIB}"):
                 link.exchange(bytes(3 * MIB))
 
 
-def test_errors_of_the_answer_arrive_by_their_text_alone_and_the_link_goes_on(tls, caplog):
+def test_client_receives_error_text_without_details_and_link_stays_usable(tls, caplog):
     errors = {
         b"value": ValueError("Hidden states of 3 numbers came. Größe 7."),
         b"time": TimeoutError("Client 'south' did not come."),
@@ -151,23 +151,23 @@ def test_errors_of_the_answer_arrive_by_their_text_alone_and_the_link_goes_on(tl
         assert link.exchange(b"fine") == b"fine"
 
 
-def test_an_answer_that_does_not_come_ends_the_link_in_time(tls):
+def test_missing_answer_ends_link_after_answer_timeout(tls):
     release = threading.Event()
     with serve(tls, lambda _, blob: blob if release.wait(10) else b"") as server:
         with join(tls, server, answer_timeout=0.3) as link:
-            with pytest.raises(AnswerTimeoutError, match=r"did not answer it within answer_timeout, 0\.3 s"):
+            with pytest.raises(AnswerTimeoutError, match=r"did not answer message 0 within answer_timeout=0\.3 s"):
                 link.exchange(b"1")
             release.set()
-            # Whether it was carried out is not known, so nothing goes on.
+            # The link stays closed, because it is not known whether the server processed the message.
             with pytest.raises(AnswerTimeoutError, match="resume from a checkpoint"):
                 link.exchange(b"2")
             link.close()
-            # The server knows that the link ended.
-            with join(tls, server) as following:
-                assert following.exchange(b"3") == b"3"
+            # The client disconnected from the server, so it can connect again at once.
+            with join(tls, server) as second_link:
+                assert second_link.exchange(b"3") == b"3"
 
 
-def test_a_server_that_goes_mid_step_leaves_everything_as_it_was(tls):
+def test_server_shutdown_during_step_keeps_gradients_of_previous_step(tls):
     split = SplitModel.from_model(decoder("llama"), client_id="north")
     body = Body(split)
     with serve(tls, body) as server:
@@ -177,26 +177,26 @@ def test_a_server_that_goes_mid_step_leaves_everything_as_it_was(tls):
         before = gradients(split)
         loss = split(**batch("right", seed=1)).loss
         server.close(grace=0)
-        with pytest.raises(ServerUnreachableError, match=r"no sign of life for reconnect_timeout, 0\.5 s"):
+        with pytest.raises(ServerUnreachableError, match=r"was not active for reconnect_timeout=0\.5 s"):
             loss.backward()
         with pytest.raises(ServerUnreachableError):
             split(**batch("right"))
         link.close()
-    own = {name: p.grad for name, p in split.server_body.named_parameters()}
-    assert_equal(own, {name: before[f"server_body.{name}"] for name in own})
+    after = {name: p.grad for name, p in split.server_body.named_parameters()}
+    assert_equal(after, {name: before[f"server_body.{name}"] for name in after})
 
 
-def test_a_server_that_was_started_anew_is_told_by_name(tls):
+def test_error_after_server_restart_names_the_restart(tls):
     with serve(tls, lambda _, blob: blob) as first:
         link = join(tls, first)
         link.exchange(b"1")
         address = first.address
     with serve(tls, lambda _, blob: blob, address=address), link:
-        with pytest.raises(SessionLostError, match="The server was started anew.*resume from a checkpoint"):
+        with pytest.raises(SessionLostError, match="The server was restarted.*resume from a checkpoint"):
             link.exchange(b"2")
 
 
-def test_a_closed_link_says_so_and_its_client_may_come_again(tls):
+def test_closed_link_raises_error_and_client_can_connect_again(tls):
     left: list[str] = []
     connected: list[str] = []
     with serve(tls, lambda _, blob: blob, on_left=left.append, on_connected=connected.append) as server:
@@ -211,7 +211,7 @@ def test_a_closed_link_says_so_and_its_client_may_come_again(tls):
     assert connected == left == ["north", "north"]
 
 
-def test_closing_a_link_ends_its_exchange(tls):
+def test_closing_a_link_ends_its_message(tls):
     arrived, release = threading.Event(), threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -220,25 +220,25 @@ def test_closing_a_link_ends_its_exchange(tls):
         return message
 
     with serve(tls, answer) as server, join(tls, server) as link, ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(link.exchange, b"1")
+        pending = pool.submit(link.exchange, b"1")
         assert arrived.wait(10)
         link.close()
         with pytest.raises(LinkError, match="closed"):
-            under_way.result(10)
+            pending.result(10)
         wait_until(lambda: not server.is_alive("north"))
         release.set()
 
 
 @pytest.fixture
 def interruptible():
-    """SIGINT raises `KeyboardInterrupt`, also where the tests were started in the background of a shell."""
+    """Let SIGINT raise `KeyboardInterrupt`, which a shell disables for background processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_exchange_ends_the_link(tls):
+def test_keyboard_interrupt_ends_the_link(tls):
     release = threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -250,15 +250,15 @@ def test_an_interrupted_exchange_ends_the_link(tls):
         channel = link._channel
         with pytest.raises(KeyboardInterrupt):
             link.exchange(b"1")
-        with pytest.raises(LinkError, match=r"Message 0 was given up \(KeyboardInterrupt\)"):
+        with pytest.raises(LinkError, match=r"Message 0 was interrupted \(KeyboardInterrupt\)"):
             link.exchange(b"2")
         release.set()
-    # Farewell is said over another channel: of the one that was interrupted nobody knows what it still does.
+    # The link disconnects over a new channel, because the state of the interrupted channel is not known.
     assert link._channel is not channel
 
 
-class NeverEnding:
-    """A channel as gRPC leaves it where an interrupt came in its midst: no call ends, not even by its timeout."""
+class NeverEndingChannel:
+    """A channel on which no call ends, not even by its timeout. gRPC can leave such a channel after an interrupt."""
 
     def unary_unary(self, method):
         return self
@@ -267,7 +267,7 @@ class NeverEnding:
         return self
 
     def result(self, timeout=None):
-        assert timeout is not None, "waits for ever"
+        assert timeout is not None, "the call would wait forever"
         time.sleep(min(timeout, 0.2))
         raise grpc.FutureTimeoutError()
 
@@ -278,21 +278,21 @@ class NeverEnding:
         pass
 
 
-def test_a_channel_that_ends_no_call_holds_nobody_up(tls, caplog, monkeypatch):
+def test_close_returns_if_grpc_never_ends_a_call(tls, caplog, monkeypatch):
     with serve(tls, lambda _, blob: blob) as server:
         link = join(tls, server)
         link._channel.close()
-        link._channel = NeverEnding()
+        link._channel = NeverEndingChannel()
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         link.close()
-        assert "could not take leave" in caplog.text and "did not end the call in its time" in caplog.text
+        assert "could not disconnect" in caplog.text and "did not end the call within its timeout" in caplog.text
 
 
-def test_a_server_that_never_started_can_be_closed(tls):
+def test_server_that_was_not_started_can_be_closed(tls):
     serve(tls, lambda _, blob: blob).close()
 
 
-def test_two_servers_do_not_share_a_port(tls):
+def test_two_servers_cannot_share_a_port(tls):
     with serve(tls, lambda _, blob: blob) as server:
-        with pytest.raises(OSError, match="cannot listen at"):
+        with pytest.raises(OSError, match="cannot listen on"):
             serve(tls, lambda _, blob: blob, address=server.address)

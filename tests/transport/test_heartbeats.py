@@ -1,4 +1,4 @@
-"""Clients and servers that fall silent are missed."""
+"""Heartbeats: inactive clients and unresponsive servers are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def echo(client_id: str, message: bytes) -> bytes:
     return message
 
 
-def test_a_silent_client_is_lost_and_told_so_and_the_others_stay(tls):
+def test_inactive_client_is_lost_and_other_clients_stay_connected(tls):
     lost: list[str] = []
     with serve(tls, echo, heartbeat_timeout=0.8, on_lost=lost.append) as server, Relay(server) as relay:
         with join(tls, server, "south") as south:
@@ -36,23 +36,25 @@ def test_a_silent_client_is_lost_and_told_so_and_the_others_stay(tls):
             assert not server.is_alive("north") and server.seconds_since_heard("north") is None
             assert server.is_alive("south") and south.exchange(b"1") == b"1"
             relay.accepting.set()
-            with pytest.raises(SessionLostError, match="gave 'north' up, which it had not heard for .* s"):
+            with pytest.raises(
+                SessionLostError, match="ended the session of client 'north', which was inactive for .* s"
+            ):
                 north.exchange(b"1")
             north.close()
-            # It may come anew, and then begins anew.
+            # The client can connect again with a new session.
             with join(tls, relay) as again:
                 assert again.exchange(b"1") == b"1" and server.is_alive("north")
     assert lost == ["north"]
 
 
-def test_a_client_that_is_quiet_for_long_stays_by_its_heartbeats(tls):
+def test_heartbeats_keep_idle_client_connected(tls):
     with serve(tls, echo, heartbeat_timeout=0.6) as server, join(tls, server) as link:
         time.sleep(1.3)
         assert server.is_alive("north") and server.seconds_since_heard("north") < 0.6
         assert link.exchange(b"1") == b"1"
 
 
-def test_clients_whose_messages_take_long_do_not_keep_heartbeats_away(tls):
+def test_slow_answers_do_not_block_heartbeats(tls):
     release = threading.Event()
     lost: list[str] = []
 
@@ -69,7 +71,7 @@ def test_clients_whose_messages_take_long_do_not_keep_heartbeats_away(tls):
             assert [step.result(10) for step in steps] == [b"1", b"1"]
 
 
-def test_a_message_of_a_lost_client_ends_before_one_of_its_next_link_is_carried_out(tls):
+def test_message_of_lost_client_ends_before_message_of_its_next_link_starts(tls):
     order: list[bytes] = []
     started, release = threading.Event(), threading.Event()
 
@@ -100,12 +102,12 @@ def test_a_message_of_a_lost_client_ends_before_one_of_its_next_link_is_carried_
     assert order == [b"begin 1", b"end 1", b"begin 2", b"end 2"]
 
 
-def test_an_error_of_a_callback_is_no_end_of_the_watch(tls):
+def test_error_in_on_lost_does_not_stop_the_watcher(tls):
     lost: list[str] = []
 
     def on_lost(client_id: str) -> None:
         lost.append(client_id)
-        raise RuntimeError("mistake")
+        raise RuntimeError("error in the callback")
 
     with serve(tls, echo, heartbeat_timeout=0.3, on_lost=on_lost) as server, Relay(server) as relay:
         links = [join(tls, relay, client_id) for client_id in ("north", "south")]
@@ -116,7 +118,7 @@ def test_an_error_of_a_callback_is_no_end_of_the_watch(tls):
         link.close()
 
 
-def test_a_server_may_refuse_whom_it_cannot_take_in_now(tls):
+def test_on_connected_can_refuse_a_client(tls):
     def on_connected(client_id: str) -> None:
         raise ValueError("Training began without this client.")
 
@@ -126,62 +128,62 @@ def test_a_server_may_refuse_whom_it_cannot_take_in_now(tls):
         assert not server.is_alive("north")
 
 
-def test_a_server_that_was_held_up_does_not_blame_clients():
-    """As where its process was stopped for a while, and the heartbeats that came are still to be read."""
+def test_suspended_server_does_not_lose_clients():
+    """After a suspended process continues, heartbeats that arrived in the meantime are not read yet."""
     lost: list[str] = []
-    presence = SessionRegistry(["north"], 0.4, lost.append)
-    presence.admit("north", "process", lambda: None)
-    with presence._lock:
-        # The watcher cannot look while this lasts.
-        presence.start()
+    sessions = SessionRegistry(["north"], 0.4, lost.append)
+    sessions.open_session("north", "process", lambda: None)
+    with sessions._lock:
+        # The lock blocks the watcher, as if the process was suspended.
+        sessions.start()
         time.sleep(1)
     time.sleep(0.2)
     assert not lost
     wait_until(lambda: lost)
-    presence.close()
+    sessions.close()
 
 
-def test_a_server_that_hangs_is_missed_although_its_connection_stands(tls):
+def test_unresponsive_server_with_open_connection_is_detected(tls):
     with serve(tls, echo) as server, Relay(server) as relay:
         link = join(tls, relay, reconnect_timeout=0.5)
         assert link.exchange(b"1") == b"1"
-        relay.silenced = 1 << 20
+        relay.num_silenced = 1 << 20
         began_at = time.monotonic()
-        with pytest.raises(ServerUnreachableError, match="no sign of life"):
+        with pytest.raises(ServerUnreachableError, match="was not active for reconnect_timeout"):
             link.exchange(b"2")
         assert 0.4 < time.monotonic() - began_at < 5
         link.close()
 
 
-def test_a_connection_that_carries_nothing_any_more_is_replaced(tls):
-    carried_out: list[bytes] = []
+def test_silent_connection_is_replaced(tls):
+    processed: list[bytes] = []
 
     def answer(client_id: str, message: bytes) -> bytes:
-        carried_out.append(message)
+        processed.append(message)
         if message == b"2":
-            relay.silenced = 1
+            relay.num_silenced = 1
         return message
 
     with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay, reconnect_timeout=3) as link:
-        assert [link.exchange(own) for own in (b"1", b"2", b"3")] == [b"1", b"2", b"3"]
-        assert carried_out == [b"1", b"2", b"3"] and len(relay.connections) == 2
+        assert [link.exchange(message) for message in (b"1", b"2", b"3")] == [b"1", b"2", b"3"]
+        assert processed == [b"1", b"2", b"3"] and len(relay.connections) == 2
 
 
-def test_the_room_of_a_lost_client_is_free_again(tls):
-    """It is lost in the middle of a message, whose rest will never come."""
+def test_slot_of_lost_client_becomes_free(tls):
+    """The client is lost while it sends a message, whose remaining bytes never arrive."""
     lost: list[str] = []
     settings = {"heartbeat_timeout": 1.0, "max_exchanges": 1, "on_lost": lost.append}
     with serve(tls, echo, **settings) as server, Relay(server) as relay, ThreadPoolExecutor(1) as pool:
         with join(tls, server, "south") as south, join(tls, server, "Zoë/2", answer_timeout=0.05) as impatient:
             relay.silence_after = 2 << 20
             north = join(tls, relay)
-            under_way = pool.submit(north.exchange, bytes(8 << 20))
-            wait_until(lambda: relay.silenced)
-            with pytest.raises(TimeoutError, match="had no room for it"):
+            pending = pool.submit(north.exchange, bytes(8 << 20))
+            wait_until(lambda: relay.num_silenced)
+            with pytest.raises(TimeoutError, match="had no free slot for message 0"):
                 impatient.exchange(b"1")
             impatient.close()
             assert south.exchange(b"1") == b"1" and lost == ["north"]
             relay.close()
             north.close()
             with pytest.raises(LinkError):
-                under_way.result(10)
+                pending.result(10)
