@@ -100,8 +100,8 @@ def test_handshake_with_repeated_messages_is_performed_once(tls):
 
     with serve(tls, lambda _, blob: blob, clients=["north"], encryption=CountingSession) as server:
         with Relay(server) as relay, join(tls, relay) as link:
-            sealed = EncryptedLink(client_session(tls, "north"), link)
-            assert sealed.exchange(b"states") == b"states"
+            encrypted_link = EncryptedLink(client_session(tls, "north"), link)
+            assert encrypted_link.exchange(b"states") == b"states"
     assert calls == ["reply", "complete"]
 
 
@@ -126,12 +126,12 @@ def test_too_large_message_is_not_encrypted_and_session_stays_usable(tls):
     largest = 1 << 14
     settings = {"clients": ["north"], "encryption": server_sessions(tls), "max_message_bytes": largest}
     with serve(tls, lambda _, blob: blob[:4], **settings) as server, join(tls, server) as link:
-        sealed = EncryptedLink(client_session(tls, "north"), link)
-        assert sealed.exchange(b"before") == b"befo"
+        encrypted_link = EncryptedLink(client_session(tls, "north"), link)
+        assert encrypted_link.exchange(b"before") == b"befo"
         with pytest.raises(ValueError, match=f"has {largest + 1} bytes, but the server accepts at most {largest}"):
-            sealed.exchange(bytes(largest - 27))
-        assert sealed.exchange(bytes(largest - 28)) == bytes(4)
-        assert sealed.exchange(b"after") == b"afte"
+            encrypted_link.exchange(bytes(largest - 27))
+        assert encrypted_link.exchange(bytes(largest - 28)) == bytes(4)
+        assert encrypted_link.exchange(b"after") == b"afte"
 
 
 def test_generation_over_encrypted_link_matches_unsplit_model(tls):
