@@ -16,7 +16,9 @@ from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
 
 
 CLIENTS = ["north", "south", "Zoë/2"]
-SESSION_CONFIG = SplitSessionConfig(ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32"))
+SESSION_CONFIG = SplitSessionConfig(
+    ModelFingerprint({"hidden_size": 32}, "", {}, commit="a1b2"), Cut(5), Wire("float32")
+)
 
 
 def certificates(folder: Path, clients: list[str] = CLIENTS) -> Path:

@@ -190,7 +190,8 @@ class GrpcLink:
         self._heartbeat_thread.join()
         assert self._failure is not None
         if self._interrupted:
-            self._channel.close()
+            # An interrupt inside gRPC can leave a lock of the channel held, on which `close` would wait forever.
+            threading.Thread(target=self._channel.close, name="close of an interrupted channel", daemon=True).start()
             self._channel = self._make_channel()
         # Without this call, the server would treat the client as connected until its heartbeat_timeout.
         if self._failure[0] not in (ServerUnreachableError, SessionLostError):

@@ -278,6 +278,22 @@ class NeverEndingChannel:
         pass
 
 
+def test_close_returns_if_an_interrupted_channel_never_closes(tls):
+    never = threading.Event()
+
+    class Stuck(NeverEndingChannel):
+        def close(self):
+            never.wait()
+
+    with serve(tls, lambda _, blob: blob) as server:
+        link = join(tls, server)
+        link._channel.close()
+        link._channel, link._interrupted = Stuck(), True
+        link.close()
+        wait_until(lambda: not server.is_alive("north"))
+    never.set()
+
+
 def test_close_returns_if_grpc_never_ends_a_call(tls, caplog, monkeypatch):
     with serve(tls, lambda _, blob: blob) as server:
         link = join(tls, server)
