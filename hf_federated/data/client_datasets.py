@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets
 
-from .partitioners.base import Partition, check_client_ids, raise_if_empty
+from .partitioners.base import Partition, check_client_ids, raise_for_empty_clients
 from .row_selection import select_rows
 
 
@@ -169,7 +169,7 @@ def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
 
 def check_not_empty(datasets: Mapping[str, ClientData]) -> None:
     """Raise `ValueError` with the names of the clients that have no rows, if any."""
-    raise_if_empty([i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0])
+    raise_for_empty_clients([i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0])
 
 
 def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:

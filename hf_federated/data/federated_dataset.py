@@ -27,7 +27,7 @@ from .column_values import check_columns
 from .federated_dataset_storage import FederatedDatasetStorageMixin
 from .fednlp import read_fednlp
 from .partitioners.base import Partition, Partitioner, check_client_ids
-from .partitioners.flower import adopt
+from .partitioners.flower import wrap_flower_partitioner
 from .partitioners.natural import NaturalPartitioner
 from .source import DatasetSource
 from .storage.folder import SplitToStore
@@ -108,7 +108,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
                 or returns a row twice.
         """
         rows, origin = load_source(dataset, "from_dataset", token)
-        partitioner = adopt(partitioner)
+        partitioner = wrap_flower_partitioner(partitioner)
         check_is_partitioner(partitioner)
         return cls.from_partition(rows, partitioner.partition(rows), partitioner, origin)
 

@@ -14,7 +14,7 @@ from .federated_dataset import FederatedDataset, check_is_partitioner, load_sour
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partitioner
-from .partitioners.flower import adopt
+from .partitioners.flower import wrap_flower_partitioner
 from .storage.folder import check_requested_clients, open_folder, open_split
 from .storage.partition_file import PartitionFile, check_split_name
 from .storage.publishing import push_splits, save_splits
@@ -76,7 +76,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 "FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got"
                 f" {type(dataset).__name__}. Use FederatedDataset.from_dataset for a single dataset."
             )
-        partitioner = adopt(partitioner)
+        partitioner = wrap_flower_partitioner(partitioner)
         check_is_partitioner(partitioner)
         loaded = {
             split: load_source(rows, "FederatedDatasetDict.from_dataset", token) for split, rows in dataset.items()

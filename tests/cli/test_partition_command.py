@@ -100,7 +100,7 @@ def test_row_indices_and_label_counts_are_written_on_request(folder, capsys):
         ("partition reviews --partitioner iid --num-clients 2 --output o --private", "--private is only allowed with"),
         (
             "partition reviews --partitioner iid --num-clients 0 --output o",
-            "num_clients must be a whole number from 1",
+            "num_clients must be an integer of at least 1",
         ),
         ("partition reviews --partitioner iid --num-clients 500 --output o", "500 clients"),
         ("partition reviews --partitioner label-dirichlet --num-clients 2 --alpha 0 --output o", "alpha"),

@@ -1,4 +1,7 @@
-"""Ways to cut one data set into clients, one a file."""
+"""Partitioners: each module has one strategy for partitioning a dataset across clients.
+
+All partitioners are subclasses of [`Partitioner`] and return a [`Partition`].
+"""
 
 from .base import Partition, Partitioner
 from .feature_cluster import FeatureClusterPartitioner
@@ -11,7 +14,8 @@ from .per_class import PerClassDirichletPartitioner
 from .quantity import QuantityDirichletPartitioner
 
 
-# Their names on a command line and in recipes. `NestedPartitioner`, which takes others, is built in Python.
+# Names of the partitioners on the command line and in recipes. `NestedPartitioner` is absent because its arguments are
+# partitioners. It can only be constructed in Python.
 PARTITIONERS: dict[str, type[Partitioner]] = {
     "feature-cluster": FeatureClusterPartitioner,
     "iid": IidPartitioner,

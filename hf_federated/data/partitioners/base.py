@@ -1,8 +1,8 @@
-"""What a partitioner returns and what it has to implement.
+"""Base class of all partitioners, and the `Partition` that a partitioner returns.
 
-A partition never holds rows: it is one integer permutation of the row numbers, cut at offsets, with one id for each
-piece. A million rows over a thousand clients is 4 MB of `int32`. This module does not open clients
-(`FederatedDataset` does) and does not write partitions to disk.
+A partition holds no examples. It is one integer permutation of the row indices of a dataset, cut at offsets, with one
+id per client. A million rows take 4 MB as `int32`. [`FederatedDataset`] builds the client datasets from a partition,
+and `hf_federated.data.storage` writes partitions to disk.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ PartitionerType = TypeVar("PartitionerType", bound="Partitioner")
 @dataclass(frozen=True, eq=False)
 class Partition:
     """
-    Which rows belong to which client.
+    Assignment of the rows of a dataset to clients.
 
     Args:
         client_ids (`list[str]`):
-            One id for each client, unique and not empty.
+            One id per client. Ids are unique and not empty.
         indices (`np.ndarray` of shape `(num_assigned_rows,)`, `int32` or `int64`):
-            Row numbers, all rows of the first client first. A row number occurs at most once; rows that occur nowhere
-            belong to nobody.
+            Row indices, grouped by client in the order of `client_ids`. A row index occurs at most once. A row whose
+            index does not occur belongs to no client.
         offsets (`np.ndarray` of shape `(num_clients + 1,)`, `int64`):
             The rows of client `i` are `indices[offsets[i]:offsets[i + 1]]`.
 
     Raises:
-        `ValueError`: If an id is empty or occurs twice, if the offsets do not fit, or if a client has no rows.
+        `ValueError`: If an id is empty or occurs twice, if the offsets do not match the ids and the indices, or if a
+            client has no rows.
 
     Example:
 
@@ -61,35 +62,35 @@ class Partition:
         check_client_ids(self.client_ids)
         if self.indices.ndim != 1 or self.indices.dtype.kind not in "iu":
             raise ValueError(
-                f"Partition: indices must be one vector of integers, got {self.indices.ndim} dimensions of"
-                f" {self.indices.dtype}."
+                f"Partition: indices has {self.indices.ndim} dimensions and dtype {self.indices.dtype}. Pass a"
+                " one-dimensional array of integers."
             )
         if self.offsets.shape != (len(self.client_ids) + 1,):
             raise ValueError(
-                f"Partition: {len(self.client_ids)} clients need {len(self.client_ids) + 1} offsets, got an array of"
-                f" shape {self.offsets.shape}."
+                f"Partition: offsets has shape {self.offsets.shape}, but {len(self.client_ids)} clients need"
+                f" {len(self.client_ids) + 1} offsets."
             )
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.indices) or bool((self.sizes < 0).any()):
             raise ValueError(
-                f"Partition: offsets must rise from 0 to the number of indices ({len(self.indices)}), got"
+                f"Partition: offsets must increase from 0 to the number of indices ({len(self.indices)}), got"
                 f" {self.offsets.tolist()[:10]} …"
             )
-        raise_if_empty([self.client_ids[i] for i in np.flatnonzero(self.sizes == 0)])
+        raise_for_empty_clients([self.client_ids[i] for i in np.flatnonzero(self.sizes == 0)])
 
     def __len__(self) -> int:
         return len(self.client_ids)
 
     @property
     def sizes(self) -> np.ndarray:
-        """`np.ndarray` of shape `(num_clients,)`: rows of each client."""
+        """`np.ndarray` of shape `(num_clients,)`: number of rows of each client."""
         return np.diff(self.offsets)
 
     def rows(self, position: int) -> np.ndarray:
-        """Row numbers of the client at a position (a view, not a copy)."""
+        """Row indices of the client at a position. The array is a view of `indices`, not a copy."""
         return self.indices[self.offsets[position] : self.offsets[position + 1]]
 
     def select(self, positions: Sequence[int]) -> Partition:
-        """The partition of a few of the clients, in the order given."""
+        """Return the partition of the clients at the given positions, in the given order."""
         pieces = [self.rows(position) for position in positions]
         offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
         indices = np.concatenate(pieces) if pieces else self.indices[:0]
@@ -97,38 +98,39 @@ class Partition:
 
     def check_rows(self, num_rows: int) -> None:
         """
-        Checks a partition against the data set it is for.
+        Check that the partition fits a dataset with `num_rows` rows.
 
         Raises:
-            `ValueError`: If a row number is outside the data set, or belongs to two clients.
+            `ValueError`: If a row index is outside the dataset, or if it is assigned to more than one client.
         """
         if len(self.indices) == 0:
             return
         lowest, highest = int(self.indices.min()), int(self.indices.max())
         if lowest < 0 or highest >= num_rows:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"The partition names row {wrong}, but the data set has the rows 0 to {num_rows - 1}.")
+            invalid = lowest if lowest < 0 else highest
+            raise ValueError(f"The partition names row {invalid}, but the dataset has the rows 0 to {num_rows - 1}.")
         counts = np.bincount(self.indices, minlength=num_rows)
         if int(counts.max()) > 1:
             raise ValueError(
-                f"The partition gives row {int(counts.argmax())} away {int(counts.max())} times. A row belongs to one"
-                " client at most."
+                f"The partition assigns row {int(counts.argmax())} {int(counts.max())} times. Assign each row to at"
+                " most one client."
             )
 
     @classmethod
     def from_owners(cls, client_ids: Sequence[str], owners: np.ndarray) -> Partition:
         """
-        Builds a partition from each row's owner. The rows of a client keep their order.
+        Build a partition from the client that each row belongs to. The rows of a client keep their order.
 
         Args:
             client_ids (`Sequence[str]`):
-                One id for each client.
+                One id per client.
             owners (`np.ndarray` of shape `(num_rows,)`, integer):
-                Position in `client_ids` of the client that gets the row; `-1` gives the row to nobody.
+                For each row, the position in `client_ids` of the client that owns the row. `-1` assigns the row to no
+                client.
         """
-        # numpy sorts 16-bit integers by radix: 10 times faster than a stable sort of wider ones
+        # numpy uses a radix sort for 16-bit integers, which is 10 times faster than a stable sort of wider integers.
         narrow = owners.astype(np.int16 if len(client_ids) < 2**15 else np.int32)
-        order = np.argsort(narrow, kind="stable").astype(row_number_dtype(len(owners)))
+        order = np.argsort(narrow, kind="stable").astype(row_index_dtype(len(owners)))
         sizes = np.bincount(owners + 1, minlength=len(client_ids) + 1)
         num_unowned, sizes = int(sizes[0]), sizes[1:]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -138,10 +140,11 @@ class Partition:
 @dataclass(frozen=True)
 class Partitioner(ABC):
     """
-    Cuts one data set into clients.
+    Base class for the assignment of the rows of a dataset to clients.
 
-    A partitioner is a frozen dataclass: its fields are its settings, which are written beside a saved partition and
-    on the cards. It draws from a generator of its own, so that a seed gives the same partition in every process.
+    A partitioner is a frozen dataclass. Its fields are its settings. They are stored next to a saved partition and
+    appear on dataset and model cards. A partitioner creates its own random generator from its seed, so that a seed
+    gives the same partition in every process.
 
     Example:
 
@@ -166,46 +169,51 @@ class Partitioner(ABC):
     @abstractmethod
     def partition(self, dataset: Dataset) -> Partition:
         """
+        Partition a dataset.
+
         Args:
-            dataset (`datasets.Dataset`): The rows to give away. They are not copied.
+            dataset (`datasets.Dataset`): The dataset to partition. Its rows are not copied.
 
         Returns:
-            `Partition`: Each client's row numbers. Every client has at least one row.
+            `Partition`: The row indices of each client. Every client has at least one row.
         """
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         """
-        Cuts several splits so that a client has the same share of each.
+        Partition several splits so that a client has the same share of each.
 
-        Whatever is learned from rows (a prior over labels, clusters, which clients there are) is learned from the
-        *first* split and holds for the others, so that a client's test rows follow its training rows. The first
-        split is cut as [`~Partitioner.partition`] cuts it.
+        Everything that depends on the data (a prior over labels, clusters, the list of clients) is computed from the
+        *first* split and reused for the other splits. Therefore the test examples of a client follow the same
+        distribution as its training examples. The first split gets the same partition as from
+        [`~Partitioner.partition`].
 
         Args:
-            splits (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`): Split name to rows, training first.
+            splits (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`):
+                Split name to dataset. The training split is first.
 
         Returns:
-            `dict[str, Partition]`: A partition of each split.
+            `dict[str, Partition]`: Split name to its partition.
         """
-        # Right where shares follow from the settings alone; the others override it.
+        # Correct if the shares depend only on the settings. Partitioners that use the data override this method.
         check_splits(splits)
         return {name: self.partition(dataset) for name, dataset in splits.items()}
 
     def settings(self) -> dict[str, Any]:
         """
-        All constructor arguments with their values, as JSON can hold them.
+        Return all constructor arguments with their values, in types that JSON supports.
 
-        A partitioner among them is a dictionary with its name and settings, a function is its name.
+        A nested partitioner becomes a dictionary with its class name and settings. A function becomes its qualified
+        name.
         """
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {field.name: _to_json_value(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def reseeded(self: PartitionerType, key: str) -> PartitionerType:
-        """The same partitioner with another seed, which follows from its own and a key, if it has one."""
+        """Return a copy of the partitioner whose seed is derived from its seed and `key`, if it has a seed."""
         changes: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "seed":
-                # Not hash(), which differs between processes.
+                # crc32 is the same in all processes. hash() of a string differs between processes.
                 derived = np.random.SeedSequence([value, zlib.crc32(key.encode())]).generate_state(1)
                 changes["seed"] = int(derived[0])
             elif isinstance(value, Partitioner):
@@ -213,11 +221,11 @@ class Partitioner(ABC):
         return dataclasses.replace(self, **changes)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Partitioner):
         return {"partitioner": type(value).__name__, **value.settings()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     if callable(value):
         named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
         return f"{named.__module__}.{named.__qualname__}"
@@ -225,14 +233,14 @@ def _plain(value: Any) -> Any:
 
 
 def check_splits(splits: object) -> None:
-    """Raises `TypeError` or `ValueError` unless there is at least one split and each is a `datasets.Dataset`."""
+    """Raise `TypeError` or `ValueError` unless `splits` maps at least one split name to a `datasets.Dataset`."""
     if not isinstance(splits, Mapping):
         raise TypeError(
             f"partition_splits: expected a mapping from split name to Dataset, got {type(splits).__name__}. For one"
-            " data set, call partition."
+            " dataset, call partition."
         )
     if not splits:
-        raise ValueError("partition_splits: the mapping is empty, so there is nothing to cut.")
+        raise ValueError("partition_splits: the mapping of splits is empty. Pass at least one split.")
     for name, dataset in splits.items():
         if not isinstance(dataset, Dataset):
             raise TypeError(
@@ -240,62 +248,72 @@ def check_splits(splits: object) -> None:
             )
 
 
-def check_whole_number(owner: Partitioner, name: str, minimum: int) -> None:
-    """Raises `ValueError` unless a setting is a whole number, at least `minimum`."""
-    value = getattr(owner, name)
+def check_integer(partitioner: Partitioner, name: str, minimum: int) -> None:
+    """Raise `ValueError` unless a setting is an integer of at least `minimum`."""
+    value = getattr(partitioner, name)
     if isinstance(value, np.integer):
-        value = int(value)  # settings are written as JSON
-        object.__setattr__(owner, name, value)
+        value = int(value)  # settings are stored as JSON, which has no numpy integers
+        object.__setattr__(partitioner, name, value)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{type(owner).__name__}: {name} must be a whole number from {minimum}, got {value!r}.")
-
-
-def check_concentration(owner: Partitioner, name: str) -> None:
-    """Raises `ValueError` unless a setting is a finite number above zero."""
-    value = getattr(owner, name)
-    if isinstance(value, (np.integer, np.floating)):
-        value = float(value)
-        object.__setattr__(owner, name, value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(
-            f"{type(owner).__name__}: {name} must be a finite number above 0, got {value!r}. It concentrates the"
-            " Dirichlet distribution: small values make clients differ, large ones make them alike."
+            f"{type(partitioner).__name__}: {name} must be an integer of at least {minimum}, got {value!r}."
         )
 
 
-def check_column_name(owner: Partitioner, name: str) -> None:
-    """Raises `ValueError` unless a setting is the name of a column."""
-    value = getattr(owner, name)
+def check_concentration(partitioner: Partitioner, name: str) -> None:
+    """Raise `ValueError` unless a setting is a finite number above zero."""
+    value = getattr(partitioner, name)
+    if isinstance(value, (np.integer, np.floating)):
+        value = float(value)
+        object.__setattr__(partitioner, name, value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(
+            f"{type(partitioner).__name__}: {name} must be a finite number above 0, got {value!r}. It is the"
+            " concentration of a Dirichlet distribution: small values make clients different, large values make them"
+            " similar."
+        )
+
+
+def check_column_name(partitioner: Partitioner, name: str) -> None:
+    """Raise `ValueError` unless a setting is the name of a column."""
+    value = getattr(partitioner, name)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{type(owner).__name__}: {name} must be the name of a column, got {value!r}.")
+        raise ValueError(f"{type(partitioner).__name__}: {name} must be the name of a column, got {value!r}.")
 
 
-def check_enough_rows(owner: Partitioner, num_rows: int, num_clients: int, min_size: int, split: str = "") -> None:
-    """Raises `ValueError` unless the rows suffice for that many clients."""
+def check_enough_rows(
+    partitioner: Partitioner, num_rows: int, num_clients: int, min_size: int, split: str = ""
+) -> None:
+    """Raise `ValueError` if there are fewer than `num_clients * min_size` rows."""
     if num_rows >= num_clients * min_size:
         return
-    where = f" of the split {split!r}" if split else ""
-    each = f" with at least {min_size} each" if min_size > 1 else ""
-    at_most = num_rows // min_size
-    lower = ", lower min_size" if min_size > 1 else ""
-    advice = f"Ask for at most {at_most} clients{lower}, or pass more rows" if at_most else f"Pass more rows{lower}"
+    of_split = f" of the split {split!r}" if split else ""
+    with_minimum = f" with at least {min_size} each" if min_size > 1 else ""
+    max_clients = num_rows // min_size
+    lower = " or lower min_size" if min_size > 1 else ""
+    advice = (
+        f"Set num_clients to at most {max_clients}{lower}, or pass more rows"
+        if max_clients
+        else f"Pass more rows{lower}"
+    )
     raise ValueError(
-        f"{type(owner).__name__}: {num_clients} clients{each} cannot share {num_rows} rows{where}. {advice}."
+        f"{type(partitioner).__name__}: num_clients={num_clients}, but {num_rows} rows{of_split} are too few for"
+        f" {num_clients} clients{with_minimum}. {advice}."
     )
 
 
-def number_clients(num_clients: int) -> list[str]:
-    """`"0"`, `"1"`, …"""
+def numbered_client_ids(num_clients: int) -> list[str]:
+    """Return the client ids `"0"`, `"1"`, …"""
     return [str(position) for position in range(num_clients)]
 
 
-def row_number_dtype(num_rows: int) -> type[np.signedinteger]:
-    """The smallest of `int32` and `int64` that counts the rows."""
+def row_index_dtype(num_rows: int) -> type[np.signedinteger]:
+    """Return `int32` if it can hold the row indices of `num_rows` rows, else `int64`."""
     return np.int32 if num_rows < 2**31 else np.int64
 
 
 def check_client_ids(client_ids: Sequence[str]) -> None:
-    """Raises `ValueError` unless the ids are strings, not empty and unique."""
+    """Raise `ValueError` unless the ids are strings, not empty and unique."""
     if len(set(client_ids)) == len(client_ids) and all(isinstance(i, str) and i for i in client_ids):
         return
     seen: set[str] = set()
@@ -303,17 +321,15 @@ def check_client_ids(client_ids: Sequence[str]) -> None:
         if not isinstance(client_id, str):
             raise ValueError(f"A client id must be a string, got {client_id!r} ({type(client_id).__name__}).")
         if not client_id:
-            raise ValueError("A client id is the empty string. Give every client a name.")
+            raise ValueError("A client id is the empty string. Give every client a non-empty id.")
         if client_id in seen:
-            raise ValueError(f"The client id {client_id!r} occurs twice. Ids name clients, so they must be unique.")
+            raise ValueError(f"The client id {client_id!r} occurs twice. Client ids must be unique.")
         seen.add(client_id)
 
 
-def raise_if_empty(client_ids: Sequence[str]) -> None:
-    """Raises `ValueError` with the names of the clients that have no rows, if there are any."""
+def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
+    """Raise `ValueError` if `client_ids`, the ids of clients without rows, is not empty. The message names them."""
     if client_ids:
         shown = ", ".join(repr(client_id) for client_id in client_ids[:5])
         more = f" and {len(client_ids) - 5} more" if len(client_ids) > 5 else ""
-        raise ValueError(
-            f"A client without rows cannot train: {shown}{more}. Leave it out, or make fewer clients from the rows."
-        )
+        raise ValueError(f"A client without rows cannot train: {shown}{more}. Leave it out, or create fewer clients.")

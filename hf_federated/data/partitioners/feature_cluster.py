@@ -1,8 +1,8 @@
-"""Clients that differ in what their texts are about (FedNLP, Lin et al. 2022, section 3.2).
+"""Clients that differ in the topics of their texts (FedNLP, Lin et al. 2022, section 3.2).
 
-For tasks without classes: texts are embedded and clustered, and the cluster takes the place of the label. A cluster
-id belongs to the row it was predicted for; the published code joins them in the order "0", "1", "10", …, which
-scrambles the partition.
+For tasks without classes. Texts are embedded and clustered, and the cluster of an example replaces its label. In this
+implementation a cluster id belongs to the example that it was predicted for. The published code joins the ids in the
+order "0", "1", "10", …, which assigns cluster ids to the wrong examples.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .base import (
     check_column_name,
     check_concentration,
     check_enough_rows,
+    check_integer,
     check_splits,
-    check_whole_number,
 )
 from .label_dirichlet import LabelDirichletPartitioner
 
@@ -33,41 +33,42 @@ Embedder: TypeAlias = Callable[[list[str]], np.ndarray]
 @dataclass(frozen=True)
 class FeatureClusterPartitioner(Partitioner):
     """
-    Gives every client shares of its own of clusters of similar texts.
+    Gives every client different shares of clusters of similar texts.
 
-    Texts are embedded, the embeddings are clustered by K-means, and rows are given away as
-    [`LabelDirichletPartitioner`] does it, with the cluster as label. Needs the extra `embeddings`. Embeddings of all
-    rows of a split are held in memory, as `float32`. The clients are named `"0"`, `"1"`, …
+    Texts are embedded, K-means clusters the embeddings, and examples are assigned as in
+    [`LabelDirichletPartitioner`], with the cluster as the label. This partitioner needs the extra `embeddings`. The
+    embeddings of all examples of a split are kept in memory as `float32`. The clients are named `"0"`, `"1"`, …
 
-    Clusters are fitted on the first split; rows of the others belong to the nearest cluster.
+    The clusters are fitted on the first split. The examples of the other splits belong to the nearest cluster.
 
     Args:
         num_clients (`int`):
             Number of clients, at least 1.
         text_columns (`str` or `Sequence[str]`):
-            What a row is about: columns of strings, or of lists of strings (tokens), which are joined by spaces.
-            Several columns are joined by a line break, such as question and answer.
+            One or several columns with the texts to cluster by. A column holds strings, or lists of strings (tokens),
+            which are joined by spaces. Several columns, such as question and answer, are joined by a line break.
         num_clusters (`int`, *optional*, defaults to `10`):
-            Number of clusters, at least 1 and at most the number of rows of the first split.
+            Number of clusters, at least 1 and at most the number of examples of the first split.
         embedder (`str` or `Callable[[list[str]], np.ndarray]`, *optional*):
-            Name or path of a model that `sentence_transformers` loads (by default
-            `"sentence-transformers/all-MiniLM-L6-v2"`), or a function from texts to an array of shape
-            `(num_texts, num_features)`. A function is recorded by its name.
+            Name or path of a model that `sentence_transformers` loads, by default
+            `"sentence-transformers/all-MiniLM-L6-v2"`. Or a function from a list of texts to an array of shape
+            `(num_texts, num_features)`. The partitioner's settings record a function by its name.
         alpha (`float`, *optional*, defaults to `1.0`):
             Concentration, as in [`LabelDirichletPartitioner`].
         quantity_beta (`float`, *optional*):
-            Lets sizes differ too, as in [`LabelDirichletPartitioner`].
+            If set, client sizes differ too, as in [`LabelDirichletPartitioner`].
         min_size (`int`, *optional*, defaults to `1`):
-            Rows that every client has at least.
+            Minimum number of examples per client in the first split.
         batch_size (`int`, *optional*, defaults to `256`):
-            Rows that are read and embedded at a time.
+            Number of examples that are read and embedded at a time.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the clusters and of the draws. The global generators are neither read nor changed.
+            Seed of the clustering and of the draws. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If there are too few rows, a column does not exist, a text is missing, or embeddings are not
-            finite or have another shape.
-        `ImportError`: If scikit-learn, or for a name `sentence_transformers`, is not installed.
+        `ValueError`: If there are too few examples, a column does not exist, a text is missing, or embeddings are not
+            finite or have the wrong shape.
+        `ImportError`: If scikit-learn is not installed, or if `embedder` is a name and `sentence_transformers` is not
+            installed.
 
     Example:
 
@@ -97,21 +98,25 @@ class FeatureClusterPartitioner(Partitioner):
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "num_clusters", "min_size", "batch_size"):
-            check_whole_number(self, name, 1)
-        check_whole_number(self, "seed", 0)
+            check_integer(self, name, 1)
+        check_integer(self, "seed", 0)
         check_concentration(self, "alpha")
         if self.quantity_beta is not None:
             check_concentration(self, "quantity_beta")
         if isinstance(self.text_columns, str):
             check_column_name(self, "text_columns")
         else:
-            sequence = isinstance(self.text_columns, Sequence)
-            if not sequence or not self.text_columns or not all(isinstance(i, str) and i for i in self.text_columns):
+            is_sequence = isinstance(self.text_columns, Sequence)
+            if (
+                not is_sequence
+                or not self.text_columns
+                or not all(isinstance(name, str) and name for name in self.text_columns)
+            ):
                 raise ValueError(
-                    "FeatureClusterPartitioner: text_columns must be the name of a column or several names, got"
+                    "FeatureClusterPartitioner: text_columns must be the name of a column or a sequence of names, got"
                     f" {self.text_columns!r}."
                 )
-            object.__setattr__(self, "text_columns", tuple(self.text_columns))  # a list could change later
+            object.__setattr__(self, "text_columns", tuple(self.text_columns))  # a list is mutable
         if not callable(self.embedder) and not isinstance(self.embedder, str):
             raise ValueError(
                 "FeatureClusterPartitioner: embedder must be the name or path of a sentence encoder, or a function"
@@ -126,10 +131,11 @@ class FeatureClusterPartitioner(Partitioner):
         first = next(iter(splits.values()))
         if self.num_clusters > len(first):
             raise ValueError(
-                f"FeatureClusterPartitioner: {len(first)} rows cannot form {self.num_clusters} clusters. Lower"
-                " num_clusters, or pass more rows."
+                f"FeatureClusterPartitioner: num_clusters={self.num_clusters}, but the first split has {len(first)}"
+                f" rows. Set num_clusters to at most {len(first)}, or pass more rows."
             )
-        for position, (name, dataset) in enumerate(splits.items()):  # before the embedding, which takes long
+        # Check all splits first, because embedding them takes a long time.
+        for position, (name, dataset) in enumerate(splits.items()):
             check_enough_rows(self, len(dataset), self.num_clients, 1 if position else self.min_size, name)
             check_columns(dataset.column_names, self._columns)
         k_means = self._k_means()
@@ -159,7 +165,7 @@ class FeatureClusterPartitioner(Partitioner):
             raise ImportError(
                 "FeatureClusterPartitioner needs scikit-learn: pip install 'hf-federated[embeddings]'."
             ) from error
-        # scikit-learn takes 32 bits
+        # scikit-learn accepts seeds of at most 32 bits.
         seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
         return KMeans(n_clusters=self.num_clusters, n_init=1, random_state=seed)
 
@@ -171,13 +177,13 @@ class FeatureClusterPartitioner(Partitioner):
         except ImportError as error:
             raise ImportError(
                 f"FeatureClusterPartitioner: the embedder {self.embedder!r} needs sentence-transformers: pip install"
-                " 'hf-federated[embeddings]'. Or pass a function from a list of texts to an array."
+                " 'hf-federated[embeddings]'. You can also pass a function from a list of texts to an array."
             ) from error
         encoder = SentenceTransformer(self.embedder)
         return lambda texts: encoder.encode(texts, show_progress_bar=False, convert_to_numpy=True)
 
     def _embed(self, dataset: Dataset, embed: Embedder) -> np.ndarray:
-        """Embeddings of all rows, of shape `(num_rows, num_features)`, `float32`."""
+        """Return the embeddings of all examples, of shape `(num_rows, num_features)`, `float32`."""
         embeddings: np.ndarray | None = None
         begin = 0
         for batch in dataset.select_columns(self._columns).with_format(None).iter(self.batch_size):
@@ -186,8 +192,8 @@ class FeatureClusterPartitioner(Partitioner):
             num_features = embedded.shape[-1] if embeddings is None else embeddings.shape[1]
             if embedded.shape != (len(texts), num_features):
                 raise ValueError(
-                    f"FeatureClusterPartitioner: the embedder returned shape {embedded.shape} for {len(texts)} texts;"
-                    " it has to return one vector for each text, all of one length."
+                    f"FeatureClusterPartitioner: the embedder returned shape {embedded.shape} for {len(texts)} texts."
+                    " It must return one vector for each text, and all vectors must have the same length."
                 )
             if not np.isfinite(embedded).all():
                 row = begin + int(np.flatnonzero(~np.isfinite(embedded).all(axis=1))[0])
@@ -196,22 +202,22 @@ class FeatureClusterPartitioner(Partitioner):
                 embeddings = np.empty((len(dataset), num_features), dtype=np.float32)
             embeddings[begin : begin + len(texts)] = embedded
             begin += len(texts)
-        assert embeddings is not None, "a split has rows, which was checked"
+        assert embeddings is not None, "check_enough_rows ensures that a split has rows"
         return embeddings
 
     def _texts(self, batch: Mapping[str, list], first_row: int) -> list[str]:
         parts = []
         for column in self._columns:
-            texts = [" ".join(value) if _is_tokens(value) else value for value in batch[column]]
+            texts = [" ".join(value) if _is_token_list(value) else value for value in batch[column]]
             for offset, text in enumerate(texts):
                 if not isinstance(text, str):
                     raise ValueError(
-                        f"FeatureClusterPartitioner: row {first_row + offset} has no text in the column {column!r}"
-                        f" but {text!r}. Drop such rows first, or name a column of strings or of lists of strings."
+                        f"FeatureClusterPartitioner: the column {column!r} of row {first_row + offset} contains"
+                        f" {text!r}, not a text. Drop such rows, or name a column of strings or of lists of strings."
                     )
             parts.append(texts)
         return ["\n".join(texts) for texts in zip(*parts, strict=True)]
 
 
-def _is_tokens(value: object) -> bool:
+def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(token, str) for token in value)

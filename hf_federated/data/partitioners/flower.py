@@ -1,7 +1,7 @@
-"""Partitioners of `flwr_datasets`, used as they are.
+"""Adapter for the partitioners of `flwr_datasets`.
 
-`flwr_datasets` is never imported here: whoever made one of its objects has imported it. Its vertical partitioners,
-which split columns instead of rows, are refused.
+This module never imports `flwr_datasets`. If an object of that package exists, the package is already imported. The
+vertical partitioners of the package split columns instead of rows and are not supported.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable, concat_tables
 
 from ..column_values import read_column
-from .base import Partition, Partitioner, row_number_dtype
+from .base import Partition, Partitioner, row_index_dtype
 
 
-ROW_NUMBER = "__hf_federated_row"
+ROW_INDEX_COLUMN = "__hf_federated_row"
 
 
 @dataclass(frozen=True)
 class FlowerPartitioner(Partitioner):
     """
-    Lets a partitioner of `flwr_datasets` say which rows each client gets.
+    Wraps a partitioner of `flwr_datasets`, which decides which rows each client gets.
 
-    `FederatedDataset.from_dataset` wraps such an object by itself. The object is copied, so that it can be used again.
-    Clients are named after their partition number, or by the value of the column in the case of
-    `NaturalIdPartitioner`. Several splits at a time are refused: it is not known whether two calls of such an object
-    give a client the same shares.
+    `FederatedDataset.from_dataset` wraps such an object automatically. The object is copied, so that it can be used
+    again. A client is named after its partition number, or after its column value if the wrapped object is a
+    `NaturalIdPartitioner`. Several splits raise an error, because two calls of a `flwr_datasets` partitioner may give
+    a client different shares.
 
     Args:
-        partitioner (`flwr_datasets.partitioner.Partitioner`): One that has not been given a data set yet.
+        partitioner (`flwr_datasets.partitioner.Partitioner`): A partitioner without an assigned dataset.
 
     Raises:
-        `TypeError`: If it splits columns.
-        `ValueError`: If it has a data set already, or makes a client without rows.
+        `TypeError`: If the wrapped partitioner splits columns.
+        `ValueError`: If the wrapped partitioner already has a dataset, or if it creates a client without rows.
     """
 
     partitioner: Any
@@ -49,72 +49,73 @@ class FlowerPartitioner(Partitioner):
         name = type(self.partitioner).__name__
         if isinstance(self.partitioner, (flower.VerticalEvenPartitioner, flower.VerticalSizePartitioner)):
             raise TypeError(
-                f"{name} gives every client all rows and a part of the columns. Clients here have the same columns and"
-                " different rows: use a partitioner that splits rows."
+                f"{name} splits columns: every client gets all rows and some of the columns. Use a partitioner that"
+                " splits rows, so that all clients have the same columns."
             )
         if self.partitioner.is_dataset_assigned():
             raise ValueError(
-                f"This {name} has a data set already, and Flower's partitioners take one only. Make a new one with the"
-                " same arguments, without assigning its dataset."
+                f"This {name} already has a dataset, and a partitioner of flwr_datasets accepts only one. Create a new"
+                f" {name} with the same arguments, and do not assign its dataset."
             )
 
     def partition(self, dataset: Dataset) -> Partition:
         flower = sys.modules["flwr_datasets.partitioner"]
         partitioner = copy.deepcopy(self.partitioner)
-        partitioner.dataset = _with_row_numbers(dataset)
+        partitioner.dataset = _add_row_index_column(dataset)
         pieces = []
         for position in range(partitioner.num_partitions):
-            values, rows = read_column(partitioner.load_partition(position), ROW_NUMBER)
-            numbers = values.to_numpy()
-            pieces.append(numbers if rows is None else numbers[rows])
+            values, rows = read_column(partitioner.load_partition(position), ROW_INDEX_COLUMN)
+            row_indices = values.to_numpy()
+            pieces.append(row_indices if rows is None else row_indices[rows])
         client_ids = [str(position) for position in range(len(pieces))]
         if isinstance(partitioner, flower.NaturalIdPartitioner):
             client_ids = [str(partitioner.partition_id_to_natural_id[position]) for position in range(len(pieces))]
         offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
-        return Partition(client_ids, indices.astype(row_number_dtype(len(dataset))), offsets)
+        return Partition(client_ids, indices.astype(row_index_dtype(len(dataset))), offsets)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         if len(splits) > 1:
             raise ValueError(
-                f"{type(self.partitioner).__name__} of flwr_datasets cuts one split, got {list(splits)}. Whether a"
-                " client gets the same shares of each is known of the partitioners of hf_federated only."
+                f"{type(self.partitioner).__name__} of flwr_datasets can partition one split, got {list(splits)}. To"
+                " partition several splits, use a partitioner of hf_federated."
             )
         return super().partition_splits(splits)
 
     def settings(self) -> dict[str, Any]:
-        """The name of Flower's class, and those of its arguments that are numbers, texts or truth values."""
-        # Before it has a data set, what it holds are its arguments, by the rule of that package each under _name.
+        """Return the class name of the wrapped partitioner and its arguments that are numbers, strings or booleans."""
+        # Before a dataset is assigned, the attributes of the wrapped partitioner are its arguments. By convention of
+        # flwr_datasets, the attribute of an argument has the argument's name with a leading underscore.
         arguments = {}
         for name, value in vars(self.partitioner).items():
-            if isinstance(value, np.ndarray):  # one number is held as an array with a place for each client
+            if isinstance(value, np.ndarray):  # flwr_datasets expands a single number to one element per client
                 value = value[0].item() if len(np.unique(value)) == 1 else value.tolist()
             if isinstance(value, (bool, int, float, str, list)):
                 arguments[name.removeprefix("_")] = value
         return {"flwr_datasets": type(self.partitioner).__name__, **arguments}
 
 
-def adopt(partitioner: Any) -> Any:
-    """Wraps a partitioner of `flwr_datasets`; anything else comes back as it is."""
+def wrap_flower_partitioner(partitioner: Any) -> Any:
+    """Wrap a partitioner of `flwr_datasets`. Return any other object unchanged."""
     flower = sys.modules.get("flwr_datasets.partitioner")
     if flower is not None and isinstance(partitioner, flower.Partitioner):
         return FlowerPartitioner(partitioner)
     return partitioner
 
 
-def _with_row_numbers(dataset: Dataset) -> Dataset:
-    """The same rows with a column of their numbers; the other columns are not copied."""
+def _add_row_index_column(dataset: Dataset) -> Dataset:
+    """Return the dataset with an additional column of row indices. The existing columns are not copied."""
     rows = dataset._indices
     if rows is not None and len(rows.column(0).unique()) < len(rows):
-        dataset, rows = dataset.flatten_indices(), None  # a row that occurs twice has two numbers
-    # Dataset.add_column would flatten a selection, which copies its rows. So the rows of the table get their numbers,
-    # and the selection stays.
-    numbers = np.arange(len(dataset.data), dtype=np.int64)
+        dataset, rows = dataset.flatten_indices(), None  # a row that occurs twice needs two row indices
+    # Dataset.add_column flattens an indices mapping, which copies the rows. Therefore the row indices are stored per
+    # row of the underlying table, and the indices mapping stays.
+    row_indices = np.arange(len(dataset.data), dtype=np.int64)
     if rows is not None:
-        numbers[rows.column(0).to_numpy()] = np.arange(len(dataset))
-    column = InMemoryTable(pa.table({ROW_NUMBER: numbers}))
+        row_indices[rows.column(0).to_numpy()] = np.arange(len(dataset))
+    column = InMemoryTable(pa.table({ROW_INDEX_COLUMN: row_indices}))
     info = dataset.info.copy()
-    info.features = Features({**dataset.features, ROW_NUMBER: Value("int64")})
+    info.features = Features({**dataset.features, ROW_INDEX_COLUMN: Value("int64")})
     return Dataset(
         concat_tables([dataset.data, column], axis=1),
         info=info,

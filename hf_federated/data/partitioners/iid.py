@@ -1,4 +1,4 @@
-"""Rows dealt out at random: the baseline that every non-IID partition is compared with."""
+"""IID partitioning by random assignment, the baseline for every non-IID partition."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from .base import Partition, Partitioner, check_enough_rows, check_whole_number, number_clients
+from .base import Partition, Partitioner, check_enough_rows, check_integer, numbered_client_ids
 
 
 @dataclass(frozen=True)
 class IidPartitioner(Partitioner):
     """
-    Gives every client the same number of rows, drawn without replacement.
+    Gives every client the same number of examples, drawn without replacement.
 
-    Every row is given away once. Sizes differ by at most one row: the first `num_rows % num_clients` clients have one
-    more. A client's rows stay in the order of the data set (the trainer shuffles them each epoch). The clients are
-    named `"0"`, `"1"`, …
+    Every example is assigned to one client. Sizes differ by at most one example: the first `num_rows % num_clients`
+    clients have one more. The examples of a client stay in the order of the dataset, because the trainer shuffles them
+    in each epoch. The clients are named `"0"`, `"1"`, …
 
     Args:
         num_clients (`int`):
-            Number of clients, at least 1 and at most the number of rows.
+            Number of clients, at least 1 and at most the number of examples.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw. The global generators are neither read nor changed.
+            Seed of the draw. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If there are fewer rows than clients.
+        `ValueError`: If there are fewer examples than clients.
 
     Example:
 
@@ -45,12 +45,12 @@ class IidPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole_number(self, "num_clients", 1)
-        check_whole_number(self, "seed", 0)
+        check_integer(self, "num_clients", 1)
+        check_integer(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         num_rows = len(dataset)
         check_enough_rows(self, num_rows, self.num_clients, min_size=1)
         owners = np.arange(num_rows) % self.num_clients
         np.random.default_rng(self.seed).shuffle(owners)
-        return Partition.from_owners(number_clients(self.num_clients), owners)
+        return Partition.from_owners(numbered_client_ids(self.num_clients), owners)

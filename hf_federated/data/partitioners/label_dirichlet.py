@@ -1,6 +1,6 @@
-"""Clients that share a size and differ in their labels (FedNLP, Lin et al. 2022, section 3.2).
+"""Clients of equal size that differ in their labels (FedNLP, Lin et al. 2022, section 3.2).
 
-The other common scheme, in which each class is split over the clients, is `PerClassDirichletPartitioner`.
+`PerClassDirichletPartitioner` implements the other common scheme, which splits each class across the clients.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from .base import (
     check_column_name,
     check_concentration,
     check_enough_rows,
+    check_integer,
     check_splits,
-    check_whole_number,
-    number_clients,
+    numbered_client_ids,
 )
-from .dirichlet import deal_rows, draw_shares
+from .dirichlet import assign_rows, draw_shares
 from .quantity import quantity_sizes
 
 
 @dataclass(frozen=True)
 class LabelDirichletPartitioner(Partitioner):
     """
-    Gives every client the same number of rows, with shares of labels of its own.
+    Gives every client the same number of examples, but different label shares.
 
-    The labels of client j follow `q_j ~ Dir(alpha * p)`, where p are the labels' shares of the whole. Its rows are
-    drawn by `q_j` without replacement. Where a label runs out, *dynamic re-assignment* fills the gap from the labels
-    that are left, in proportion to what is left of each. So no row is lost and no client is dropped, however small
-    `alpha` is; the last clients get what the others left.
+    The labels of client j follow `q_j ~ Dir(alpha * p)`, where p are the label shares of the whole dataset. The
+    examples of a client are drawn by `q_j` without replacement. When a label runs out, *dynamic re-assignment* draws
+    from the remaining labels, in proportion to the remaining examples of each. Therefore no example is lost and no
+    client is dropped, however small `alpha` is. The last clients get the examples that remain.
 
-    A client has `num_rows // num_clients` rows, and the last one the remainder too; `quantity_beta` makes the sizes
-    differ as well. A client's rows stay in the order of the data set. The clients are named `"0"`, `"1"`, …
+    A client has `num_rows // num_clients` examples, and the last client also gets the remainder. With `quantity_beta`,
+    the sizes differ as well. The examples of a client stay in the order of the dataset. The clients are named `"0"`,
+    `"1"`, …
 
-    Splits are cut by the same `q_j`, with p from the first. Labels are matched by their names. Rows of a label that
-    the first split lacks follow no `q_j` and are what re-assignment deals out. A later split need not reach
-    `min_size`, but gives every client a row.
+    All splits use the same `q_j`. The first split determines p. Labels are matched by their names. A label that is
+    absent from the first split has no share in `q_j`; its examples are assigned by re-assignment. In the splits after
+    the first, clients may have fewer than `min_size` examples, but every client has at least one.
 
     Args:
         num_clients (`int`):
             Number of clients, at least 1.
         label_column (`str`, *optional*, defaults to `"label"`):
-            Column with the labels: a `ClassLabel`, strings, whole numbers, truth values, dates, or sequences of tags,
-            of which a row counts by its most frequent entity type (see [`~hf_federated.data.labels.read_labels`]). It
-            may as well be the column that names a row's task.
+            The column with the labels: a `ClassLabel`, strings, integers, booleans, dates, or sequences of tags. A
+            sequence of tags counts as its most frequent entity type (see
+            [`~hf_federated.data.labels.read_labels`]). The column may also hold the task of an example.
         alpha (`float`, *optional*, defaults to `1.0`):
-            Concentration (the paper's α): towards 0 a client has one label, above 100 all clients have the shares of
-            the whole.
+            Concentration (α in the paper). Towards 0, each client has a single label. Above 100, all clients have the
+            label shares of the whole dataset.
         quantity_beta (`float`, *optional*):
-            Lets sizes differ too: they are those of [`QuantityDirichletPartitioner`] with this `beta` and the same
-            `num_clients`, `min_size` and `seed`.
+            If set, client sizes differ too. They are the sizes of [`QuantityDirichletPartitioner`] with this `beta`
+            and the same `num_clients`, `min_size` and `seed`.
         min_size (`int`, *optional*, defaults to `1`):
-            Rows that every client has at least.
+            Minimum number of examples per client in the first split.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global generators are neither read nor changed.
+            Seed of the draws. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If there are fewer rows than `num_clients * min_size`, if there is no such column, or if a row
-            has no label.
-        `TypeError`: If the type of the column does not name classes.
+        `ValueError`: If there are fewer than `num_clients * min_size` examples, if the label column does not exist, or
+            if an example has no label.
+        `TypeError`: If the column type cannot hold labels.
 
     Example:
 
@@ -76,7 +77,7 @@ class LabelDirichletPartitioner(Partitioner):
     >>> clients = FederatedDataset.from_dataset(dataset, partitioner)
     >>> clients.num_rows
     {'0': 33, '1': 33, '2': 34}
-    >>> sorted(set(clients["0"]["label"]))  # one label alone, the smaller alpha the surer
+    >>> sorted(set(clients["0"]["label"]))  # a small alpha gives a single label per client
     ['good']
 
     ```
@@ -90,13 +91,13 @@ class LabelDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole_number(self, "num_clients", 1)
+        check_integer(self, "num_clients", 1)
         check_column_name(self, "label_column")
         check_concentration(self, "alpha")
         if self.quantity_beta is not None:
             check_concentration(self, "quantity_beta")
-        check_whole_number(self, "min_size", 1)
-        check_whole_number(self, "seed", 0)
+        check_integer(self, "min_size", 1)
+        check_integer(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
@@ -108,14 +109,14 @@ class LabelDirichletPartitioner(Partitioner):
 
     def partition_labels(self, labels: Mapping[str, np.ndarray], num_labels: int) -> dict[str, Partition]:
         """
-        Cuts splits by labels that are not read from a column.
+        Partition splits by labels that are not in a column.
 
         Args:
-            labels (`Mapping[str, np.ndarray]`): Split name to the label of each row, as whole numbers from 0.
+            labels (`Mapping[str, np.ndarray]`): Split name to the label of each example, as integers from 0.
             num_labels (`int`): Number of labels over all splits.
 
         Returns:
-            `dict[str, Partition]`: A partition of each split.
+            `dict[str, Partition]`: Split name to its partition.
         """
         min_size = self.min_size
         sizes = {}
@@ -129,13 +130,13 @@ class LabelDirichletPartitioner(Partitioner):
         partitions = {}
         for name, codes in labels.items():
             available = np.bincount(codes, minlength=num_labels)
-            # Without the labels that nobody asks for or has: they would only use up random numbers, so that the first
-            # split would be cut differently where a later one has more labels.
+            # Skip labels that have no share and no rows. Drawing them would only use up random numbers, and the first
+            # split would get a different partition when a later split has more labels.
             drawn = np.flatnonzero(shares.any(axis=0) | (available > 0))
             counts = np.zeros(shares.shape, dtype=np.int64)
             counts[:, drawn] = draw_counts(generator, shares[:, drawn], sizes[name], available[drawn])
-            owners = deal_rows(generator, codes, counts)
-            partitions[name] = Partition.from_owners(number_clients(self.num_clients), owners)
+            owners = assign_rows(generator, codes, counts)
+            partitions[name] = Partition.from_owners(numbered_client_ids(self.num_clients), owners)
         return partitions
 
     def _sizes(self, num_rows: int, min_size: int) -> np.ndarray:
@@ -150,27 +151,28 @@ def draw_counts(
     generator: np.random.Generator, shares: np.ndarray, sizes: np.ndarray, available: np.ndarray
 ) -> np.ndarray:
     """
-    Draws how many rows of each label each client gets, one client after the other, with dynamic re-assignment.
+    Draw the number of rows of each label for each client, one client after another, with dynamic re-assignment.
 
     Args:
-        generator (`np.random.Generator`): Where the draws come from.
-        shares (`np.ndarray` of shape `(num_clients, num_labels)`): The shares q_j of labels that a client asks for.
-        sizes (`np.ndarray` of shape `(num_clients,)`, integer): Rows of each client, at most as many as there are.
-        available (`np.ndarray` of shape `(num_labels,)`, integer): Rows there are of each label.
+        generator (`np.random.Generator`): The random generator to draw from.
+        shares (`np.ndarray` of shape `(num_clients, num_labels)`): The label shares q_j of each client.
+        sizes (`np.ndarray` of shape `(num_clients,)`, integer):
+            Number of rows of each client. The sum is at most the sum of `available`.
+        available (`np.ndarray` of shape `(num_labels,)`, integer): Number of rows of each label.
 
     Returns:
-        `np.ndarray` of shape `(num_clients, num_labels)`, `int64`: Rows of client j sum to `sizes[j]`, and those of a
-        label to `available` at most.
+        `np.ndarray` of shape `(num_clients, num_labels)`, `int64`: Number of rows of each label for each client. Row j
+        sums to `sizes[j]`. A column sums to at most the value in `available`.
     """
-    left = available.astype(np.int64)
+    remaining = available.astype(np.int64)
     counts = np.zeros(shares.shape, dtype=np.int64)
     for client, size in enumerate(sizes.tolist()):
-        drawn = np.minimum(generator.multinomial(size, shares[client]), left)
-        left -= drawn
+        drawn = np.minimum(generator.multinomial(size, shares[client]), remaining)
+        remaining -= drawn
         missing = size - int(drawn.sum())
         if missing:
-            filled = generator.multivariate_hypergeometric(left, missing)
-            left -= filled
+            filled = generator.multivariate_hypergeometric(remaining, missing)
+            remaining -= filled
             drawn += filled
         counts[client] = drawn
     return counts

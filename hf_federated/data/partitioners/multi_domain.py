@@ -14,61 +14,64 @@ from .base import (
     Partitioner,
     check_column_name,
     check_concentration,
+    check_integer,
     check_splits,
-    check_whole_number,
-    number_clients,
+    numbered_client_ids,
 )
-from .dirichlet import deal_rows, draw_shares
+from .dirichlet import assign_rows, draw_shares
 
 
 @dataclass(frozen=True)
 class MultiDomainPartitioner(Partitioner):
     """
-    Makes one of four partitions that differ in nothing but their diversity.
+    Creates one of four partitions that differ only in the diversity of their clients.
 
-    | `diverse_domains` | `diverse_labels` | a client's rows | the paper's name |
+    | `diverse_domains` | `diverse_labels` | the examples of a client are drawn | name in the paper |
     |---|---|---|---|
-    | no | no | are drawn from all | IID |
-    | yes | no | are drawn from one domain | multi-domain |
-    | no | yes | are drawn from all domains by `q_j ~ Dir(alpha * p)` | label diverse |
-    | yes | yes | are drawn from one domain by `q_j ~ Dir(alpha * p)` | non-IID |
+    | no | no | from all domains | IID |
+    | yes | no | from one domain | multi-domain |
+    | no | yes | from all domains by `q_j ~ Dir(alpha * p)` | label diverse |
+    | yes | yes | from one domain by `q_j ~ Dir(alpha * p)` | non-IID |
 
-    With the same other arguments all four have the same number of clients, `clients_per_domain` for each domain, and
-    every client has the same number of rows in all four; the two that are label diverse share the `q_j`. That number
-    is the largest that the fourth permits: no domain has to hand out more rows of a label than it has. **So rows are
-    dropped**, the more the smaller `alpha` is; a partition of all rows with domain and label diversity is
-    `NestedPartitioner(NaturalPartitioner(domain), LabelDirichletPartitioner(...))` with several clients a domain.
+    With the same other arguments, all four partitions have the same number of clients, `clients_per_domain` per
+    domain, and every client has the same number of examples in all four partitions. The two label-diverse partitions
+    have the same `q_j`. The number of examples per client is the largest number that the fourth partition allows: for
+    each label, the clients of a domain need at most the examples that the domain has. **Examples are therefore
+    dropped**, and a smaller `alpha` drops more of them. For a partition of all examples with domain and label
+    diversity, use `NestedPartitioner(NaturalPartitioner(domain), LabelDirichletPartitioner(...))` with several clients
+    per domain.
 
-    p are the labels' shares of the whole, over the labels that the domain has. Where labels need not differ, they are
-    those of the rows drawn: clients of one domain have that domain's shares. Clients are named after their domain
-    (`"baby"`; `"baby/0"`, `"baby/1"`, … if there are several), or `"0"`, `"1"`, … where they have no domain.
+    p are the label shares of the whole dataset, restricted to the labels of the domain. Without diverse labels, the
+    label shares are the shares of the examples that are drawn from: the clients of a domain have the label shares of
+    the domain. Clients are named after their domain (`"baby"`, or `"baby/0"`, `"baby/1"`, … with several clients per
+    domain). Without diverse domains, they are named `"0"`, `"1"`, …
 
-    Of several splits, the domains and the `q_j` come from the first; the number of rows a client is each split's own.
-    A label that a domain lacks in a split has no share there. Rows of a domain that only a later split has are
-    dropped.
+    With several splits, the first split determines the domains and the `q_j`. Each split has a separate number of
+    examples per client. A label that a domain lacks in a split has no share in that split. Examples of a domain that
+    is absent from the first split are dropped.
 
     Args:
         domain_column (`str`):
-            Column with the domain of a row; of any type that a label may have.
+            The column with the domain of an example. It can have any type that a label column can have.
         label_column (`str`, *optional*, defaults to `"label"`):
-            Column with the labels, as for [`LabelDirichletPartitioner`].
+            The column with the labels, as for [`LabelDirichletPartitioner`].
         diverse_domains (`bool`, *optional*, defaults to `True`):
-            Whether a client has rows of one domain only.
+            Whether all examples of a client are from one domain.
         diverse_labels (`bool`, *optional*, defaults to `True`):
-            Whether clients differ in their shares of labels.
+            Whether clients differ in their label shares.
         clients_per_domain (`int`, *optional*, defaults to `1`):
-            Number of clients divided by the number of domains. The paper has one.
+            Number of clients per domain. The paper uses one.
         alpha (`float`, *optional*, defaults to `1.0`):
-            Concentration of the labels (the paper's α).
+            Concentration of the labels (α in the paper).
         min_size (`int`, *optional*, defaults to `1`):
-            Rows that every client has at least, of the first split.
+            Minimum number of examples per client in the first split.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global generators are neither read nor changed.
+            Seed of the draws. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If clients would have fewer than `min_size` rows, if a column does not exist, or if a row has no
-            domain or no label.
-        `TypeError`: If the type of a column does not name classes.
+        `ValueError`: If clients would have fewer than `min_size` examples, if a column does not exist, or if an
+            example has no domain or no label.
+        `TypeError`: If the column type cannot hold labels.
 
     Example:
 
@@ -102,10 +105,10 @@ class MultiDomainPartitioner(Partitioner):
         for name in ("diverse_domains", "diverse_labels"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"MultiDomainPartitioner: {name} must be True or False, got {getattr(self, name)!r}.")
-        check_whole_number(self, "clients_per_domain", 1)
+        check_integer(self, "clients_per_domain", 1)
         check_concentration(self, "alpha")
-        check_whole_number(self, "min_size", 1)
-        check_whole_number(self, "seed", 0)
+        check_integer(self, "min_size", 1)
+        check_integer(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
@@ -116,7 +119,7 @@ class MultiDomainPartitioner(Partitioner):
         labels, label_names = read_labels_of_splits(splits, self.label_column)
         first = next(iter(splits))
         if len(domains[first]) == 0:
-            raise ValueError("MultiDomainPartitioner: the data set has no rows, so there are no domains.")
+            raise ValueError("MultiDomainPartitioner: the first split has no rows. Pass a dataset with rows.")
         occurring = np.flatnonzero(np.bincount(domains[first]))
         position_of_domain = np.full(len(domain_names), -1, dtype=np.int64)
         position_of_domain[occurring] = np.arange(len(occurring))
@@ -135,12 +138,12 @@ class MultiDomainPartitioner(Partitioner):
                 shares = self._draw(generator, table)
             counts = self._counts(shares, table, names, label_names, "" if split == first else split)
             owners = np.full(len(splits[split]), -1, dtype=np.int64)
-            owners[known] = self._deal(generator, domain, label, counts)
+            owners[known] = self._assign(generator, domain, label, counts)
             partitions[split] = Partition.from_owners(self._client_ids(names), owners)
         return partitions
 
     def _draw(self, generator: np.random.Generator, table: np.ndarray) -> np.ndarray:
-        """The shares q_j of labels, of shape `(num_domains, clients_per_domain, num_labels)`."""
+        """Draw the label shares q_j, of shape `(num_domains, clients_per_domain, num_labels)`."""
         prior = table.sum(axis=0) / table.sum()
         return np.stack(
             [draw_shares(generator, self.alpha, prior * (row > 0), self.clients_per_domain) for row in table]
@@ -149,12 +152,16 @@ class MultiDomainPartitioner(Partitioner):
     def _counts(
         self, shares: np.ndarray, table: np.ndarray, names: list[str], label_names: list[str], split: str
     ) -> np.ndarray:
-        """Rows of each label, of the shape of `shares`: the same sum for all clients, and within `table`."""
+        """
+        Compute the number of rows of each label for each client, with the shape of `shares`.
+
+        All clients have the same sum, and the clients of a domain need at most the rows in `table`.
+        """
         shares = shares * (table > 0)[:, None, :]
         totals = shares.sum(axis=2, keepdims=True)
         shares = np.divide(shares, totals, out=np.zeros_like(shares), where=totals > 0)
         demand = shares.sum(axis=1)
-        # Rounding moves a client's count by less than 1, so the answer is not above this.
+        # Rounding changes a client's count by less than 1, so the size is at most this bound.
         bounds = np.divide(
             table + self.clients_per_domain, demand, out=np.full(demand.shape, np.inf), where=demand > 0
         )
@@ -166,38 +173,48 @@ class MultiDomainPartitioner(Partitioner):
         minimum = 1 if split else self.min_size
         if size < minimum:
             domain, label = np.unravel_index(int(bounds.argmin()), bounds.shape)
-            where = f" of the split {split!r}" if split else ""
+            of_split = f" of the split {split!r}" if split else ""
             raise ValueError(
-                f"MultiDomainPartitioner: alpha={self.alpha} and seed={self.seed} leave {size} rows a client{where},"
-                f" fewer than {minimum}: the label {label_names[label]!r} of the domain {names[domain]!r} runs out."
-                " Raise alpha, lower clients_per_domain, or leave out rare labels and small domains."
+                f"MultiDomainPartitioner: alpha={self.alpha} and seed={self.seed} leave {size} rows per client"
+                f"{of_split}, but at least {minimum} are needed. The label {label_names[label]!r} of the domain"
+                f" {names[domain]!r} runs out. Increase alpha, reduce clients_per_domain, or remove rare labels and"
+                " small domains."
             )
         return counts
 
-    def _deal(
+    def _assign(
         self, generator: np.random.Generator, domain: np.ndarray, label: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
-        """Owner of each row. Rows of a cell are alike to a client: of a domain and a label, of one of them, or all."""
+        """
+        Assign each row to a client.
+
+        Rows are drawn from one pool per domain and label, per label, per domain, or from a single pool, depending on
+        `diverse_domains` and `diverse_labels`.
+        """
         num_domains, _, num_labels = counts.shape
         if not self.diverse_labels:
             counts, label, num_labels = counts.sum(axis=2, keepdims=True), np.zeros_like(label), 1
         if not self.diverse_domains:
-            return deal_rows(generator, label, counts.reshape(-1, num_labels))
+            return assign_rows(generator, label, counts.reshape(-1, num_labels))
         cells = np.zeros((*counts.shape[:2], num_domains, num_labels), dtype=np.int64)
         for position in range(num_domains):
             cells[position, :, position] = counts[position]
-        return deal_rows(generator, domain * num_labels + label, cells.reshape(-1, num_domains * num_labels))
+        return assign_rows(generator, domain * num_labels + label, cells.reshape(-1, num_domains * num_labels))
 
     def _client_ids(self, names: list[str]) -> list[str]:
         if not self.diverse_domains:
-            return number_clients(len(names) * self.clients_per_domain)
+            return numbered_client_ids(len(names) * self.clients_per_domain)
         if self.clients_per_domain == 1:
             return names
         return [f"{name}/{number}" for name in names for number in range(self.clients_per_domain)]
 
 
 def round_shares(shares: np.ndarray, size: int) -> np.ndarray:
-    """Whole numbers in proportion to shares, `size` in each row: rounded down, then up where most was lost."""
+    """
+    Round `shares * size` to integers that sum to `size` in each row.
+
+    All values are rounded down. The values with the largest remainders are then rounded up.
+    """
     exact = shares * size
     counts = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(counts - exact, axis=-1, kind="stable"), axis=-1)

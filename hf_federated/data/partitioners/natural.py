@@ -1,4 +1,4 @@
-"""Clients that the data name: a speaker, a hospital, the source that a row was collected from."""
+"""Clients given by a column of the data, for example the speaker, the hospital or the source of an example."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import numpy as np
 from datasets import Dataset
 
 from ..column_values import group_by_value
-from .base import Partition, Partitioner, check_column_name, check_splits, check_whole_number
+from .base import Partition, Partitioner, check_column_name, check_integer, check_splits
 
 
 @dataclass(frozen=True)
 class NaturalPartitioner(Partitioner):
     """
-    Makes a client of each value of a column.
+    Creates one client for each value of a column.
 
-    Clients are named `str(value)` and sorted by value, whatever the order of rows; a client's rows stay in their
-    order. Values with fewer than `min_size` rows are left out with their rows, or merged: in the order of values they
-    are put together until `min_size` is reached, and then the next client begins. What remains at the end joins the
-    last merged client, or the smallest of the others if there is none. A merged client is named after its first value
-    and the number of those that joined it, such as `"anna+2 more"`; merged clients come last.
+    Clients are named `str(value)` and sorted by value, independent of the order of the rows. The examples of a client
+    keep their order. Values with fewer than `min_size` examples are dropped together with their examples, or merged.
+    Values are merged in sorted order: values are added to a client until it has `min_size` examples, and the next
+    value starts a new client. If too few examples remain at the end, they join the last merged client, or the smallest
+    other client if there is no merged client. A merged client is named after its first value and the number of
+    additional values, such as `"anna+2 more"`. Merged clients are last.
 
-    Which clients there are, and who is merged, is decided on the first split. Values that only a later split has are
-    left out of it. A client without rows in a later split is absent from that split's partition.
+    The first split determines the clients and the merged values. Values that are absent from the first split are
+    dropped from later splits. A client without examples in a later split is absent from the partition of that split.
 
     Args:
         column (`str`):
-            The column that says whose a row is: strings, whole numbers, truth values or dates.
+            The column that identifies the client of an example. It holds strings, integers, booleans or dates.
         min_size (`int`, *optional*):
-            Rows that every client has at least. Without it, every value is a client.
+            Minimum number of examples per client in the first split. If `None`, every value is a client.
         max_clients (`int`, *optional*):
-            Keep so many clients, those with the most rows (after merging; of equals, those that come first).
+            Maximum number of clients. The clients with the most examples are kept, counted after merging. Among
+            clients of equal size, the first clients are kept.
         merge_small (`bool`, *optional*, defaults to `False`):
-            Merge values with fewer than `min_size` rows instead of leaving them out.
+            Whether to merge values with fewer than `min_size` examples instead of dropping them.
 
     Raises:
-        `ValueError`: If there is no such column, a row has no value in it, or no client has `min_size` rows.
-        `TypeError`: If the type of the column does not name things (floats, lists).
+        `ValueError`: If the column does not exist, an example has no value in it, or no client has `min_size`
+            examples.
+        `TypeError`: If the column type cannot identify clients (floats, lists).
 
     Example:
 
@@ -63,11 +66,11 @@ class NaturalPartitioner(Partitioner):
         check_column_name(self, "column")
         for name in ("min_size", "max_clients"):
             if getattr(self, name) is not None:
-                check_whole_number(self, name, 1)
+                check_integer(self, name, 1)
         if not isinstance(self.merge_small, bool):
             raise ValueError(f"NaturalPartitioner: merge_small must be True or False, got {self.merge_small!r}.")
         if self.merge_small and self.min_size is None:
-            raise ValueError("NaturalPartitioner: merge_small needs min_size, which says what is small.")
+            raise ValueError("NaturalPartitioner: merge_small=True needs min_size. Set min_size to a number of rows.")
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
@@ -82,21 +85,23 @@ class NaturalPartitioner(Partitioner):
             if not partitions:
                 client_ids, clients = self._choose(values, np.bincount(owners, minlength=len(values)))
                 client_of_value = dict(zip(values, clients.tolist(), strict=True))
-            clients_here = np.array([client_of_value.get(value, -1) for value in values], dtype=np.int64)
-            present = np.unique(clients_here[clients_here >= 0])  # a value is listed only if a row has it
+            split_clients = np.array([client_of_value.get(value, -1) for value in values], dtype=np.int64)
+            present = np.unique(split_clients[split_clients >= 0])  # each value in `values` has at least one row
             if len(present) == 0:
                 raise ValueError(
-                    f"NaturalPartitioner: no row of the split {split!r} belongs to a client of the first one. They"
-                    f" share no value of {self.column!r} that is kept."
+                    f"NaturalPartitioner: no row of the split {split!r} belongs to a client of the first split. Check"
+                    f" that the column {self.column!r} has the same values in both splits."
                 )
-            positions = np.where(clients_here >= 0, np.searchsorted(present, clients_here), -1)
+            positions = np.where(split_clients >= 0, np.searchsorted(present, split_clients), -1)
             partitions[split] = Partition.from_owners([client_ids[client] for client in present], positions[owners])
         return partitions
 
     def _choose(self, values: list[str], sizes: np.ndarray) -> tuple[list[str], np.ndarray]:
-        """The names of the clients, and for each value the position of its client (-1: left out)."""
+        """Return the client ids and, for each value, the position of its client (-1 if the value is dropped)."""
         if not values:
-            raise ValueError(f"The column {self.column!r} has no rows, so there are no clients.")
+            raise ValueError(
+                f"The column {self.column!r} has no rows, so there are no clients. Pass at least one row."
+            )
         minimum = self.min_size or 1
         groups = [[value] for value in np.flatnonzero(sizes >= minimum).tolist()]
         small = np.flatnonzero(sizes < minimum).tolist()
@@ -104,9 +109,10 @@ class NaturalPartitioner(Partitioner):
             groups = _merge(groups, small, sizes, minimum)
         if not groups:
             raise ValueError(
-                f"None of the {len(values)} values of {self.column!r} has the {minimum} rows that a client is to have"
-                f" at least; the largest has {int(sizes.max())}"
-                + (f", and all together have {int(sizes.sum())}." if self.merge_small else ".")
+                f"None of the {len(values)} values of {self.column!r} has at least {minimum} rows. The largest has"
+                f" {int(sizes.max())}"
+                + (f", and all values together have {int(sizes.sum())}" if self.merge_small else "")
+                + ". Lower the minimum."
             )
         if self.max_clients is not None:
             totals = np.array([sizes[group].sum() for group in groups])
@@ -115,9 +121,9 @@ class NaturalPartitioner(Partitioner):
         clients = np.full(len(values), -1, dtype=np.int64)
         for position, group in enumerate(groups):
             clients[group] = position
-        first = [values[group[0]] for group in groups]
-        others = [f"+{len(group) - 1} more" if len(group) > 1 else "" for group in groups]
-        return [name + more for name, more in zip(first, others, strict=True)], clients
+        first_values = [values[group[0]] for group in groups]
+        suffixes = [f"+{len(group) - 1} more" if len(group) > 1 else "" for group in groups]
+        return [name + suffix for name, suffix in zip(first_values, suffixes, strict=True)], clients
 
 
 def _merge(groups: list[list[int]], small: list[int], sizes: np.ndarray, minimum: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""One partitioner inside the other: domain and label, hospital and ward."""
+"""Nested partitioning, for example by domain and then by label, or by hospital and then by ward."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .base import Partition, Partitioner, check_splits
 @dataclass(frozen=True)
 class NestedPartitioner(Partitioner):
     """
-    Cuts rows into groups, and each group into clients.
+    Partitions a dataset into groups, and each group into clients.
 
-    A client is named `"<group>/<client>"`. The inner partitioner has another seed in each group, which follows from
-    its own seed and the group's name; so groups differ, and a group's clients stay the same when other groups change.
-    Rows that the outer partitioner gives to nobody belong to nobody.
+    A client is named `"<group>/<client>"`. The inner partitioner has a different seed in each group, derived from its
+    seed and the name of the group. Therefore groups differ, and the clients of a group stay the same when other groups
+    change. Examples that the outer partitioner assigns to no group belong to no client.
 
-    Of several splits, the groups follow the outer partitioner, and within a group the inner one is given the group's
-    part of every split. A group that is absent from a later split has no clients there.
+    With several splits, the outer partitioner determines the groups of all splits. Within a group, the inner
+    partitioner receives the examples of the group in every split. A group that is absent from a later split has no
+    clients in that split.
 
     Args:
-        outer ([`Partitioner`]): Makes the groups.
-        inner ([`Partitioner`]): Makes the clients of a group.
+        outer ([`Partitioner`]): The partitioner that creates the groups.
+        inner ([`Partitioner`]): The partitioner that creates the clients of a group.
 
     Raises:
-        `ValueError`: If a group cannot be cut; the message names the group.
+        `ValueError`: If a group cannot be partitioned. The message names the group.
 
     Example:
 
@@ -71,7 +72,7 @@ class NestedPartitioner(Partitioner):
                 for split, positions in position_of.items()
                 if group in positions
             }
-            for split, partition in self._cut_group(group, splits, rows).items():
+            for split, partition in self._partition_group(group, splits, rows).items():
                 client_ids[split] += [f"{group}/{client_id}" for client_id in partition.client_ids]
                 indices[split].append(rows[split][partition.indices])
                 sizes[split].append(partition.sizes)
@@ -84,11 +85,11 @@ class NestedPartitioner(Partitioner):
             for split in splits
         }
 
-    def _cut_group(
+    def _partition_group(
         self, group: str, splits: Mapping[str, Dataset], rows: Mapping[str, np.ndarray]
     ) -> dict[str, Partition]:
         parts = {split: select_rows(splits[split], numbers) for split, numbers in rows.items()}
         try:
             return self.inner.reseeded(group).partition_splits(parts)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"NestedPartitioner: the group {group!r} cannot be cut. {error}") from error
+            raise type(error)(f"NestedPartitioner: cannot partition the group {group!r}. {error}") from error

@@ -1,8 +1,9 @@
-"""Each class split over the clients: they differ in their labels and in their sizes.
+"""Each class is split across the clients, so that clients differ in their labels and in their sizes.
 
-Yurochkin et al. 2019, "Bayesian Nonparametric Federated Learning of Neural Networks", section 4; NIID-Bench (Li et al.
-2022, "Federated Learning on Non-IID Data Silos") calls it distribution-based label imbalance. The code of both also
-leaves out clients that have their fair share already, which shifts the law; that is not done here.
+The method is from Yurochkin et al. 2019, "Bayesian Nonparametric Federated Learning of Neural Networks", section 4.
+NIID-Bench (Li et al. 2022, "Federated Learning on Non-IID Data Silos") calls it distribution-based label imbalance.
+The code of both papers also skips clients that already have an equal share of the examples, which changes the
+distribution. This module does not skip clients.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .base import (
     check_column_name,
     check_concentration,
     check_enough_rows,
+    check_integer,
     check_splits,
-    check_whole_number,
 )
-from .dirichlet import cut_by_shares, deal_rows, draw_shares
+from .dirichlet import assign_rows, draw_shares, split_by_shares
 
 
 MAX_DRAWS = 10_000
@@ -32,36 +33,36 @@ MAX_DRAWS = 10_000
 @dataclass(frozen=True)
 class PerClassDirichletPartitioner(Partitioner):
     """
-    Splits the rows of each class over the clients, by shares `p_k ~ Dir(alpha)` of its own.
+    Splits the examples of each class across the clients, with separate shares `p_k ~ Dir(alpha)` for each class.
 
-    The `n_k` rows of class k are put in random order and cut at `floor(cumsum(p_k) * n_k)`. All shares are drawn again
-    until every client has `min_size` rows, at most 10 000 times. Every row is given away once. Beside
-    [`LabelDirichletPartitioner`], whose clients have equal sizes, here sizes follow from the draw.
+    The `n_k` examples of class k are shuffled and split at `floor(cumsum(p_k) * n_k)`. All shares are redrawn until
+    every client has at least `min_size` examples, at most 10 000 times. Every example is assigned to one client. With
+    [`LabelDirichletPartitioner`] clients have equal sizes; here the sizes follow from the draw.
 
-    The column may hold a row's task instead of its class: a small `alpha` then gives each task as a whole to one
-    client, as in FedDRS (section 5.1). With as many clients as tasks take 1e-12, not 1e-6: among the draws in which
-    every client has rows, those that split a task are then no longer to be expected.
+    The column may hold the task of an example instead of its class. A small `alpha` then assigns each task to a single
+    client, as in FedDRS (section 5.1). If there are as many clients as tasks, use 1e-12 instead of 1e-6. With 1e-6, a
+    draw that gives every client examples may still split a task.
 
-    Splits are cut by the same `p_k`, with classes matched by their names; a class that the first split lacks has a
-    draw of its own. A client that gets no rows of a later split is absent from that split's partition.
+    All splits use the same `p_k`. Classes are matched by their names. A class that is absent from the first split has
+    a separate draw. A client without examples in a later split is absent from the partition of that split.
 
     Args:
         num_clients (`int`):
-            Number of clients, at least 1. They are named `"0"`, `"1"`, …
+            Number of clients, at least 1. The clients are named `"0"`, `"1"`, …
         label_column (`str`, *optional*, defaults to `"label"`):
-            Column with the labels, as for [`LabelDirichletPartitioner`].
+            The column with the labels, as for [`LabelDirichletPartitioner`].
         alpha (`float`, *optional*, defaults to `1.0`):
-            Concentration: towards 0 a class goes to one client as a whole, above 100 all clients have the same share
-            of it.
+            Concentration. Towards 0, each class belongs to a single client. Above 100, all clients have the same share
+            of each class.
         min_size (`int`, *optional*, defaults to `1`):
-            Rows that every client has at least.
+            Minimum number of examples per client in the first split.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global generators are neither read nor changed.
+            Seed of the draws. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If no draw gives every client `min_size` rows, if there is no such column, or if a row has no
-            label.
-        `TypeError`: If the type of the column does not name classes.
+        `ValueError`: If no draw gives every client `min_size` examples, if the label column does not exist, or if an
+            example has no label.
+        `TypeError`: If the column type cannot hold labels.
 
     Example:
 
@@ -71,7 +72,7 @@ class PerClassDirichletPartitioner(Partitioner):
     >>> dataset = Dataset.from_dict({"task": ["copa", "rte", "wic", "boolq"] * 25})
     >>> whole_tasks = PerClassDirichletPartitioner(num_clients=2, label_column="task", alpha=1e-6)
     >>> clients = FederatedDataset.from_dataset(dataset, whole_tasks)
-    >>> set(clients["0"]["task"]) & set(clients["1"]["task"])  # no task is on two clients
+    >>> set(clients["0"]["task"]) & set(clients["1"]["task"])  # no task is split between the clients
     set()
 
     ```
@@ -84,11 +85,11 @@ class PerClassDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole_number(self, "num_clients", 1)
+        check_integer(self, "num_clients", 1)
         check_column_name(self, "label_column")
         check_concentration(self, "alpha")
-        check_whole_number(self, "min_size", 1)
-        check_whole_number(self, "seed", 0)
+        check_integer(self, "min_size", 1)
+        check_integer(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
@@ -104,29 +105,30 @@ class PerClassDirichletPartitioner(Partitioner):
             if shares is None:
                 check_enough_rows(self, len(codes), self.num_clients, self.min_size)
                 shares = self._draw(generator, available)
-            owners = deal_rows(generator, codes, cut_by_shares(shares, available[:, None]).T)
+            owners = assign_rows(generator, codes, split_by_shares(shares, available[:, None]).T)
             present = np.flatnonzero(np.bincount(owners, minlength=self.num_clients))
             positions = np.searchsorted(present, np.arange(self.num_clients))
             partitions[split] = Partition.from_owners([str(client) for client in present], positions[owners])
         return partitions
 
     def _draw(self, generator: np.random.Generator, available: np.ndarray) -> np.ndarray:
-        """Shares of each class, of shape `(num_labels, num_clients)`, by which every client has enough rows."""
-        occurring = np.flatnonzero(available)
+        """Draw shares that give every client enough rows. Their shape is `(num_labels, num_clients)`."""
+        present = np.flatnonzero(available)
         prior = np.ones(self.num_clients)
         shares = np.empty((len(available), self.num_clients))
-        most = 0
+        largest_minimum = 0
         for _ in range(MAX_DRAWS):
-            shares[occurring] = draw_shares(generator, self.alpha, prior, len(occurring))
-            smallest = int(cut_by_shares(shares[occurring], available[occurring, None]).sum(axis=0).min())
+            shares[present] = draw_shares(generator, self.alpha, prior, len(present))
+            smallest = int(split_by_shares(shares[present], available[present, None]).sum(axis=0).min())
             if smallest >= self.min_size:
-                lacking = np.flatnonzero(available == 0)
-                # By a generator of its own, so that the first split is cut as if it were alone.
-                shares[lacking] = draw_shares(np.random.default_rng([self.seed, 1]), self.alpha, prior, len(lacking))
+                absent = np.flatnonzero(available == 0)
+                # A separate generator, so that the partition of the first split does not depend on the later splits.
+                shares[absent] = draw_shares(np.random.default_rng([self.seed, 1]), self.alpha, prior, len(absent))
                 return shares
-            most = max(most, smallest)
+            largest_minimum = max(largest_minimum, smallest)
         raise ValueError(
             f"PerClassDirichletPartitioner: {MAX_DRAWS} draws with alpha={self.alpha} gave no partition in which each"
-            f" of {self.num_clients} clients has min_size={self.min_size} rows; the best left one with {most}. Raise"
-            " alpha, or ask for fewer clients or a smaller min_size; LabelDirichletPartitioner reaches any alpha."
+            f" of {self.num_clients} clients has min_size={self.min_size} rows. In the best draw, the smallest client"
+            f" has {largest_minimum}. Increase alpha, or reduce num_clients or min_size. LabelDirichletPartitioner"
+            " works for any alpha."
         )

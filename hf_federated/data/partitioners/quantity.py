@@ -1,4 +1,4 @@
-"""Clients of different sizes whose rows are alike (FedNLP, Lin et al. 2022, section 3.2)."""
+"""Clients with different numbers of examples and the same distribution (FedNLP, Lin et al. 2022, section 3.2)."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from .base import (
     Partitioner,
     check_concentration,
     check_enough_rows,
+    check_integer,
     check_splits,
-    check_whole_number,
-    number_clients,
+    numbered_client_ids,
 )
-from .dirichlet import cut_by_shares, draw_shares
+from .dirichlet import draw_shares, split_by_shares
 
 
 @dataclass(frozen=True)
 class QuantityDirichletPartitioner(Partitioner):
     """
-    Gives clients different numbers of rows, drawn at random without replacement.
+    Gives clients different numbers of examples, drawn at random without replacement.
 
-    Shares of the data `z ~ Dir(beta)` are drawn, and the sizes are the differences of `floor(cumsum(z) * num_rows)`.
-    A client that would have fewer than `min_size` rows is raised to it; these rows are taken from the others in
-    proportion to what they have beyond `min_size`. Every row is given away once. A client's rows stay in the order of
-    the data set. Splits are cut by the same `z`; a later one need not reach `min_size`, but gives every client a row.
+    The shares of the clients are drawn as `z ~ Dir(beta)`. The sizes are the differences of
+    `floor(cumsum(z) * num_rows)`. A client with fewer than `min_size` examples is raised to `min_size`. The missing
+    examples are taken from the larger clients, in proportion to their examples above `min_size`. Every example is
+    assigned to one client. The examples of a client stay in the order of the dataset.
+
+    All splits use the same `z`. In the splits after the first, clients may have fewer than `min_size` examples, but
+    every client has at least one.
 
     Args:
         num_clients (`int`):
             Number of clients, at least 1.
         beta (`float`, *optional*, defaults to `5.0`):
-            Concentration of the sizes (the paper's β): at 0.1 a few clients have nearly everything, above 100 all have
-            about as much.
+            Concentration of the sizes (β in the paper). At 0.1, a few clients have almost all examples. Above 100, all
+            clients have about the same number.
         min_size (`int`, *optional*, defaults to `1`):
-            Rows that every client has at least.
+            Minimum number of examples per client in the first split.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global generators are neither read nor changed.
+            Seed of the draws. The global random generators are neither used nor changed.
 
     Raises:
-        `ValueError`: If there are fewer rows than `num_clients * min_size`.
+        `ValueError`: If there are fewer than `num_clients * min_size` examples.
 
     Example:
 
@@ -64,10 +67,10 @@ class QuantityDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_whole_number(self, "num_clients", 1)
+        check_integer(self, "num_clients", 1)
         check_concentration(self, "beta")
-        check_whole_number(self, "min_size", 1)
-        check_whole_number(self, "seed", 0)
+        check_integer(self, "min_size", 1)
+        check_integer(self, "seed", 0)
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
@@ -82,28 +85,29 @@ class QuantityDirichletPartitioner(Partitioner):
             sizes = quantity_sizes(len(dataset), self.num_clients, self.beta, min_size, self.seed)
             owners = np.repeat(np.arange(self.num_clients), sizes)
             generator.shuffle(owners)
-            partitions[name] = Partition.from_owners(number_clients(self.num_clients), owners)
+            partitions[name] = Partition.from_owners(numbered_client_ids(self.num_clients), owners)
             min_size = 1
         return partitions
 
 
 def quantity_sizes(num_rows: int, num_clients: int, beta: float, min_size: int, seed: int) -> np.ndarray:
     """
-    Sizes of clients by a quantity Dirichlet.
+    Compute client sizes from Dirichlet shares.
 
     Returns:
-        `np.ndarray` of shape `(num_clients,)`, `int64`: At least `min_size` each, `num_rows` in all. They depend on
-        nothing but the arguments.
+        `np.ndarray` of shape `(num_clients,)`, `int64`: Sizes of at least `min_size` that sum to `num_rows`. They
+        depend only on the arguments.
     """
-    # Not the generator of the seed alone: a partitioner that draws more from it must not draw the same again.
+    # A generator with seed [seed, 1], because the caller draws from the generator with seed `seed`. The two sequences
+    # must be independent.
     generator = np.random.default_rng([seed, 1])
-    sizes = cut_by_shares(draw_shares(generator, beta, np.ones(num_clients), 1)[0], num_rows)
+    sizes = split_by_shares(draw_shares(generator, beta, np.ones(num_clients), 1)[0], num_rows)
     missing = int(np.maximum(min_size - sizes, 0).sum())
     if missing == 0:
         return sizes
     surplus = np.maximum(sizes - min_size, 0)
     taken = surplus * missing // int(surplus.sum())
-    # The division leaves over less than a row of each; the largest give those.
+    # Integer division leaves a remainder of less than one row per client. The largest clients give these rows.
     largest = np.argsort(taken - surplus, kind="stable")[: missing - int(taken.sum())]
     taken[largest] += 1
     return np.maximum(sizes, min_size) - taken

@@ -29,7 +29,7 @@ from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
 from ..client_datasets import ClientDatasets, PartitionedDataset
-from ..partitioners.base import Partition, check_client_ids, row_number_dtype
+from ..partitioners.base import Partition, check_client_ids, row_index_dtype
 from ..source import DatasetSource, content_hash
 from .parquet_datasets import ParquetDatasets
 from .partition_file import (
@@ -392,7 +392,7 @@ def _write_index(
         )
     (folder / "index").mkdir(exist_ok=True)
     path = f"index/{split}.parquet"
-    numbers = rows.partition.indices.astype(row_number_dtype(len(rows.source)))
+    numbers = rows.partition.indices.astype(row_index_dtype(len(rows.source)))
     pq.write_table(pa.table({"row": numbers}), folder / path)
     index = StoredIndex(StoredFile.describe(folder, path), len(rows.source), content, to_store.source)
     return index, {i: (int(size), []) for i, size in zip(rows.client_ids, rows.partition.sizes, strict=True)}

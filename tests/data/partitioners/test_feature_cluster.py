@@ -1,4 +1,4 @@
-"""Texts are embedded and clustered, and a cluster belongs to the row that it was predicted for."""
+"""Tests of the partitioner that embeds and clusters texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from language import sentences, tokenizer
-from partition_checks import count_labels, rows_of, shares, shares_in_splits
+from partition_checks import client_rows, count_labels, shares, shares_in_splits
 from tiny import tiny_model
 
 from hf_federated.data import FeatureClusterPartitioner, LabelDirichletPartitioner
@@ -18,8 +18,8 @@ from hf_federated.data import FeatureClusterPartitioner, LabelDirichletPartition
 TOPICS = {"rain": 0, "music": 1, "ball": 2, "bread": 3}
 
 
-def places(texts: list[str]) -> np.ndarray:
-    """A corner of the plane for each topic, and a little noise."""
+def embed_topics(texts: list[str]) -> np.ndarray:
+    """Return a 2-D embedding: each topic has a corner of the plane, plus a small offset."""
     corners = np.array([[0, 0], [0, 9], [9, 0], [9, 9]])
     return np.array([corners[TOPICS[text.split()[0]]] + len(text) % 3 / 10 for text in texts])
 
@@ -30,23 +30,23 @@ def texts(num_rows: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"text": [f"{topic} {i}" for i, topic in enumerate(topics)], "topic": topics})
 
 
-def test_clusters_belong_to_their_rows():
+def test_cluster_ids_belong_to_the_rows_they_are_predicted_for():
     dataset = texts(1000)
-    partition = FeatureClusterPartitioner(8, "text", 4, places, alpha=1e-6, batch_size=64).partition(dataset)
+    partition = FeatureClusterPartitioner(8, "text", 4, embed_topics, alpha=1e-6, batch_size=64).partition(dataset)
     counts = count_labels(partition, dataset["topic"][:])
     assert sorted(partition.indices.tolist()) == list(range(1000))
-    # Whoever comes first has one cluster; scrambled ids would mix the topics.
+    # The first client has one cluster. Cluster ids in the wrong order would mix the topics.
     assert (counts[0] > 0).sum() == 1
     np.testing.assert_array_equal(partition.sizes, 125)
 
 
-def test_rows_are_dealt_as_by_labels():
+def test_rows_are_assigned_as_by_labels():
     dataset, arguments = texts(2000), {"num_clients": 30, "alpha": 0.5, "quantity_beta": 1.0, "seed": 5}
     by_cluster = FeatureClusterPartitioner(
-        text_columns="text", num_clusters=4, embedder=places, **arguments
+        text_columns="text", num_clusters=4, embedder=embed_topics, **arguments
     ).partition(dataset)
     by_topic = LabelDirichletPartitioner(label_column="topic", **arguments).partition(dataset)
-    # Cluster numbers are those of K-means, so the draws are others; sizes and how far clients differ are the same.
+    # K-means numbers the clusters in a different order, so the draws differ. The sizes and the spread are the same.
     assert by_cluster.sizes.tolist() == by_topic.sizes.tolist()
     topics = dataset["topic"][:]
     spread = [shares(count_labels(partition, topics)).std(axis=0).mean() for partition in (by_cluster, by_topic)]
@@ -55,50 +55,54 @@ def test_rows_are_dealt_as_by_labels():
 
 def test_clusters_are_fitted_on_the_first_split():
     splits = {"train": texts(4000), "test": texts(2000, seed=1)}
-    partitions = FeatureClusterPartitioner(20, "text", 4, places, alpha=0.5).partition_splits(splits)
+    partitions = FeatureClusterPartitioner(20, "text", 4, embed_topics, alpha=0.5).partition_splits(splits)
     first, second = shares_in_splits(partitions, splits, "topic")
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.9
 
 
-def test_a_later_split_is_not_clustered_on_its_own():
+def test_later_split_uses_the_clusters_of_the_first_split():
     train = Dataset.from_dict({"text": ["rain", "bread"] * 100})
-    # One topic in two places that lie close: K-means of these rows alone would take them for two clusters.
-    kinds = ["rain 1", "rain 12"] * 100
-    partitioner = FeatureClusterPartitioner(4, "text", 2, places, alpha=1e-6)
-    partition = partitioner.partition_splits({"train": train, "test": Dataset.from_dict({"text": kinds})})["test"]
-    assert count_labels(partition, kinds).min() > 10  # of the 50 rows of each client
+    # One topic with two nearby embeddings. K-means on these rows alone would find two clusters.
+    texts_of_one_topic = ["rain 1", "rain 12"] * 100
+    partitioner = FeatureClusterPartitioner(4, "text", 2, embed_topics, alpha=1e-6)
+    partition = partitioner.partition_splits(
+        {"train": train, "test": Dataset.from_dict({"text": texts_of_one_topic})}
+    )["test"]
+    assert count_labels(partition, texts_of_one_topic).min() > 10  # each client has 50 rows
 
 
-def test_columns_and_tokens_are_joined():
+def test_text_columns_and_tokens_are_joined():
     seen = []
 
-    def remember(batch: list[str]) -> np.ndarray:
+    def record(batch: list[str]) -> np.ndarray:
         seen.extend(batch)
         return np.zeros((len(batch), 1))
 
     dataset = Dataset.from_dict({"question": ["who", "why"], "answer": [["it", "is"], []], "other": [1.0, 2.0]})
-    FeatureClusterPartitioner(1, ["question", "answer"], 1, remember).partition(dataset)
+    FeatureClusterPartitioner(1, ["question", "answer"], 1, record).partition(dataset)
     assert seen == ["who\nit is", "why\n"]
 
 
 def test_rows_are_embedded_in_batches():
     sizes = []
 
-    def remember(batch: list[str]) -> np.ndarray:
+    def record(batch: list[str]) -> np.ndarray:
         sizes.append(len(batch))
-        return places(batch)
+        return embed_topics(batch)
 
-    FeatureClusterPartitioner(2, "text", 2, remember, batch_size=40).partition(texts(100))
+    FeatureClusterPartitioner(2, "text", 2, record, batch_size=40).partition(texts(100))
     assert sizes == [40, 40, 20]
 
 
-def test_a_format_of_the_data_set_does_not_matter():
+def test_dataset_format_does_not_change_the_partition():
     dataset = texts(200)
-    partitioner = FeatureClusterPartitioner(4, "text", 4, places)
-    assert rows_of(partitioner.partition(dataset.with_format("torch"))) == rows_of(partitioner.partition(dataset))
+    partitioner = FeatureClusterPartitioner(4, "text", 4, embed_topics)
+    assert client_rows(partitioner.partition(dataset.with_format("torch"))) == client_rows(
+        partitioner.partition(dataset)
+    )
 
 
-def test_an_encoder_is_loaded_by_its_path_and_the_global_generators_are_left_alone(tmp_path):
+def test_encoder_is_loaded_from_path_without_using_global_random_generators(tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -116,12 +120,14 @@ def test_an_encoder_is_loaded_by_its_path_and_the_global_generators_are_left_alo
     partition = by_path.partition(dataset)
     assert torch.equal(torch.get_rng_state(), before)
     by_function = FeatureClusterPartitioner(4, "text", 3, encoder.encode, alpha=0.5)
-    assert rows_of(partition) == rows_of(by_function.partition(dataset))
+    assert client_rows(partition) == client_rows(by_function.partition(dataset))
     assert by_path.settings()["embedder"] == str(tmp_path / "encoder")
 
 
-@pytest.mark.parametrize(("module", "embedder"), [("sklearn.cluster", places), ("sentence_transformers", "a/model")])
-def test_what_is_not_installed_is_named_with_the_extra(monkeypatch, module, embedder):
+@pytest.mark.parametrize(
+    ("module", "embedder"), [("sklearn.cluster", embed_topics), ("sentence_transformers", "a/model")]
+)
+def test_error_for_missing_package_names_the_extra(monkeypatch, module, embedder):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"pip install 'hf-federated\[embeddings\]'"):
         FeatureClusterPartitioner(2, "text", 2, embedder).partition(texts(20))
@@ -135,34 +141,36 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch, module, embe
         (lambda batch: np.full((len(batch), 2), np.nan), "the embedding of row 0 is not finite"),
     ],
 )
-def test_embeddings_that_cannot_be_right_are_refused(embedder, message):
+def test_embeddings_of_wrong_shape_or_not_finite_raise_error(embedder, message):
     with pytest.raises(ValueError, match=message):
         FeatureClusterPartitioner(2, "text", 2, embedder).partition(texts(10))
 
 
-def test_embeddings_of_two_lengths_are_refused():
+def test_embeddings_of_different_lengths_raise_error():
     partitioner = FeatureClusterPartitioner(2, "text", 2, lambda b: np.zeros((len(b), len(b))), batch_size=6)
     with pytest.raises(ValueError, match=r"returned shape \(4, 4\) for 4 texts"):
         partitioner.partition(texts(10))
 
 
-def test_a_row_without_text_is_named():
+def test_error_names_the_row_without_text():
     dataset = Dataset.from_dict({"text": ["rain"] * 5 + [None]})
-    with pytest.raises(ValueError, match="row 5 has no text in the column 'text' but None"):
-        FeatureClusterPartitioner(2, "text", 2, places, batch_size=4).partition(dataset)
-    with pytest.raises(ValueError, match="row 0 has no text in the column 'number' but 1"):
-        FeatureClusterPartitioner(1, "number", 1, places).partition(Dataset.from_dict({"number": [1, 2]}))
+    with pytest.raises(ValueError, match="the column 'text' of row 5 contains None, not a text"):
+        FeatureClusterPartitioner(2, "text", 2, embed_topics, batch_size=4).partition(dataset)
+    with pytest.raises(ValueError, match="the column 'number' of row 0 contains 1, not a text"):
+        FeatureClusterPartitioner(1, "number", 1, embed_topics).partition(Dataset.from_dict({"number": [1, 2]}))
 
 
-def test_rows_that_do_not_suffice_are_refused_before_texts_are_embedded():
+def test_too_few_rows_raise_error_before_texts_are_embedded():
     def fail(batch: list[str]) -> np.ndarray:
         raise AssertionError("embedded")
 
-    with pytest.raises(ValueError, match="10 rows cannot form 11 clusters. Lower num_clusters"):
+    with pytest.raises(
+        ValueError, match="num_clusters=11, but the first split has 10 rows. Set num_clusters to at most 10"
+    ):
         FeatureClusterPartitioner(2, "text", 11, fail).partition(texts(10))
-    with pytest.raises(ValueError, match="FeatureClusterPartitioner: 11 clients cannot share 10 rows"):
+    with pytest.raises(ValueError, match="FeatureClusterPartitioner: num_clients=11, but 10 rows are too few"):
         FeatureClusterPartitioner(11, "text", 2, fail).partition(texts(10))
-    with pytest.raises(ValueError, match="3 clients cannot share 2 rows of the split 'test'"):
+    with pytest.raises(ValueError, match="2 rows of the split 'test' are too few for 3 clients"):
         FeatureClusterPartitioner(3, "text", 2, fail).partition_splits({"train": texts(10), "test": texts(2)})
     with pytest.raises(ValueError, match="no column 'words'"):
         FeatureClusterPartitioner(2, "words", 2, fail).partition(texts(10))
@@ -171,15 +179,15 @@ def test_rows_that_do_not_suffice_are_refused_before_texts_are_embedded():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"text_columns": []}, "text_columns must be the name of a column or several names"),
-        ({"text_columns": [3]}, "text_columns must be the name of a column or several names"),
-        ({"text_columns": 3}, "text_columns must be the name of a column or several names"),
+        ({"text_columns": []}, "text_columns must be the name of a column or a sequence of names"),
+        ({"text_columns": [3]}, "text_columns must be the name of a column or a sequence of names"),
+        ({"text_columns": 3}, "text_columns must be the name of a column or a sequence of names"),
         ({"text_columns": ""}, "text_columns must be the name of a column"),
         ({"embedder": None}, "embedder must be the name or path of a sentence encoder, or a function"),
-        ({"num_clusters": True}, "num_clusters must be a whole number from 1"),
-        ({"batch_size": 0}, "batch_size must be a whole number from 1"),
+        ({"num_clusters": True}, "num_clusters must be an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1"),
     ],
 )
-def test_settings_that_cannot_be_right_are_refused(arguments, message):
+def test_invalid_settings_raise_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         FeatureClusterPartitioner(**{"num_clients": 2, "text_columns": "text", **arguments})

@@ -1,4 +1,4 @@
-"""Partitioners of `flwr_datasets` are used as they are, and stay usable."""
+"""Tests of the adapter for the partitioners of `flwr_datasets`."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ each = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
     ],
     ids=["whole", "shuffled", "contiguous", "twice", "formatted"],
 )
-def test_clients_have_the_rows_that_flower_gives_them(make, change):
+def test_clients_have_the_same_rows_as_in_flwr_datasets(make, change):
     dataset = change(reviews())
-    used = make()
-    used.dataset = dataset
-    expected = [np.asarray(used.load_partition(i)["row"][:]).tolist() for i in range(used.num_partitions)]
+    reference = make()
+    reference.dataset = dataset
+    expected = [np.asarray(reference.load_partition(i)["row"][:]).tolist() for i in range(reference.num_partitions)]
     clients = FederatedDataset.from_dataset(dataset, make())
     assert [np.asarray(clients[client_id]["row"][:]).tolist() for client_id in clients] == expected
     assert clients.column_names == ["label", "movie", "row"]
 
 
 @each
-def test_the_object_stays_usable(make):
+def test_partitioner_can_be_used_again(make):
     partitioner = make()
     first = FederatedDataset.from_dataset(reviews(), partitioner)
     second = FederatedDataset.from_dataset(reviews(), partitioner)
@@ -68,12 +68,12 @@ def test_the_object_stays_usable(make):
     assert len(partitioner.load_partition(0)) == next(iter(first.num_rows.values()))
 
 
-def test_clients_have_natural_names_where_there_are_any():
+def test_clients_have_natural_names_if_available():
     assert list(FederatedDataset.from_dataset(reviews(), MAKE["natural"]())) == [f"movie-{i}" for i in range(7)]
     assert list(FederatedDataset.from_dataset(reviews(), MAKE["iid"]())) == ["0", "1", "2", "3", "4"]
 
 
-def test_arguments_are_recorded():
+def test_partitioning_records_the_arguments():
     partitioning = FederatedDataset.from_dataset(reviews(), MAKE["dirichlet"]()).partitioning
     assert json.loads(json.dumps(partitioning)) == partitioning
     expected = {"partitioner": "FlowerPartitioner", "flwr_datasets": "DirichletPartitioner", "alpha": 0.5, "seed": 1}
@@ -82,16 +82,16 @@ def test_arguments_are_recorded():
 
 
 @pytest.mark.parametrize("name", ["VerticalEvenPartitioner", "VerticalSizePartitioner"])
-def test_those_that_split_columns_are_refused(name):
+def test_partitioners_that_split_columns_raise_error(name):
     arguments = {"num_partitions": 2} if name == "VerticalEvenPartitioner" else {"partition_sizes": [1, 1]}
-    with pytest.raises(TypeError, match=f"{name} gives every client all rows and a part of the columns"):
+    with pytest.raises(TypeError, match=f"{name} splits columns: every client gets all rows and some of the columns"):
         FederatedDataset.from_dataset(reviews(), getattr(flower, name)(**arguments))
 
 
-def test_one_that_has_a_data_set_already_is_refused():
+def test_partitioner_with_assigned_dataset_raises_error():
     partitioner = flower.IidPartitioner(5)
     partitioner.dataset = reviews()
-    with pytest.raises(ValueError, match="This IidPartitioner has a data set already.*Make a new one"):
+    with pytest.raises(ValueError, match="This IidPartitioner already has a dataset.*Create a new IidPartitioner"):
         FederatedDataset.from_dataset(reviews(), partitioner)
 
 
@@ -108,26 +108,27 @@ class RowsPartitioner(flower.Partitioner):
         return self.dataset.select(self._rows[partition_id])
 
 
-def test_a_row_that_is_given_away_twice_is_named():
-    with pytest.raises(ValueError, match="gives row 3 away 2 times"):
+def test_error_names_a_row_that_is_assigned_twice():
+    with pytest.raises(ValueError, match="assigns row 3 2 times"):
         FederatedDataset.from_dataset(reviews(), RowsPartitioner([1, 3], [3, 5]))
 
 
-def test_a_client_without_rows_is_named():
+def test_error_names_a_client_without_rows():
     with pytest.raises(ValueError, match="A client without rows cannot train: '1'"):
         FederatedDataset.from_dataset(reviews(), RowsPartitioner([1, 3], []))
 
 
-def test_several_splits_are_refused():
+def test_several_splits_raise_error():
     from hf_federated.data.partitioners.flower import FlowerPartitioner
 
     partitioner = FlowerPartitioner(flower.IidPartitioner(5))
     assert list(partitioner.partition_splits({"train": reviews()})) == ["train"]
-    with pytest.raises(ValueError, match=r"IidPartitioner of flwr_datasets cuts one split, got \['train', 'test'\]"):
+    message = r"IidPartitioner of flwr_datasets can partition one split, got \['train', 'test'\]"
+    with pytest.raises(ValueError, match=message):
         partitioner.partition_splits({"train": reviews(), "test": reviews()})
 
 
-def test_flower_is_not_imported():
+def test_flwr_datasets_is_not_imported():
     code = (
         "import sys; from datasets import Dataset; from hf_federated import FederatedDataset, IidPartitioner;"
         "FederatedDataset.from_dataset(Dataset.from_dict({'a': [1, 2]}), IidPartitioner(2));"

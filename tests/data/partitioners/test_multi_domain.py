@@ -1,4 +1,4 @@
-"""Four partitions of the same sizes that differ in their diversity alone."""
+"""Tests of the four partitions that have the same sizes and differ only in their diversity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from datasets import Dataset
-from partition_checks import count_labels, mean_divergence, rows_of, shares, shares_in_splits
+from partition_checks import client_rows, count_labels, mean_divergence, shares, shares_in_splits
 
 from hf_federated.data import MultiDomainPartitioner
 from hf_federated.data.partitioners.multi_domain import round_shares
@@ -24,7 +24,8 @@ def reviews(num_rows: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"domain": domains, "label": stars})
 
 
-def quadrants(**arguments) -> dict[tuple[bool, bool], MultiDomainPartitioner]:
+def all_four_partitioners(**arguments) -> dict[tuple[bool, bool], MultiDomainPartitioner]:
+    """Return the partitioner for each `(diverse_domains, diverse_labels)`."""
     return {
         (domains, labels): MultiDomainPartitioner(
             "domain", diverse_domains=domains, diverse_labels=labels, **arguments
@@ -34,10 +35,10 @@ def quadrants(**arguments) -> dict[tuple[bool, bool], MultiDomainPartitioner]:
 
 
 @pytest.mark.parametrize("clients_per_domain", [1, 3])
-def test_all_four_have_the_same_number_of_clients_of_the_same_size(clients_per_domain):
+def test_all_four_partitions_have_the_same_number_and_sizes_of_clients(clients_per_domain):
     dataset = reviews(20_000)
     sizes = set()
-    for partitioner in quadrants(clients_per_domain=clients_per_domain, alpha=1.0).values():
+    for partitioner in all_four_partitioners(clients_per_domain=clients_per_domain, alpha=1.0).values():
         partition = partitioner.partition(dataset)
         partition.check_rows(20_000)
         assert len(partition) == 5 * clients_per_domain
@@ -45,19 +46,19 @@ def test_all_four_have_the_same_number_of_clients_of_the_same_size(clients_per_d
     assert len(sizes) == 1
 
 
-def test_only_what_is_asked_for_is_diverse():
+def test_only_the_requested_properties_are_diverse():
     dataset = reviews(50_000)
     labels, domains = dataset["label"][:], dataset["domain"][:]
-    for (diverse_domains, diverse_labels), partitioner in quadrants(alpha=1.0, seed=2).items():
+    for (diverse_domains, diverse_labels), partitioner in all_four_partitioners(alpha=1.0, seed=2).items():
         partition = partitioner.partition(dataset)
-        of_labels = mean_divergence(np.repeat(shares(count_labels(partition, labels)), 3, axis=0))
-        of_domains = shares(count_labels(partition, domains))
-        assert (of_labels > 0.1) == diverse_labels
-        assert (of_domains.max(axis=1) == 1).all() == diverse_domains
-        assert (of_domains.max(axis=1) < 0.5).all() == (not diverse_domains)
+        label_divergence = mean_divergence(np.repeat(shares(count_labels(partition, labels)), 3, axis=0))
+        domain_shares = shares(count_labels(partition, domains))
+        assert (label_divergence > 0.1) == diverse_labels
+        assert (domain_shares.max(axis=1) == 1).all() == diverse_domains
+        assert (domain_shares.max(axis=1) < 0.5).all() == (not diverse_domains)
 
 
-def test_label_diverse_partitions_share_the_labels():
+def test_label_diverse_partitions_have_the_same_label_counts():
     dataset = reviews(20_000)
     one, both = (
         MultiDomainPartitioner("domain", diverse_domains=diverse, alpha=1.0).partition(dataset)
@@ -66,17 +67,17 @@ def test_label_diverse_partitions_share_the_labels():
     np.testing.assert_array_equal(count_labels(one, dataset["label"][:]), count_labels(both, dataset["label"][:]))
 
 
-def test_as_many_rows_are_used_as_the_counts_permit():
+def test_clients_have_the_largest_size_that_the_data_allows():
     dataset = reviews(20_000)
     partition = MultiDomainPartitioner("domain", alpha=1.0, seed=1).partition(dataset)
     counts = count_labels(partition, dataset["label"][:])
     pairs = Counter(zip(dataset["domain"], dataset["label"], strict=True))
-    there = np.array([[pairs[domain, star] for star in range(5)] for domain in DOMAINS])
-    assert (counts <= there).all()
-    # One row more a client: with the shares kept, some domain would have to give a row that it does not have (each
-    # count is rounded, so to within one row).
+    available = np.array([[pairs[domain, star] for star in range(5)] for domain in DOMAINS])
+    assert (counts <= available).all()
+    # With the same shares and one more row per client, a domain would need more rows of a label than it has. Counts
+    # are rounded, so this holds up to one row.
     grown = counts / counts.sum(axis=1, keepdims=True) * (counts.sum(axis=1, keepdims=True) + 2)
-    assert (grown + 1 > there).any()
+    assert (grown + 1 > available).any()
 
 
 def test_clients_are_named_after_their_domain():
@@ -87,11 +88,11 @@ def test_clients_are_named_after_their_domain():
     mixed = MultiDomainPartitioner("domain", diverse_domains=False).partition(dataset)
     assert mixed.client_ids == ["0", "1", "2", "3", "4"]
     domains = np.array(dataset["domain"][:])
-    for client_id, rows in rows_of(several).items():
+    for client_id, rows in client_rows(several).items():
         assert set(domains[rows]) == {client_id[:-2]}
 
 
-def test_shares_have_the_mean_of_the_distribution():
+def test_label_shares_have_the_mean_of_the_dirichlet_distribution():
     dataset = reviews(3000)
     prior = np.bincount(dataset["label"][:]) / 3000
     drawn = []
@@ -103,55 +104,57 @@ def test_shares_have_the_mean_of_the_distribution():
     np.testing.assert_allclose(mean, prior, atol=4 * np.sqrt(variance.max() / 1500) + 0.002)
 
 
-def test_splits_share_the_labels_of_a_client():
+def test_client_has_the_same_label_shares_in_all_splits():
     splits = {"train": reviews(20_000), "test": reviews(8000, seed=1)}
     partitions = MultiDomainPartitioner("domain", alpha=1.0).partition_splits(splits)
     first, second = shares_in_splits(partitions, splits)
-    assert np.abs(first - second).max() < 0.02  # rounded counts of at least some hundred rows
+    assert np.abs(first - second).max() < 0.02  # rounding error of clients with at least a few hundred rows
     assert partitions["test"].client_ids == partitions["train"].client_ids
 
 
-def test_a_domain_that_lacks_a_label_gives_it_no_share():
+def test_label_absent_from_a_domain_has_no_share():
     dataset = Dataset.from_dict({"domain": ["a"] * 100 + ["b"] * 100, "label": [0, 1] * 50 + [0, 2] * 50})
     counts = count_labels(MultiDomainPartitioner("domain", alpha=5.0).partition(dataset), dataset["label"][:])
     assert counts[0, 2] == 0 and counts[1, 1] == 0
     assert counts.min(axis=1).tolist() == [0, 0] and counts.sum() > 20
 
 
-def test_a_tiny_alpha_chooses_among_the_labels_that_a_domain_has():
+def test_tiny_alpha_chooses_a_label_of_the_domain():
     dataset = Dataset.from_dict({"domain": ["a"] * 100 + ["b"] * 100, "label": [0, 1] * 50 + [2, 3] * 50})
     for seed in range(10):
         partition = MultiDomainPartitioner("domain", alpha=1e-6, seed=seed).partition(dataset)
         assert count_labels(partition, dataset["label"][:]).max(axis=1).tolist() == [50, 50]
 
 
-def test_domains_of_later_splits_only_are_dropped():
+def test_domains_absent_from_the_first_split_are_dropped():
     train = reviews(1000)
     test = Dataset.from_dict({"domain": ["zoo"] * 50 + DOMAINS * 50, "label": [0, 1, 2, 3, 4] * 10 + [4] * 250})
-    for partitioner in quadrants(alpha=20.0).values():
+    for partitioner in all_four_partitioners(alpha=20.0).values():
         partition = partitioner.partition_splits({"train": train, "test": test})["test"]
         assert min(partition.indices) >= 50
 
 
-def test_too_few_rows_name_the_label_that_runs_out():
+def test_error_names_the_label_that_runs_out():
     dataset = Dataset.from_dict({"domain": ["a", "b"] * 50, "label": ["x"] * 98 + ["rare"] * 2})
     partitioner = MultiDomainPartitioner("domain", min_size=40, alpha=0.01, seed=3, clients_per_domain=2)
-    with pytest.raises(ValueError, match="rows a client, fewer than 40: the label .* of the domain .* runs out."):
+    with pytest.raises(
+        ValueError, match="rows per client, but at least 40 are needed. The label .* of the domain .* runs out."
+    ):
         partitioner.partition(dataset)
 
 
 @pytest.mark.parametrize("name", ["diverse_domains", "diverse_labels"])
-def test_switches_are_truth_values(name):
+def test_diversity_settings_must_be_booleans(name):
     with pytest.raises(ValueError, match=f"{name} must be True or False, got 'yes'"):
         MultiDomainPartitioner("domain", **{name: "yes"})
 
 
-def test_no_rows_are_refused():
-    with pytest.raises(ValueError, match="no rows, so there are no domains"):
+def test_empty_dataset_raises_error():
+    with pytest.raises(ValueError, match="the first split has no rows"):
         MultiDomainPartitioner("domain").partition(reviews(10).select([]))
 
 
-def test_rounded_shares_sum_and_are_off_by_less_than_one():
+def test_rounded_shares_have_the_requested_sum_and_change_by_less_than_one():
     drawn = np.random.default_rng(0).dirichlet(np.ones(6), 50)
     for size in (0, 1, 17, 1000):
         rounded = round_shares(drawn, size)
