@@ -1,7 +1,7 @@
-"""How unlike clients are in their labels: counts, Jensen-Shannon divergence, effective Dirichlet concentration.
+"""Label statistics of clients: counts, Jensen-Shannon divergence, and effective Dirichlet concentration.
 
-Everything here works on counts of shape `(num_clients, num_labels)`; only `label_counts` reads rows, and of them one
-column. Words are compared in `text_statistics.py`.
+All functions take counts or shares of shape `(num_clients, num_labels)`. Only `label_counts` reads datasets, and it
+reads only their label column. `text_statistics.py` compares the words of clients.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ if TYPE_CHECKING:
     from ..federated_dataset import FederatedDataset
 
 
-# Numbers that a block of mixtures holds at a time: 1 MB of float64, which stays in a core's cache.
+# Number of values in one block of mixtures: 1 MB of float64, which fits into the cache of a CPU core.
 BLOCK_SIZE = 2**17
-# A concentration beyond this cannot be told from an infinite one in float64.
+# In float64, the likelihood of a larger concentration equals the likelihood of an infinite one.
 MAX_ALPHA = 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class LabelCounts:
     """
-    How many rows of each label each client has.
+    Number of examples of each label for each client.
 
     Args:
         client_ids (`list[str]`):
-            The clients, in their order.
+            The client ids, in the order of the rows of `counts`.
         label_names (`list[str]`):
-            The labels, in their order. A `ClassLabel` also lists those that no client has.
+            The label names, in the order of the columns of `counts`. Names of a `ClassLabel` that no client has are
+            included.
         counts (`np.ndarray` of shape `(num_clients, num_labels)`, `int64`):
-            Rows of a client with a label.
+            Number of examples of each client with each label.
 
     Raises:
-        `ValueError`: If the shapes do not fit.
+        `ValueError`: If the shape of `counts` does not match the numbers of clients and labels.
 
     Example:
 
@@ -66,27 +67,27 @@ class LabelCounts:
     def __post_init__(self) -> None:
         if self.counts.shape != (len(self.client_ids), len(self.label_names)):
             raise ValueError(
-                f"LabelCounts: {len(self.client_ids)} clients and {len(self.label_names)} labels need counts of shape"
-                f" {(len(self.client_ids), len(self.label_names))}, got {self.counts.shape}."
+                f"LabelCounts: counts has shape {self.counts.shape}, but {len(self.client_ids)} clients and"
+                f" {len(self.label_names)} labels need shape {(len(self.client_ids), len(self.label_names))}."
             )
 
     @property
     def sizes(self) -> np.ndarray:
-        """`np.ndarray` of shape `(num_clients,)`, `int64`: rows of each client."""
+        """`np.ndarray` of shape `(num_clients,)`, `int64`: number of examples of each client."""
         return self.counts.sum(axis=1)
 
     @property
     def shares(self) -> np.ndarray:
-        """`np.ndarray` of shape `(num_clients, num_labels)`, `float64`: each client's label distribution."""
+        """`np.ndarray` of shape `(num_clients, num_labels)`, `float64`: label distribution of each client."""
         return self.counts / np.maximum(self.sizes, 1)[:, None]
 
 
 def label_counts(clients: FederatedDataset, label_column: str = "label") -> LabelCounts:
     """
-    Counts the labels of each client.
+    Count the labels of each client.
 
-    A partitioned source is read once, one column of it, and no client is opened. Clients with a data set each are read
-    one column each.
+    If the clients are a partition of one dataset, the label column of that dataset is read once, and no client dataset
+    is created. Otherwise, the label column of each client dataset is read.
 
     Args:
         clients ([`FederatedDataset`]):
@@ -95,8 +96,8 @@ def label_counts(clients: FederatedDataset, label_column: str = "label") -> Labe
             The column with the labels.
 
     Raises:
-        `ValueError`: If there is no such column, or a row has no label.
-        `TypeError`: If a client is an `IterableDataset`, or the values of the column cannot be labels.
+        `ValueError`: If the label column does not exist, or an example has no label.
+        `TypeError`: If a client is an `IterableDataset`, or if the column type cannot hold labels.
 
     Example:
 
@@ -120,18 +121,23 @@ def label_counts(clients: FederatedDataset, label_column: str = "label") -> Labe
 
 
 def _labels_by_client(clients: FederatedDataset, label_column: str) -> tuple[np.ndarray, list[str]]:
-    """The label of every row, all rows of the first client first, and the labels' names."""
+    """Return the label of every row, with all rows of the first client first, and the label names."""
     source, partition = clients.source, clients.partition
     if source is None or partition is None:
-        return read_labels(_joined_column(clients, label_column), label_column)
-    if len(partition.indices) < len(source):  # rows that no client has are not looked at
+        return read_labels(_concatenated_column(clients, label_column), label_column)
+    if len(partition.indices) < len(source):  # do not read the labels of rows that belong to no client
         return read_labels(clients.select_columns(label_column).to_dataset(), label_column)
     codes, names = read_labels(source, label_column)
     return codes[partition.indices], names
 
 
-def _joined_column(clients: FederatedDataset, column: str) -> Dataset:
-    """One column of all clients. Not concatenated as data sets: each may be a few rows of a table of millions."""
+def _concatenated_column(clients: FederatedDataset, column: str) -> Dataset:
+    """
+    Concatenate one column of all clients.
+
+    The Arrow values are concatenated, not the datasets, because each dataset may select a few rows of a table with
+    millions of rows.
+    """
     chunks: list[pa.Array] = []
     for client_id in clients:
         values, rows = read_column(clients[client_id], column)
@@ -144,40 +150,44 @@ def _joined_column(clients: FederatedDataset, column: str) -> Dataset:
 
 def check_has_columns(clients: FederatedDataset, columns: list[str]) -> None:
     """
-    Raises `TypeError` if a client is an `IterableDataset`, whose rows cannot be counted, and `ValueError` with the
-    columns there are if one is missing.
+    Check that no client is an `IterableDataset` and that all columns exist.
+
+    Raises:
+        `TypeError`: If a client is an `IterableDataset`, because its rows cannot be counted.
+        `ValueError`: If a column does not exist. The message lists the existing columns.
     """
     for client_id, num_rows in clients.num_rows.items():
         if num_rows is None:
             raise TypeError(
-                f"Client {client_id!r} is an IterableDataset, whose rows cannot be counted before they are read. Save"
-                " it as a Dataset first, or leave it out with select_clients."
+                f"Client {client_id!r} is an IterableDataset, whose rows cannot be counted without reading them. Save"
+                " it as a Dataset first, or exclude it with select_clients."
             )
     check_columns(clients.column_names, columns)
 
 
 def jensen_shannon_divergence(shares: np.ndarray) -> np.ndarray:
     """
-    The Jensen-Shannon divergence between the label distributions of every two clients, in bits.
+    Compute the Jensen-Shannon divergence between the label distributions of each pair of clients, in bits.
 
-    `JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2` with `H` the entropy in bits (Lin, 1991, "Divergence measures
-    based on the Shannon entropy"): 0 for equal distributions, 1 for distributions without a common label.
+    `JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2`, where `H` is the entropy in bits (Lin, 1991, "Divergence measures
+    based on the Shannon entropy"). The divergence is 0 for equal distributions and 1 for distributions without a
+    common label.
 
-    This is what figure 2 of FedNLP (Lin et al., 2022) names; the script published with that paper draws the *distance*
-    of `scipy.spatial.distance.jensenshannon` in its default base instead, which is `sqrt(JSD * log(2))` and at most
-    0.83. Divergences of clients with few rows are too large, because their shares vary by chance: compare partitions
-    of similar sizes.
+    Figure 2 of FedNLP (Lin et al., 2022) names this divergence. The script published with that paper plots the
+    *distance* of `scipy.spatial.distance.jensenshannon` with its default base instead. The distance is
+    `sqrt(JSD * log(2))` and at most 0.83. The divergence of clients with few examples is overestimated, because their
+    label shares vary by chance. Therefore compare partitions with similar client sizes.
 
     Args:
         shares (`np.ndarray` of shape `(num_clients, num_labels)`):
-            A label distribution a row: [`LabelCounts.shares`].
+            The label distribution of each client: [`LabelCounts.shares`].
 
     Returns:
-        `np.ndarray` of shape `(num_clients, num_clients)`, `float64`: symmetric, with zeros on the diagonal. Time
-        grows with `num_clients**2 * num_labels`, memory beside the result does not.
+        `np.ndarray` of shape `(num_clients, num_clients)`, `float64`: A symmetric matrix with zeros on the diagonal.
+        The run time grows with `num_clients**2 * num_labels`. The memory in addition to the result is constant.
 
     Raises:
-        `ValueError`: If a row is no distribution.
+        `ValueError`: If a row is not a distribution.
 
     Example:
 
@@ -192,14 +202,14 @@ def jensen_shannon_divergence(shares: np.ndarray) -> np.ndarray:
     shares = np.asarray(shares, dtype=np.float64)
     if shares.ndim != 2 or not np.isfinite(shares).all() or (shares < 0).any():
         raise ValueError(
-            "jensen_shannon_divergence needs one row of shares from 0 a client, got an array of shape"
-            f" {shares.shape}{'' if shares.ndim != 2 else ' with negative or infinite numbers'}."
+            "jensen_shannon_divergence needs an array of shape (num_clients, num_labels) with finite shares of at"
+            f" least 0, got shape {shares.shape}{'' if shares.ndim != 2 else ' with negative or infinite numbers'}."
         )
     sums = shares.sum(axis=1)
     if len(sums) and float(np.abs(sums - 1).max()) > 1e-6:
-        wrong = int(np.abs(sums - 1).argmax())
+        client = int(np.abs(sums - 1).argmax())
         raise ValueError(
-            f"jensen_shannon_divergence: the shares of client {wrong} sum to {sums[wrong]:g}, not to 1. Pass shares"
+            f"jensen_shannon_divergence: the shares of client {client} sum to {sums[client]:g}, not to 1. Pass shares"
             " (LabelCounts.shares), not counts."
         )
     distributions = torch.from_numpy(shares)
@@ -209,21 +219,21 @@ def jensen_shannon_divergence(shares: np.ndarray) -> np.ndarray:
     step = max(BLOCK_SIZE // max(num_labels, 1), 1)
     for first in range(num_clients - 1):
         for begin in range(first + 1, num_clients, step):
-            others = slice(begin, begin + step)
-            mixed = _entropy((distributions[first] + distributions[others]) / 2)
-            divergence[first, others] = mixed - (entropy[first] + entropy[others]) / 2
-    divergence = (divergence / math.log(2)).clamp_(0, 1)  # rounding leaves -1e-17 between equal clients
+            block = slice(begin, begin + step)
+            mixed = _entropy((distributions[first] + distributions[block]) / 2)
+            divergence[first, block] = mixed - (entropy[first] + entropy[block]) / 2
+    divergence = (divergence / math.log(2)).clamp_(0, 1)  # rounding errors give -1e-17 for equal distributions
     return (divergence + divergence.T).numpy()
 
 
 def _entropy(distributions: torch.Tensor) -> torch.Tensor:
-    """In nats, of each row."""
+    """Compute the entropy of each row in nats."""
     return -torch.xlogy(distributions, distributions).sum(dim=1)
 
 
 def mean_divergence(divergence: np.ndarray) -> float:
     """
-    The mean over all pairs of different clients of a matrix such as that of [`jensen_shannon_divergence`].
+    Compute the mean over all pairs of different clients of a matrix such as [`jensen_shannon_divergence`].
 
     Raises:
         `ValueError`: If the matrix is not square, or there are fewer than two clients.
@@ -240,8 +250,8 @@ def mean_divergence(divergence: np.ndarray) -> float:
     """
     if divergence.ndim != 2 or divergence.shape[0] != divergence.shape[1] or len(divergence) < 2:
         raise ValueError(
-            "mean_divergence needs a square matrix of at least two clients, got an array of shape"
-            f" {divergence.shape}. One client differs from nobody."
+            "mean_divergence needs a square matrix for at least two clients, got an array of shape"
+            f" {divergence.shape}."
         )
     num_clients = len(divergence)
     return float((divergence.sum() - np.trace(divergence)) / (num_clients * (num_clients - 1)))
@@ -249,30 +259,33 @@ def mean_divergence(divergence: np.ndarray) -> float:
 
 def estimate_alpha(counts: np.ndarray, prior: np.ndarray | None = None) -> float:
     """
-    The Dirichlet concentration that explains best how clients differ in their labels: an *effective* α.
+    Estimate the Dirichlet concentration that best explains the label differences of clients, the *effective* α.
 
-    Each client's label distribution is taken as a draw from `Dir(alpha * prior)` with a prior that sums to one, as in
-    the label partition of FedNLP (Lin et al., 2022, section 3.2), and its rows as independent draws from that. Where a
-    partition was made with `Dir(a)` of equal `a` for each of L labels, the result is near `a * L`. The estimate
-    maximises the likelihood of this Dirichlet-multinomial distribution over α, so that clients with few rows are not
-    taken for more different than they are. With a fixed prior the likelihood has one maximum at most (Levin and Reeds,
-    1977, "Compound multinomial likelihood functions are unimodal").
+    The model is the label partition of FedNLP (Lin et al., 2022, section 3.2). The label distribution of each client
+    is a draw from `Dir(alpha * prior)` with a prior that sums to 1, and the examples of the client are independent
+    draws from this distribution. For a partition made with `Dir(a)` with equal `a` for each of L labels, the result is
+    about `a * L`.
 
-    Rows drawn without replacement, from a source that runs out of a label, differ from the model: there the estimate
-    describes the partition that came out, not the argument that made it.
+    The estimate maximizes the likelihood of this Dirichlet-multinomial distribution over α. Therefore the chance
+    differences of clients with few examples do not lower the estimate. For a fixed prior, the likelihood has at most
+    one maximum (Levin and Reeds, 1977, "Compound multinomial likelihood functions are unimodal").
+
+    Examples that are drawn without replacement, from a dataset that runs out of a label, do not follow this model. In
+    this case, the estimate describes the resulting partition, not the `alpha` argument of the partitioner.
 
     Args:
         counts (`np.ndarray` of shape `(num_clients, num_labels)`, integer):
-            Rows of each client with each label: [`LabelCounts.counts`].
+            Number of examples of each client with each label: [`LabelCounts.counts`].
         prior (`np.ndarray` of shape `(num_labels,)`, *optional*):
-            The mean label distribution. Defaults to the shares of all clients' rows together.
+            The mean label distribution. Defaults to the label shares of all clients together.
 
     Returns:
-        `float`: α. `inf` if clients are no more different than rows dealt out by chance; then the likelihood rises
-        with α for ever. `0.0` if every client has one label only.
+        `float`: α. `inf` if clients differ at most as much as a random assignment of the examples; the likelihood then
+        increases with α without a maximum. `0.0` if every client has a single label.
 
     Raises:
-        `ValueError`: If there is one client, one label, no client with two rows, or a label that the prior rules out.
+        `ValueError`: If there is only one client or one label, if no client has two examples, or if the prior of a
+            label is 0 and a client has the label.
 
     Example:
 
@@ -290,7 +303,8 @@ def estimate_alpha(counts: np.ndarray, prior: np.ndarray | None = None) -> float
     sizes = counts.sum(axis=1)
     clients, labels = np.nonzero(counts)
     present, expected = counts[clients, labels], prior[labels]
-    # The derivative of the likelihood by 1 / alpha at alpha = inf, twice. Not above 0: it has no maximum below.
+    # Twice the derivative of the likelihood by 1 / alpha at alpha = inf. If it is at most 0, no finite alpha is a
+    # maximum.
     if float((present * (present - 1) / expected).sum() - (sizes * (sizes - 1)).sum()) <= 0:
         return math.inf
     if len(present) == int((sizes > 0).sum()):
@@ -308,11 +322,11 @@ def estimate_alpha(counts: np.ndarray, prior: np.ndarray | None = None) -> float
 
 @dataclass(frozen=True)
 class _Slope:
-    """First and second derivative of the log-likelihood by log α."""
+    """First and second derivative of the log-likelihood with respect to log α."""
 
     present: torch.Tensor  # counts above 0, float64
-    expected: torch.Tensor  # the prior of the label of each
-    sizes: torch.Tensor  # rows of each client, float64
+    expected: torch.Tensor  # prior of the label of each count, float64
+    sizes: torch.Tensor  # number of examples of each client, float64
 
     def __call__(self, log_alpha: float) -> tuple[float, float]:
         alpha = torch.tensor(math.exp(log_alpha), dtype=torch.float64)
@@ -329,46 +343,52 @@ def _trigamma(values: torch.Tensor) -> torch.Tensor:
 
 
 def _root(slope: _Slope, low: float, high: float) -> float:
-    """Where the slope falls through 0: by Newton's steps, and by halving where one leads out of the bounds."""
+    """
+    Find the point where the slope changes from positive to negative.
+
+    Uses Newton steps, and bisection if a Newton step leaves the interval.
+    """
     middle = (low + high) / 2
     for _ in range(100):
         value, curvature = slope(middle)
         low, high = (middle, high) if value > 0 else (low, middle)
-        following = middle - value / curvature if curvature < 0 else math.nan
-        if not low < following < high:
-            following = (low + high) / 2
-        if abs(following - middle) < 1e-10:
+        candidate = middle - value / curvature if curvature < 0 else math.nan
+        if not low < candidate < high:
+            candidate = (low + high) / 2
+        if abs(candidate - middle) < 1e-10:
             break
-        middle = following
-    return following
+        middle = candidate
+    return candidate
 
 
 def _check_counts(counts: np.ndarray, prior: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Both as float64."""
+    """Check the arguments of `estimate_alpha` and return them as float64."""
     counts = np.asarray(counts)
     if counts.ndim != 2 or counts.dtype.kind not in "iu" or (counts < 0).any():
         raise ValueError(
-            "estimate_alpha needs counts: whole numbers from 0 of shape (num_clients, num_labels), got"
+            "estimate_alpha needs integer counts of at least 0 of shape (num_clients, num_labels), got"
             f" {counts.dtype} of shape {counts.shape}. Pass LabelCounts.counts, not shares."
         )
     if len(counts) < 2:
-        raise ValueError(f"estimate_alpha needs at least two clients to compare, got {len(counts)}.")
+        raise ValueError(f"estimate_alpha needs at least two clients, got {len(counts)}.")
     if int(counts.sum(axis=1).max(initial=0)) < 2:
-        raise ValueError("estimate_alpha: no client has two rows, and one row says nothing of a client's shares.")
+        raise ValueError(
+            "estimate_alpha: no client has two rows. One row gives no information about the label shares of a client."
+        )
     counts = counts.astype(np.float64)
     pooled = counts.sum(axis=0)
     prior = pooled / pooled.sum() if prior is None else np.asarray(prior, dtype=np.float64)
     if prior.shape != pooled.shape or (prior < 0).any() or abs(float(prior.sum()) - 1) > 1e-6:
         raise ValueError(
-            f"estimate_alpha: the prior must be {len(pooled)} shares from 0 that sum to 1, got {prior.size} numbers"
-            f" that sum to {float(prior.sum()):g}."
+            f"estimate_alpha: the prior must be {len(pooled)} shares of at least 0 that sum to 1, got {prior.size}"
+            f" numbers that sum to {float(prior.sum()):g}."
         )
     impossible = np.flatnonzero((prior == 0) & (pooled > 0))
     if len(impossible):
         raise ValueError(
-            f"estimate_alpha: the prior gives label {int(impossible[0])} no share, but"
-            f" {int(pooled[impossible[0]])} rows have it."
+            f"estimate_alpha: the prior of label {int(impossible[0])} is 0, but {int(pooled[impossible[0]])} rows have"
+            " this label. Pass a prior above 0."
         )
     if int((prior > 0).sum()) < 2:
-        raise ValueError("estimate_alpha needs at least two labels; with one, all clients are the same.")
+        raise ValueError("estimate_alpha needs at least two labels with a prior above 0.")
     return counts, prior

@@ -1,7 +1,8 @@
-"""How unlike clients are in their words: vocabulary overlap and a 2-D map of TF-IDF features.
+"""Text statistics of clients: vocabulary overlap, and a 2-D map of TF-IDF features.
 
-Needs scikit-learn (extra `metrics`), which is imported when a function is called. Both read a sample of each client's
-rows, which depends on the seed, the client's id and its number of rows only: other clients do not change it.
+Both functions need scikit-learn (extra `metrics`), which is imported when a function is called. Both read a sample of
+the texts of each client. The sample depends only on the seed, the client id and the number of examples of the client.
+Other clients do not change it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ def vocabulary_overlap(
     clients: FederatedDataset, text_column: str = "text", rows_per_client: int | None = 100, seed: int = 0
 ) -> np.ndarray:
     """
-    The share of words that two clients have in common: the Jaccard index of their vocabularies.
+    Compute the Jaccard index of the vocabularies of each pair of clients, the share of words that both clients use.
 
-    `|A ∩ B| / |A ∪ B|`, where a client's vocabulary is the set of its words. Words are those of scikit-learn's
-    `CountVectorizer`: lower case, two or more letters, digits or underscores in a row. A vocabulary grows with the
-    number of rows, and clients of unequal size overlap less for that alone; therefore as many rows of each client are
-    read, where it has them. Of many clients, compare a few: `clients.select_clients(...)`.
+    The index is `|A ∩ B| / |A ∪ B|`, where the vocabulary of a client is the set of its words. Words are defined as in
+    `CountVectorizer` of scikit-learn: lowercase sequences of two or more letters, digits or underscores. A vocabulary
+    grows with the number of texts, so that clients of different sizes overlap less. Therefore the same number of texts
+    is read from each client, if the client has them. With many clients, compare a selection of them:
+    `clients.select_clients(...)`.
 
     Args:
         clients ([`FederatedDataset`]):
@@ -35,18 +37,18 @@ def vocabulary_overlap(
         text_column (`str`, *optional*, defaults to `"text"`):
             The column with the texts.
         rows_per_client (`int`, *optional*, defaults to 100):
-            How many rows of a client to read, drawn without replacement; `None` for all.
+            Number of texts of a client to read, drawn without replacement. `None` reads all texts.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draw.
 
     Returns:
-        `np.ndarray` of shape `(num_clients, num_clients)`, `float64`: symmetric, with ones on the diagonal. Two
-        clients without any word overlap by 1.
+        `np.ndarray` of shape `(num_clients, num_clients)`, `float64`: A symmetric matrix with ones on the diagonal.
+        The overlap of two clients without words is 1.
 
     Raises:
         `ImportError`: If scikit-learn is not installed.
-        `ValueError`: If there is no such column, a row has no text, or no client has a word.
-        `TypeError`: If a client is an `IterableDataset`, or the column holds something else than strings.
+        `ValueError`: If the text column does not exist, an example has no text, or no client has a word.
+        `TypeError`: If a client is an `IterableDataset`, or if the column does not hold strings.
 
     Example:
 
@@ -57,7 +59,7 @@ def vocabulary_overlap(
     ...     "cars": Dataset.from_dict({"text": ["a fast car", "the engine"]}),
     ...     "bikes": Dataset.from_dict({"text": ["a fast bike"]}),
     ... })
-    >>> vocabulary_overlap(clients).tolist()  # of fast, car, the, engine, bike they share one
+    >>> vocabulary_overlap(clients).tolist()  # they share one of the words fast, car, the, engine, bike
     [[1.0, 0.2], [0.2, 1.0]]
 
     ```
@@ -66,11 +68,11 @@ def vocabulary_overlap(
     from sklearn.feature_extraction.text import CountVectorizer
 
     check_has_columns(clients, [text_column])
-    # A client is one document. No word reaches over a line's end.
+    # All texts of a client are one document. The line breaks keep words of adjacent texts apart.
     documents = ["\n".join(texts) for texts in sampled_texts(clients, text_column, rows_per_client, seed)]
     vectorizer = CountVectorizer(binary=True, dtype=np.int64)
-    if _count_words(vectorizer.build_analyzer(), documents, enough=1) == 0:
-        raise ValueError(f"vocabulary_overlap: no client has a word in the column {text_column!r}.")
+    if _count_distinct_words(vectorizer.build_analyzer(), documents, max_count=1) == 0:
+        raise ValueError(f"vocabulary_overlap: no client has a word in the column {text_column!r}. Check the column.")
     has_word = vectorizer.fit_transform(documents)  # sparse, (clients, words)
     common = (has_word @ has_word.T).toarray()
     sizes = common.diagonal()
@@ -86,10 +88,11 @@ def text_map(
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Places texts in a plane by their words: TF-IDF of the most frequent words, reduced by principal components.
+    Compute 2-D coordinates of texts: TF-IDF of the most frequent words, reduced by principal component analysis.
 
-    As in figure 1 of AdaFD, section IV: the overlap of the clients' points shows how similar their language is. The
-    words are those of scikit-learn's `TfidfVectorizer`; the components are those of the centred matrix.
+    The method is from figure 1 of AdaFD, section IV: the overlap of the clients' points shows how similar their
+    language is. Words are defined as in `TfidfVectorizer` of scikit-learn. The principal components are those of the
+    centered matrix.
 
     Args:
         clients ([`FederatedDataset`]):
@@ -97,21 +100,21 @@ def text_map(
         text_column (`str`, *optional*, defaults to `"text"`):
             The column with the texts.
         rows_per_client (`int`, *optional*, defaults to 100):
-            How many rows of a client to place, drawn without replacement; `None` for all.
+            Number of texts of a client to include, drawn without replacement. `None` includes all texts.
         max_features (`int`, *optional*, defaults to 5000):
-            How many words to count: the most frequent over all rows that were drawn.
+            Maximum number of words to count. The most frequent words of all sampled texts are counted.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw and of the iteration for the components.
+            Seed of the draw and of the iterative solver for the principal components.
 
     Returns:
-        `tuple[np.ndarray, np.ndarray]`: coordinates of shape `(num_texts, 2)`, `float64`, and for each text the
-        position of its client, of shape `(num_texts,)`.
+        `tuple[np.ndarray, np.ndarray]`: The coordinates of shape `(num_texts, 2)`, `float64`, and the position of the
+        client of each text, of shape `(num_texts,)`.
 
     Raises:
         `ImportError`: If scikit-learn is not installed.
-        `ValueError`: If there is no such column, a row has no text, there are fewer than three texts or words,
-            or all texts have the same.
-        `TypeError`: If a client is an `IterableDataset`, or the column holds something else than strings.
+        `ValueError`: If the text column does not exist, an example has no text, there are fewer than three texts or
+            three words, or all texts have the same words.
+        `TypeError`: If a client is an `IterableDataset`, or if the column does not hold strings.
 
     Example:
 
@@ -134,20 +137,20 @@ def text_map(
     check_has_columns(clients, [text_column])
     texts: list[str] = []
     sizes: list[int] = []
-    for of_client in sampled_texts(clients, text_column, rows_per_client, seed):
-        texts.extend(of_client)
-        sizes.append(len(of_client))
+    for client_texts in sampled_texts(clients, text_column, rows_per_client, seed):
+        texts.extend(client_texts)
+        sizes.append(len(client_texts))
     vectorizer = TfidfVectorizer(max_features=max_features)
-    num_words = min(_count_words(vectorizer.build_analyzer(), texts, enough=3), max_features)
+    num_words = min(_count_distinct_words(vectorizer.build_analyzer(), texts, max_count=3), max_features)
     if min(len(texts), num_words) < 3:
         raise ValueError(
-            f"text_map needs at least three texts and three words to spread over a plane, got {len(texts)} texts and"
-            f" {num_words} words in the column {text_column!r}."
+            f"text_map needs at least three texts and three words, got {len(texts)} texts and {num_words} words in the"
+            f" column {text_column!r}."
         )
     features = vectorizer.fit_transform(texts)
     if (features.max(axis=0) != features.min(axis=0)).nnz == 0:
-        raise ValueError(f"text_map: all {len(texts)} texts have the same words, so that they are one point.")
-    # ARPACK centres a sparse matrix without filling it.
+        raise ValueError(f"text_map: all {len(texts)} texts have the same words, so that there is only one point.")
+    # The ARPACK solver centers a sparse matrix without making it dense.
     coordinates = PCA(n_components=2, svd_solver="arpack", random_state=seed).fit_transform(features)
     return coordinates, np.repeat(np.arange(len(clients)), sizes)
 
@@ -156,10 +159,11 @@ def sampled_texts(
     clients: FederatedDataset, text_column: str, rows_per_client: int | None, seed: int
 ) -> Iterator[list[str]]:
     """
-    Some texts of each client, in the order of its rows. See [`vocabulary_overlap`] for arguments and errors.
+    Yield a sample of the texts of each client, in the order of its rows. See [`vocabulary_overlap`] for the arguments
+    and errors.
     """
     if rows_per_client is not None and (isinstance(rows_per_client, bool) or rows_per_client < 1):
-        raise ValueError(f"rows_per_client must be a whole number from 1, or None for all, got {rows_per_client!r}.")
+        raise ValueError(f"rows_per_client must be an integer of at least 1, or None, got {rows_per_client!r}.")
     for client_id in clients:
         dataset: Dataset = clients[client_id].select_columns(text_column).with_format("arrow")
         num_rows = len(dataset)
@@ -169,7 +173,7 @@ def sampled_texts(
             rows = np.sort(generator.choice(num_rows, rows_per_client, replace=False))
         texts: pa.ChunkedArray = dataset[rows].column(text_column)
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
-            raise TypeError(f"The column {text_column!r} has the type {texts.type}, expected strings.")
+            raise TypeError(f"The column {text_column!r} has the type {texts.type}. Use a column of strings.")
         if texts.null_count:
             raise ValueError(
                 f"Client {client_id!r} has a row without a text in the column {text_column!r}. Drop such rows first:"
@@ -178,12 +182,12 @@ def sampled_texts(
         yield texts.to_pylist()
 
 
-def _count_words(words_of: Callable[[str], list[str]], texts: list[str], enough: int) -> int:
-    """Different words, counted until there are enough."""
+def _count_distinct_words(analyzer: Callable[[str], list[str]], texts: list[str], max_count: int) -> int:
+    """Count the distinct words of the texts. Stop at `max_count`."""
     words: set[str] = set()
     for text in texts:
-        words.update(words_of(text))
-        if len(words) >= enough:
+        words.update(analyzer(text))
+        if len(words) >= max_count:
             break
     return len(words)
 

@@ -1,4 +1,4 @@
-"""Statistics of a partition equal independent references, and say what they cannot do."""
+"""Tests that compare the statistics of a partition with independent reference implementations."""
 
 from __future__ import annotations
 
@@ -45,67 +45,67 @@ def rows(num_rows: int = 60, num_clients: int = 4, seed: int = 0) -> Dataset:
     )
 
 
-def counted_by_hand(clients: FederatedDataset, names: list, column: str = "label") -> list[list[int]]:
+def count_labels(clients: FederatedDataset, names: list, column: str = "label") -> list[list[int]]:
     return [[clients[client_id][column][:].count(name) for name in names] for client_id in clients]
 
 
-def drawn_counts(alpha: float, num_clients: int, size: int, prior: np.ndarray, seed: int = 0) -> np.ndarray:
+def draw_counts(alpha: float, num_clients: int, size: int, prior: np.ndarray, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return np.stack([rng.multinomial(size, q) for q in rng.dirichlet(alpha * prior, num_clients)])
 
 
 def log_likelihood(alpha: float, counts: np.ndarray, prior: np.ndarray) -> float:
-    """Of the Dirichlet-multinomial distribution, without the terms that do not depend on alpha."""
+    """Log-likelihood of the Dirichlet-multinomial distribution, without the terms that do not depend on alpha."""
     sizes = counts.sum(axis=1)
-    of_clients = gammaln(alpha) - gammaln(alpha + sizes)
-    return float(of_clients.sum() + (gammaln(alpha * prior + counts) - gammaln(alpha * prior)).sum())
+    client_terms = gammaln(alpha) - gammaln(alpha + sizes)
+    return float(client_terms.sum() + (gammaln(alpha * prior + counts) - gammaln(alpha * prior)).sum())
 
 
 # label_counts
 
 
-def test_labels_of_a_partitioned_source_are_counted():
+def test_label_counts_of_a_partition_equal_a_simple_count():
     clients = FederatedDataset.from_column(rows(), "owner")
     counts = label_counts(clients)
     assert counts.client_ids == clients.client_ids
     assert counts.label_names == ["cars", "space", "sport"]
     assert counts.counts.dtype == np.int64
-    assert counts.counts.tolist() == counted_by_hand(clients, counts.label_names)
+    assert counts.counts.tolist() == count_labels(clients, counts.label_names)
     assert counts.sizes.tolist() == list(clients.num_rows.values())
     np.testing.assert_allclose(counts.shares.sum(axis=1), 1)
 
 
-def test_no_client_of_a_partitioned_source_is_opened(monkeypatch):
+def test_label_counts_of_a_partition_do_not_create_client_datasets(monkeypatch):
     clients = FederatedDataset.from_column(rows(), "owner")
     monkeypatch.setattr(FederatedDataset, "__getitem__", lambda *_: pytest.fail("a client was opened"))
     assert label_counts(clients).counts.sum() == 60
 
 
-def test_labels_of_separate_data_sets_are_counted_under_common_names():
+def test_labels_of_separate_datasets_share_label_names():
     dataset = rows()
-    # "b" has no row about cars: numbered on its own its labels would be shifted
+    # "b" has no label "cars". If its labels were numbered separately, the numbers would be shifted.
     parts = {"a": dataset, "b": dataset.filter(lambda row: row["label"] != "cars"), "c": dataset.shuffle(seed=1)}
     clients = FederatedDataset.from_dict(parts)
     counts = label_counts(clients)
-    assert counts.counts.tolist() == counted_by_hand(clients, ["cars", "space", "sport"])
+    assert counts.counts.tolist() == count_labels(clients, ["cars", "space", "sport"])
 
 
-def test_separate_clients_keep_the_names_of_a_class_label():
+def test_separate_datasets_keep_the_names_of_a_class_label():
     dataset = rows().cast_column("label", ClassLabel(names=["sport", "unused", "space", "cars"]))
     clients = FederatedDataset.from_dict({"a": dataset.select(range(9, 0, -2)), "b": dataset})
     counts = label_counts(clients)
     assert counts.label_names == ["sport", "unused", "space", "cars"]
-    assert counts.counts.tolist() == counted_by_hand(clients, [0, 1, 2, 3])
+    assert counts.counts.tolist() == count_labels(clients, [0, 1, 2, 3])
 
 
-def test_shuffled_sources_and_selected_clients_are_counted_as_they_are():
+def test_label_counts_respect_shuffle_and_select_clients():
     clients = FederatedDataset.from_column(rows().shuffle(seed=3), "owner").select_clients(["client 3", "client 0"])
     counts = label_counts(clients)
     assert counts.client_ids == ["client 3", "client 0"]
-    assert counts.counts.tolist() == counted_by_hand(clients, ["cars", "space", "sport"])
+    assert counts.counts.tolist() == count_labels(clients, ["cars", "space", "sport"])
 
 
-def test_a_row_that_nobody_has_may_lack_its_label():
+def test_rows_without_client_may_have_no_label():
     dataset = Dataset.from_dict({"owner": ["a", "a", "b"], "label": [0, 1, None]})
     counts = label_counts(FederatedDataset.from_column(dataset, "owner", min_rows=2))
     assert counts.counts.tolist() == [[1, 1]]
@@ -113,7 +113,7 @@ def test_a_row_that_nobody_has_may_lack_its_label():
         label_counts(FederatedDataset.from_column(dataset, "owner"))
 
 
-def test_a_class_label_keeps_names_that_no_client_has():
+def test_partition_keeps_class_label_names_that_no_client_has():
     dataset = rows().cast_column("label", ClassLabel(names=["sport", "unused", "space", "cars"]))
     counts = label_counts(FederatedDataset.from_column(dataset, "owner"))
     assert counts.label_names == ["sport", "unused", "space", "cars"]
@@ -121,19 +121,20 @@ def test_a_class_label_keeps_names_that_no_client_has():
     assert counts.counts.sum() == 60
 
 
-def test_counts_that_do_not_fit_the_names_are_refused():
-    with pytest.raises(ValueError, match=r"2 clients and 3 labels need counts of shape \(2, 3\), got \(2, 2\)"):
+def test_counts_of_wrong_shape_raise_error():
+    message = r"counts has shape \(2, 2\), but 2 clients and 3 labels need shape \(2, 3\)"
+    with pytest.raises(ValueError, match=message):
         LabelCounts(["a", "b"], ["x", "y", "z"], np.zeros((2, 2), dtype=np.int64))
 
 
-def test_a_wrong_column_is_refused_with_those_there_are():
+def test_error_for_missing_column_lists_the_columns():
     clients = FederatedDataset.from_column(rows(), "owner")
     for function in (label_counts, describe_partition, vocabulary_overlap):
         with pytest.raises(ValueError, match="There is no column 'sentiment'. The columns are: owner, label"):
             function(clients, "sentiment")
 
 
-def test_iterable_clients_are_refused_by_name():
+def test_error_names_a_client_with_an_iterable_dataset():
     clients = FederatedDataset.from_dict({"a": rows(), "stream": rows().to_iterable_dataset()})
     for function in (label_counts, describe_partition, vocabulary_overlap):
         with pytest.raises(TypeError, match="Client 'stream' is an IterableDataset.*select_clients"):
@@ -143,19 +144,19 @@ def test_iterable_clients_are_refused_by_name():
 # Jensen-Shannon divergence
 
 
-def test_the_divergence_is_the_square_of_scipys_distance_in_bits():
+def test_divergence_is_the_square_of_the_scipy_distance_in_bits():
     shares = np.random.default_rng(0).dirichlet(np.full(6, 0.3), 9)
     expected = [[jensenshannon(p, q, base=2) ** 2 for q in shares] for p in shares]
     np.testing.assert_allclose(jensen_shannon_divergence(shares), expected, atol=1e-12)
 
 
-def test_the_documented_conversion_to_the_published_distance_holds():
+def test_documented_conversion_to_the_fednlp_distance_is_correct():
     p, q = np.array([0.9, 0.1]), np.array([0.2, 0.8])
     divergence = jensen_shannon_divergence(np.stack([p, q]))[0, 1]
     assert jensenshannon(p, q) == pytest.approx(math.sqrt(divergence * math.log(2)))
 
 
-def test_the_divergence_is_symmetric_with_a_zero_diagonal_and_at_most_one():
+def test_divergence_is_symmetric_with_zero_diagonal_and_at_most_one():
     shares = np.random.default_rng(0).dirichlet(np.full(5, 0.05), 30)
     divergence = jensen_shannon_divergence(shares)
     assert np.array_equal(divergence, divergence.T)
@@ -163,19 +164,19 @@ def test_the_divergence_is_symmetric_with_a_zero_diagonal_and_at_most_one():
     assert divergence.min() >= 0 and divergence.max() <= 1
 
 
-def test_disjoint_labels_diverge_by_one_bit_and_equal_shares_by_nothing():
+def test_divergence_is_one_for_disjoint_labels_and_zero_for_equal_shares():
     divergence = jensen_shannon_divergence(np.array([[0.5, 0.5, 0], [0, 0, 1], [0.5, 0.5, 0]]))
     np.testing.assert_allclose(divergence, [[0, 1, 0], [1, 0, 1], [0, 1, 0]], atol=1e-15)
 
 
-def test_a_permutation_of_clients_permutes_the_divergence():
+def test_permuting_clients_permutes_the_divergence():
     shares = np.random.default_rng(0).dirichlet(np.ones(4), 12)
     order = np.random.default_rng(1).permutation(12)
     divergence = jensen_shannon_divergence(shares)
     np.testing.assert_allclose(jensen_shannon_divergence(shares[order]), divergence[np.ix_(order, order)], atol=1e-15)
 
 
-def test_blocks_do_not_change_the_divergence(monkeypatch):
+def test_block_size_does_not_change_the_divergence(monkeypatch):
     shares = np.random.default_rng(0).dirichlet(np.ones(7), 23)
     whole = jensen_shannon_divergence(shares)
     monkeypatch.setattr(label_module, "BLOCK_SIZE", 4 * 7)
@@ -189,80 +190,80 @@ def test_blocks_do_not_change_the_divergence(monkeypatch):
         ([[0.5, 0.5], [0.0, 0.0]], "the shares of client 1 sum to 0"),
         ([[1.5, -0.5], [0.5, 0.5]], "negative or infinite"),
         ([[math.nan, 1.0]], "negative or infinite"),
-        ([0.5, 0.5], r"array of shape \(2,\)"),
+        ([0.5, 0.5], r"got shape \(2,\)"),
     ],
 )
-def test_what_is_no_distribution_is_refused(shares, message):
+def test_invalid_distributions_raise_error(shares, message):
     with pytest.raises(ValueError, match=message):
         jensen_shannon_divergence(np.array(shares))
 
 
-def test_the_mean_is_over_pairs_of_different_clients():
+def test_mean_divergence_ignores_the_diagonal():
     divergence = jensen_shannon_divergence(np.random.default_rng(0).dirichlet(np.ones(3), 6))
     pairs = [divergence[i, j] for i in range(6) for j in range(i)]
     assert mean_divergence(divergence) == pytest.approx(sum(pairs) / len(pairs))
     overlap = np.ones((3, 3)) * 0.5 + np.eye(3) * 0.5
-    assert mean_divergence(overlap) == pytest.approx(0.5)  # a diagonal of ones does not count
+    assert mean_divergence(overlap) == pytest.approx(0.5)  # the diagonal of ones is not included
     with pytest.raises(ValueError, match="at least two clients"):
         mean_divergence(divergence[:1, :1])
 
 
-# effective concentration
+# estimate_alpha
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 20.0, 400.0])
-def test_the_estimate_maximises_the_likelihood_that_scipy_computes(alpha):
+def test_estimated_alpha_maximizes_the_likelihood_computed_with_scipy(alpha):
     prior = np.array([0.5, 0.2, 0.2, 0.1])
-    counts = drawn_counts(alpha, num_clients=80, size=60, prior=prior)
+    counts = draw_counts(alpha, num_clients=80, size=60, prior=prior)
     for assumed in (prior, None):
         mean = counts.sum(axis=0) / counts.sum() if assumed is None else assumed
-        best = minimize_scalar(
+        maximum = minimize_scalar(
             lambda log_alpha, mean=mean: -log_likelihood(math.exp(log_alpha), counts, mean),
             bounds=(-8, 12),
             method="bounded",
             options={"xatol": 1e-10},
         )
-        assert math.log(estimate_alpha(counts, assumed)) == pytest.approx(best.x, abs=1e-4)
+        assert math.log(estimate_alpha(counts, assumed)) == pytest.approx(maximum.x, abs=1e-4)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0, 100.0])
-def test_the_concentration_of_drawn_counts_is_recovered_within_ten_percent(alpha):
-    counts = drawn_counts(alpha, num_clients=1000, size=200, prior=np.full(10, 0.1))
+def test_estimated_alpha_is_within_ten_percent_of_the_true_alpha(alpha):
+    counts = draw_counts(alpha, num_clients=1000, size=200, prior=np.full(10, 0.1))
     assert estimate_alpha(counts) == pytest.approx(alpha, rel=0.1)
 
 
-def test_clients_of_few_rows_are_not_taken_for_more_different():
-    # 5 rows a client: their shares are far from the ones they were drawn from
-    counts = drawn_counts(2.0, num_clients=4000, size=5, prior=np.full(4, 0.25))
+def test_small_clients_do_not_lower_the_estimated_alpha():
+    # With 5 rows per client, the label shares are far from the distributions that the labels are drawn from.
+    counts = draw_counts(2.0, num_clients=4000, size=5, prior=np.full(4, 0.25))
     assert estimate_alpha(counts) == pytest.approx(2.0, rel=0.1)
 
 
-def test_clients_dealt_by_chance_have_an_infinite_concentration_or_a_large_one():
+def test_random_assignment_gives_large_or_infinite_alpha():
     rng = np.random.default_rng(0)
     prior = np.full(5, 0.2)
     estimates = [estimate_alpha(rng.multinomial(100, prior, size=50), prior) for _ in range(40)]
     assert min(estimates) > 300
-    # the likelihood has a maximum below infinity for about half of such draws
+    # The likelihood has a finite maximum for about half of these draws.
     assert 8 <= sum(map(math.isinf, estimates)) <= 32
-    assert estimate_alpha(np.full((6, 3), 40)) == math.inf  # more alike than chance
+    assert estimate_alpha(np.full((6, 3), 40)) == math.inf  # clients are more similar than by chance
 
 
-def test_infinity_is_returned_exactly_where_the_likelihood_rises_for_ever():
+def test_alpha_is_infinite_only_if_the_likelihood_has_no_maximum():
     rng = np.random.default_rng(1)
     prior = np.full(3, 1 / 3)
     for _ in range(30):
         counts = rng.multinomial(40, prior, size=8)
-        rises = log_likelihood(1e6, counts, prior) > log_likelihood(1e5, counts, prior)
+        increases = log_likelihood(1e6, counts, prior) > log_likelihood(1e5, counts, prior)
         estimate = estimate_alpha(counts, prior)
-        assert math.isinf(estimate) == rises or 1e5 < estimate < 1e7
+        assert math.isinf(estimate) == increases or 1e5 < estimate < 1e7
 
 
-def test_clients_of_one_label_each_have_no_concentration():
+def test_alpha_is_zero_if_every_client_has_one_label():
     assert estimate_alpha(np.diag([5, 9, 3])) == 0.0
 
 
-def test_order_of_clients_and_labels_and_labels_nobody_has_do_not_matter():
-    counts = drawn_counts(1.0, num_clients=30, size=40, prior=np.array([0.6, 0.3, 0.1]))
+def test_order_of_clients_and_labels_and_absent_labels_do_not_change_alpha():
+    counts = draw_counts(1.0, num_clients=30, size=40, prior=np.array([0.6, 0.3, 0.1]))
     expected = estimate_alpha(counts)
     padded = np.concatenate([counts[::-1, ::-1], np.zeros((30, 2), dtype=np.int64)], axis=1)
     assert estimate_alpha(padded) == pytest.approx(expected, rel=1e-8)
@@ -274,40 +275,40 @@ def test_order_of_clients_and_labels_and_labels_nobody_has_do_not_matter():
         ([[3, 1]], None, "at least two clients"),
         ([[3, 0], [2, 0]], None, "at least two labels"),
         ([[1, 0], [0, 1]], None, "no client has two rows"),
-        ([[3, 1], [0, -2]], None, "whole numbers from 0"),
+        ([[3, 1], [0, -2]], None, "integer counts of at least 0"),
         ([[0.5, 0.5], [0.1, 0.9]], None, "Pass LabelCounts.counts, not shares"),
-        ([[3, 1], [0, 2]], [1.0, 0.0], "gives label 1 no share, but 3 rows have it"),
+        ([[3, 1], [0, 2]], [1.0, 0.0], "the prior of label 1 is 0, but 3 rows have this label"),
         ([[3, 1], [0, 2]], [1.0, 1.0], "sum to 1, got 2 numbers that sum to 2"),
         ([[3, 1], [0, 2]], [0.2, 0.3, 0.5], "must be 2 shares"),
     ],
 )
-def test_counts_that_say_nothing_of_a_concentration_are_refused(counts, prior, message):
+def test_invalid_counts_or_prior_raise_error(counts, prior, message):
     with pytest.raises(ValueError, match=message):
         estimate_alpha(np.array(counts), None if prior is None else np.array(prior))
 
 
-# words
+# text statistics
 
 
 def text_clients(texts: dict[str, list[str]] = TEXTS) -> FederatedDataset:
     return FederatedDataset.from_dict(
-        {name: Dataset.from_dict({"text": of_client}) for name, of_client in texts.items()}
+        {name: Dataset.from_dict({"text": client_texts}) for name, client_texts in texts.items()}
     )
 
 
-def test_the_overlap_is_the_jaccard_index_of_the_clients_words():
+def test_overlap_is_the_jaccard_index_of_the_words():
     words = {name: set(re.findall(r"\b\w\w+\b", " ".join(texts).lower())) for name, texts in TEXTS.items()}
     assert words["cars"] == {"fast", "car", "the", "engine"}
     expected = [[len(a & b) / len(a | b) for b in words.values()] for a in words.values()]
     np.testing.assert_allclose(vocabulary_overlap(text_clients()), expected)
 
 
-def test_a_word_does_not_reach_from_one_row_into_the_next():
+def test_words_do_not_span_two_texts():
     overlap = vocabulary_overlap(text_clients({"a": ["foot", "ball"], "b": ["football"], "c": ["foot ball"]}))
     assert overlap.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
 
 
-def test_rows_are_sampled_for_each_client_on_its_own():
+def test_sampled_texts_do_not_depend_on_other_clients():
     rng = np.random.default_rng(0)
     texts = {name: [f"w{number}" for number in rng.integers(10, 99, 50)] for name in "abc"}
     clients = text_clients(texts)
@@ -315,30 +316,30 @@ def test_rows_are_sampled_for_each_client_on_its_own():
     assert np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=10))
     assert not np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=10, seed=1))
     assert not np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=None))
-    # neither the order of clients nor who else is there changes a client's rows
+    # The order of the clients and the presence of other clients do not change the sample of a client.
     permuted = vocabulary_overlap(clients.select_clients(["c", "a"]), rows_per_client=10)
     assert np.array_equal(permuted, overlap[np.ix_([2, 0], [2, 0])])
 
 
-def test_clients_without_words_overlap_with_each_other_only():
+def test_clients_without_words_overlap_only_with_each_other():
     overlap = vocabulary_overlap(text_clients({"a": ["word"], "b": ["?"], "c": ["!", ""]}))
     assert overlap.tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
     with pytest.raises(ValueError, match="no client has a word in the column 'text'"):
         vocabulary_overlap(text_clients({"b": ["?"], "c": ["!"]}))
 
 
-def test_texts_that_are_missing_or_are_no_strings_are_refused():
+def test_missing_texts_or_other_types_raise_error():
     clients = FederatedDataset.from_column(Dataset.from_dict({"id": ["a", "b"], "text": ["word", None]}), "id")
     with pytest.raises(ValueError, match="Client 'b' has a row without a text in the column 'text'"):
         vocabulary_overlap(clients)
     clients = FederatedDataset.from_column(Dataset.from_dict({"id": ["a", "b"], "text": [1, 2]}), "id")
-    with pytest.raises(TypeError, match="'text' has the type int64, expected strings"):
+    with pytest.raises(TypeError, match="'text' has the type int64. Use a column of strings"):
         vocabulary_overlap(clients)
-    with pytest.raises(ValueError, match="rows_per_client must be a whole number from 1, or None"):
+    with pytest.raises(ValueError, match="rows_per_client must be an integer of at least 1, or None"):
         vocabulary_overlap(text_clients(), rows_per_client=0)
 
 
-def test_the_map_is_the_two_first_principal_components_of_tf_idf():
+def test_text_map_is_the_first_two_principal_components_of_tf_idf():
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     rng = np.random.default_rng(0)
@@ -358,26 +359,26 @@ def test_the_map_is_the_two_first_principal_components_of_tf_idf():
     assert np.array_equal(coordinates, text_map(text_clients(texts), max_features=25)[0])
 
 
-def test_a_map_of_too_little_is_refused():
-    with pytest.raises(ValueError, match="at least three texts and three words .* got 2 texts and 2 words"):
+def test_text_map_of_too_few_texts_or_words_raises_error():
+    with pytest.raises(ValueError, match="at least three texts and three words, got 2 texts and 2 words"):
         text_map(text_clients({"a": ["one word"], "b": ["word"]}))
     with pytest.raises(ValueError, match="all 3 texts have the same words"):
         text_map(text_clients({"a": ["one two three"] * 2, "b": ["three two one"]}))
 
 
-def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
+def test_error_without_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     for function in (vocabulary_overlap, text_map):
         with pytest.raises(ImportError, match=r"pip install hf-federated\[metrics\]"):
             function(text_clients())
     clients = FederatedDataset.from_column(rows(), "owner")
-    assert describe_partition(clients, "label").labels is not None  # labels need none of it
+    assert describe_partition(clients, "label").labels is not None  # label statistics do not need it
 
 
-# everything together
+# describe_partition
 
 
-def test_a_description_is_made_of_the_single_statistics():
+def test_describe_partition_returns_the_individual_statistics():
     dataset = rows().add_column("text", [f"word{number % 7} common" for number in range(60)])
     clients = FederatedDataset.from_column(dataset, "owner")
     statistics = describe_partition(clients, "label", "text")
@@ -390,14 +391,14 @@ def test_a_description_is_made_of_the_single_statistics():
     assert statistics.mean_vocabulary_overlap == mean_divergence(vocabulary_overlap(clients))
 
 
-def test_what_was_not_asked_for_is_left_out():
+def test_statistics_of_unspecified_columns_are_left_out():
     statistics = describe_partition(FederatedDataset.from_column(rows(), "owner"))
     assert statistics.labels is None
     assert set(statistics.to_dict()) == {"num_clients", "num_rows", "rows_per_client", "sizes"}
     assert "label" not in statistics.to_markdown() and "client 3" in statistics.to_markdown()
 
 
-def test_the_gini_coefficient_is_half_the_mean_difference_over_the_mean():
+def test_gini_is_half_the_mean_absolute_difference_over_the_mean():
     sizes = np.array([3, 10, 1, 6, 6])
     expected = np.abs(sizes[:, None] - sizes[None, :]).mean() / (2 * sizes.mean())
     statistics = PartitionStatistics(["a", "b", "c", "d", "e"], sizes)
@@ -405,7 +406,7 @@ def test_the_gini_coefficient_is_half_the_mean_difference_over_the_mean():
 
 
 @pytest.mark.parametrize("num_clients", [1, 5, 500])
-def test_a_description_is_json(num_clients):
+def test_to_dict_can_be_stored_as_json(num_clients):
     clients = FederatedDataset.from_dataset(rows(1000), IidPartitioner(num_clients))
     statistics = describe_partition(clients, "label")
     values = json.loads(json.dumps(statistics.to_dict(), allow_nan=False))
@@ -418,7 +419,7 @@ def test_a_description_is_json(num_clients):
         assert float(values["alpha"]) == statistics.alpha
 
 
-def test_an_infinite_concentration_is_a_string_that_float_reads():
+def test_infinite_alpha_becomes_a_string_that_float_parses():
     values = PartitionStatistics(["a"], np.array([3]), alpha=math.inf).to_dict()
     assert values["alpha"] == "inf" and float(values["alpha"]) == math.inf
     assert PartitionStatistics(["a"], np.array([3]), alpha=2.5).to_dict()["alpha"] == 2.5
@@ -426,7 +427,7 @@ def test_an_infinite_concentration_is_a_string_that_float_reads():
 
 @pytest.mark.parametrize("num_labels", [1, 2, 50])
 @pytest.mark.parametrize("num_clients", [1, 5, 20, 21, 500])
-def test_the_tables_are_short_aligned_and_name_the_extremes(num_clients, num_labels):
+def test_markdown_tables_are_short_and_aligned_and_list_the_extremes(num_clients, num_labels):
     sizes = np.random.default_rng(0).permutation(num_clients) + 2
     counts = np.random.default_rng(0).multinomial(1, np.full(num_labels, 1 / num_labels), num_clients) * sizes[:, None]
     ids = [f"client {number} with | and a name that is too long" for number in range(num_clients)]
@@ -434,7 +435,7 @@ def test_the_tables_are_short_aligned_and_name_the_extremes(num_clients, num_lab
     text = PartitionStatistics(ids, sizes, labels, 0.5, math.inf).to_markdown()
     for table in text.split("\n\n"):
         assert len({len(line) for line in table.split("\n")}) == 1  # aligned
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.split("\n")}) == 1  # as many cells in a row
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.split("\n")}) == 1  # same number of cells
     lines = text.split("\n\n")[1].split("\n")[2:]
     assert max(len(line) for line in lines) <= 165
     assert len(lines) == (num_clients if num_clients <= 20 else 11)
@@ -444,7 +445,7 @@ def test_the_tables_are_short_aligned_and_name_the_extremes(num_clients, num_lab
     assert "inf" in text
 
 
-def test_of_very_many_clients_some_are_compared_and_the_table_says_so():
+def test_max_clients_limits_the_compared_clients_and_appears_in_the_table():
     clients = FederatedDataset.from_dataset(rows(600), IidPartitioner(60))
     statistics = describe_partition(clients, "label", max_clients=20)
     compared = np.sort(np.random.default_rng(0).choice(60, 20, replace=False))
@@ -453,12 +454,12 @@ def test_of_very_many_clients_some_are_compared_and_the_table_says_so():
     assert statistics.alpha == estimate_alpha(counts.counts)
     assert "of 20 clients" in statistics.to_markdown()
     assert describe_partition(clients, "label", max_clients=60).num_compared_clients is None
-    with pytest.raises(ValueError, match="max_clients must be a whole number from 2"):
+    with pytest.raises(ValueError, match="max_clients must be an integer of at least 2"):
         describe_partition(clients, max_clients=1)
 
 
 @pytest.mark.slow
-def test_separate_views_of_a_million_rows_are_counted_without_joining_their_tables():
+def test_separate_views_of_a_million_rows_are_counted_without_concatenating_tables():
     labels = np.random.default_rng(0).integers(0, 20, 1_000_000)
     source = FederatedDataset.from_dataset(
         Dataset(pa.table({"label": labels}), fingerprint="million"), IidPartitioner(1000)
@@ -466,11 +467,11 @@ def test_separate_views_of_a_million_rows_are_counted_without_joining_their_tabl
     separate = FederatedDataset.from_dict(dict(source))
     begin = time.perf_counter()
     assert np.array_equal(label_counts(separate).counts, label_counts(source).counts)
-    assert time.perf_counter() - begin < 10  # joining a thousand views of the table takes over half a minute
+    assert time.perf_counter() - begin < 10  # concatenating a thousand views of the table takes more than 30 seconds
 
 
 @pytest.mark.slow
-def test_a_million_rows_over_a_thousand_clients_are_described_in_two_seconds():
+def test_describing_a_million_rows_over_a_thousand_clients_takes_two_seconds():
     labels = np.random.default_rng(0).integers(0, 20, 1_000_000)
     clients = FederatedDataset.from_dataset(
         Dataset(pa.table({"label": labels}), fingerprint="million"), IidPartitioner(1000)
