@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..data.plots.figures import COLORS, new_figure
+from ..data.plots.matplotlib_helpers import COLORS, new_figure
 from ..split import Cut, layout_of
 from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding

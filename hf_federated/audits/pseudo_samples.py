@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ..data.plots.figures import COLORS, new_figure
+from ..data.plots.matplotlib_helpers import COLORS, new_figure
 from ..distillation import FedDRS
 from ..distillation.pseudo_samples import token_embeddings
 from ..server.callbacks import FederatedCallback, ServerState

@@ -23,7 +23,7 @@ from hf_federated.cards.tables import plural
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.cli.partition import load_splits
 from hf_federated.data import DatasetSource
-from hf_federated.data.plots.figures import require_matplotlib
+from hf_federated.data.plots.matplotlib_helpers import require_matplotlib
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.tasks.metrics.base import require_extra
 

@@ -1,1 +1,6 @@
-"""Curves and plots of runs. Needs matplotlib (extra `plots`)."""
+"""Learning curves of runs and benchmarks as PNG plots. The plots need matplotlib (extra `plots`).
+
+- `run_plots`: [`~hf_federated.reporting.run_plots.plot_learning_curve`] plots a metric and the training loss of a run.
+- `learning_curves`: [`~hf_federated.reporting.learning_curves.plot_learning_curves`] compares the runs of benchmarks,
+  averaged over seeds.
+"""

@@ -1,4 +1,4 @@
-"""PNG plot of the learning curves of a benchmark. Needs matplotlib (extra `plots`)."""
+"""PNG plot of the learning curves of benchmarks. It needs matplotlib (extra `plots`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..data.plots.figures import COLORS, new_figure, shown_name
+from ..data.plots.matplotlib_helpers import COLORS, display_name, new_figure
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Six colours and no grey, which is that of baselines; then the same with other dashes. A marker is one curve's only.
+# Runs use six colors, first with solid lines and then with other dashes. Gray is reserved for baselines. Each run has
+# a different marker.
 CURVE_COLORS = COLORS[:6]
 CURVE_DASHES = ("-", "-.", ":")
 MARKERS = "osD^vPX*hd<>p8|x+1"
 MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
-# The baselines' greys and dashes: length drawn and left out, in widths of the line.
+# Grays and dashes of the baselines. A dash pattern lists the lengths of dashes and gaps, in line widths.
 REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
 MAX_REFERENCES = len(REFERENCE_STYLES)
 
@@ -32,16 +33,16 @@ class CurvePanel:
 
     Args:
         title (`str`):
-            Heading of the panel.
+            Title of the panel.
         metric (`str`):
-            Name of the metric, for the vertical axis.
+            Name of the metric, used as the label of the vertical axis.
         curves (`Mapping[str, Sequence[Mapping[int, float | None]]]`):
-            Name of a run to its curve under each seed: round to value. Values that are not finite, or `None`, are left
-            out.
+            Run name to one curve per seed. A curve maps a round to a value. Values that are not finite, or `None`, are
+            ignored.
         references (`Mapping[str, Sequence[float | None]]`, *optional*):
-            Name of a baseline to its value under each seed.
+            Baseline name to one value per seed.
         step_name (`str`, *optional*, defaults to `"round"`):
-            What curves run over, for the horizontal axis.
+            Label of the horizontal axis.
     """
 
     title: str
@@ -53,21 +54,22 @@ class CurvePanel:
 
 def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[str]) -> None:
     """
-    Draws a metric over the rounds, one panel a benchmark (figure 4 of FedNLP: one line a method).
+    Plot a metric over the rounds, with one panel per benchmark (figure 4 of FedNLP has one line per method).
 
-    A line is the mean over seeds, its band reaches from the lowest to the highest of them. It has the rounds that
-    every seed was evaluated at; a seed without a single finite value counts not. Runs that were evaluated at different
-    rounds keep their own. Baselines are dashed horizontal lines at their mean. A name has one colour, dash and marker
-    in all panels.
+    A line is the mean over seeds, and its band ranges from the lowest to the highest seed. A line has the rounds that
+    all seeds were evaluated at. Seeds without a finite value are ignored. Runs that were evaluated at different rounds
+    keep their rounds. A baseline is a dashed horizontal line at its mean. A run has the same color, dash pattern and
+    marker in all panels.
 
     Args:
         panels (`Sequence[CurvePanel]`):
             The benchmarks.
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
 
     Raises:
-        ValueError: If there is nothing to draw, or there are more names than can be told apart (18 runs, 4 baselines).
+        ValueError: If a panel has no finite value, or if there are more than 18 runs or 4 baselines, which cannot be
+            distinguished.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -94,7 +96,10 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
     ]
     if not all(curves for _, curves, _ in drawn) or not drawn:
         empty = [panel.title for panel, curves, _ in drawn if not curves]
-        raise ValueError(f"plot_learning_curves: nothing to draw{f' for {empty[0]!r}' if empty else ''}.")
+        raise ValueError(
+            f"plot_learning_curves: no finite values to draw{f' for {empty[0]!r}' if empty else ''}. Pass at least one"
+            " run with finite values."
+        )
     styles = _curve_styles(name for _, curves, _ in drawn for name in curves)
     reference_styles = _reference_styles(name for _, _, references in drawn for name in references)
     columns = len(drawn) if len(drawn) <= 3 else 2 if len(drawn) == 4 else 3
@@ -109,18 +114,18 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
     lines: dict[str, Any] = {}
     reference_lines: dict[str, Any] = {}
     for axis, (panel, curves, references) in zip(axes.flat, drawn, strict=False):
-        _prepare(axis, panel)
+        _format_axis(axis, panel)
         for name, values in references.items():
             mean = float(np.mean(values))
             reference_lines[name] = axis.axhline(mean, linewidth=1.5, zorder=1, **reference_styles[name])
         for name, curve in curves.items():
-            lines[name] = _draw(axis, curve, styles[name])
+            lines[name] = _draw_curve(axis, curve, styles[name])
         first, last = (bound(bound(rounds) for rounds, _, _ in curves.values()) for bound in (min, max))
-        if first == last:  # else there would be fractions of a round
+        if first == last:  # avoids ticks at fractions of a round
             axis.set_xlim(first - 1, first + 1)
     figure.legend(
         [*(lines[name] for name in styles), *(reference_lines[name] for name in reference_styles)],
-        [shown_name(name) for name in names],
+        [display_name(name) for name in names],
         loc="outside lower center",
         ncols=legend_columns,
         handlelength=3.2,
@@ -137,7 +142,7 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 def _mean_curve(
     seeds: Sequence[Mapping[int, float | None]],
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
-    """Rounds, means over seeds, and the lowest and highest of several seeds; all of shape `(rounds,)`."""
+    """Return rounds, means over seeds, and the minima and maxima of several seeds, all of shape `(num_rounds,)`."""
     finite = [{number: value for number, value in seed.items() if _finite([value])} for seed in seeds]
     finite = [seed for seed in finite if seed]
     rounds = sorted(set.intersection(*(set(seed) for seed in finite))) if finite else []
@@ -151,7 +156,7 @@ def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     distinct = list(dict.fromkeys(names))
     if len(distinct) > MAX_CURVES:
         raise ValueError(
-            f"plot_learning_curves: {len(distinct)} runs, but {MAX_CURVES} can be told apart. Draw fewer."
+            f"plot_learning_curves: {len(distinct)} runs, but at most {MAX_CURVES} can be distinguished. Draw fewer."
         )
     return {
         name: {
@@ -167,7 +172,8 @@ def _reference_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     distinct = list(dict.fromkeys(names))
     if len(distinct) > MAX_REFERENCES:
         raise ValueError(
-            f"plot_learning_curves: {len(distinct)} baselines, but {MAX_REFERENCES} can be told apart. Draw fewer."
+            f"plot_learning_curves: {len(distinct)} baselines, but at most {MAX_REFERENCES} can be distinguished. Draw"
+            " fewer."
         )
     return {
         name: {"color": color, "linestyle": (0, dashes)}
@@ -175,29 +181,29 @@ def _reference_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _prepare(axis: Axes, panel: CurvePanel) -> None:
+def _format_axis(axis: Axes, panel: CurvePanel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_title(shown_name(panel.title, max_length=60), fontsize=10)
+    axis.set_title(display_name(panel.title, max_length=60), fontsize=10)
     axis.set_xlabel(panel.step_name)
-    axis.set_ylabel(shown_name(panel.metric.replace("_", " ")))
+    axis.set_ylabel(display_name(panel.metric.replace("_", " ")))
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axis.set_axisbelow(True)  # a baseline on a line of the grid stays whole
+    axis.set_axisbelow(True)  # grid lines do not cover the baselines
     axis.margins(y=0.08)
 
 
-def _draw(
+def _draw_curve(
     axis: Axes,
     curve: tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None],
     style: Mapping[str, Any],
 ) -> Any:
     rounds, means, band = curve
-    # About ten markers a line; more would hide it.
+    # About ten markers per line. More markers would hide the line.
     (line,) = axis.plot(rounds, means, linewidth=1.6, markersize=5, markevery=max(1, len(rounds) // 10), **style)
     if band is not None:
         lower, upper = band
-        if len(rounds) == 1:  # a band has no width there
+        if len(rounds) == 1:  # fill_between draws nothing for a single round
             axis.vlines(rounds, lower, upper, color=style["color"], alpha=0.4, linewidth=2)
         else:
             axis.fill_between(rounds, lower, upper, color=style["color"], alpha=0.15, linewidth=0)

@@ -1,6 +1,6 @@
-"""PNG plot of a run. Needs matplotlib (extra `plots`), which is imported when a plot is drawn.
+"""PNG plot of a run. It needs matplotlib (extra `plots`), which is imported when a plot is drawn.
 
-Plots of a partition are in `partition_plots.py`.
+Plots of a partition are in `hf_federated.data.plots.partition_plots`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..data.plots.figures import COLORS, new_figure, require_matplotlib
+from ..data.plots.matplotlib_helpers import COLORS, new_figure, require_matplotlib
 from ..data.plots.partition_plots import plot_partition
 
 
@@ -27,22 +27,22 @@ def plot_learning_curve(
     step_name: str = "round",
 ) -> None:
     """
-    Draws a metric, and the training loss if it was logged, over the rounds or steps of a run.
+    Plot a metric, and the training loss if it was logged, over the rounds or steps of a run.
 
     Args:
         log_history (`Sequence[Mapping[str, Any]]`):
             `trainer.state.log_history`.
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
         metric (`str`, *optional*, defaults to `"eval_accuracy"`):
-            The logged metric to draw.
+            Name of the logged metric to plot.
         references (`Mapping[str, float]`, *optional*):
-            Values to compare with, drawn as dashed horizontal lines: name to value.
+            Baseline name to value. Baselines are drawn as dashed horizontal lines.
         step_name (`str`, *optional*, defaults to `"round"`):
-            What a step of the log is; `"optimizer step"` of a split model.
+            Meaning of a step of the log: `"round"`, or `"optimizer step"` for a split model.
 
     Raises:
-        ValueError: If the metric was never logged. The message lists what was.
+        ValueError: If the metric was never logged. The message lists the logged metrics.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -62,27 +62,30 @@ def plot_learning_curve(
     curve = _series(log_history, metric)
     if not curve:
         logged = sorted({key for entry in log_history for key in entry if key.startswith("eval_")})
-        raise ValueError(f"{metric!r} was never logged, so it has no curve. Logged: {', '.join(logged) or 'nothing'}.")
+        raise ValueError(
+            f"{metric!r} was never logged. Logged metrics: {', '.join(logged) or 'none'}. Pass a logged metric."
+        )
     loss = _series(log_history, "loss")
     figure, axes = new_figure(9 if loss else 5.5, 3.6, ncols=2 if loss else 1, squeeze=False)
-    rounds = step_name == "round"
-    name = f"{'federated' if rounds else 'split'} {curve[max(curve)]:.3f}"
+    is_federated = step_name == "round"
+    name = f"{'federated' if is_federated else 'split'} {curve[max(curve)]:.3f}"
     _draw_curve(axes[0, 0], curve, step_name, metric.removeprefix("eval_").replace("_", " "), name)
     for color, (name, value) in zip(COLORS[1:], (references or {}).items(), strict=False):
         axes[0, 0].axhline(value, color=color, linestyle="--", linewidth=1.5, label=f"{name} {value:.3f}")
     axes[0, 0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
     axes[0, 0].margins(y=0.12)
-    axes[0, 0].set_title("held-out rows", fontsize=10)
+    axes[0, 0].set_title("held-out examples", fontsize=10)
     if loss:
         _draw_curve(axes[0, 1], loss, step_name, "training loss")
         axes[0, 1].set_title(
-            "mean of the round's clients" if rounds else "mean of the steps since the point before", fontsize=10
+            "mean over the clients of the round" if is_federated else "mean since the previous logged step",
+            fontsize=10,
         )
     figure.savefig(path, dpi=130)
 
 
 def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """Step to value; the last one if a step was logged twice."""
+    """Return step to value. If a step was logged twice, the last value is used."""
     return {int(entry["step"]): float(entry[key]) for entry in log_history if key in entry}
 
 

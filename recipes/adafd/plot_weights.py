@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hf_federated.cards.tables import table
-from hf_federated.data.plots.figures import new_figure, shown_name
+from hf_federated.data.plots.matplotlib_helpers import display_name, new_figure
 from hf_federated.experiments.run_log import read_records
 
 
@@ -57,9 +57,9 @@ def draw(clients: list[str], weights: Weights, path: Path) -> None:
     for axis, (run, rounds) in zip(axes[0], weights.items(), strict=True):
         values = np.array([[own[client] for own in rounds.values()] for client in clients])
         image = axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        axis.set(title=shown_name(run), xlabel="round")
+        axis.set(title=display_name(run), xlabel="round")
         axis.set_xticks(range(len(rounds)), list(rounds))
-        axis.set_yticks(range(len(clients)), [shown_name(client) for client in clients])
+        axis.set_yticks(range(len(clients)), [display_name(client) for client in clients])
         for (client, place), value in np.ndenumerate(values):
             color = "white" if value > 0.5 else "black"
             axis.text(place, client, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)

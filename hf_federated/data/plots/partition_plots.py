@@ -1,8 +1,8 @@
-"""PNG plots of a partition: labels, divergence and sizes. Need matplotlib (extra `plots`).
+"""PNG plots of a partition: labels, divergence and sizes. They need matplotlib (extra `plots`).
 
-Each takes one partition, or several by the name of their setting to be drawn side by side on one scale. Up to 30
-clients are named and keep their order; more are sorted, and counted below the axis. The words of clients are drawn in
-`text_plots.py`.
+The functions draw one partition, or a mapping from setting name to partition. Several partitions are drawn side by
+side on the same scale. Up to 30 clients are labeled with their names and keep their order. More clients are sorted and
+not labeled, and the axis label states their number. `text_plots.py` plots the words of clients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from ..statistics.label_statistics import LabelCounts
-from .figures import COLORS, new_figure, require_matplotlib, shown_name
+from .matplotlib_helpers import COLORS, display_name, new_figure, require_matplotlib
 
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-# Above this many labels bars have too many colours to tell apart, and a heat map is drawn.
+# With more labels, bars would have too many colors to distinguish. A heat map is drawn instead.
 MAX_BAR_LABELS = len(COLORS)
-# Above this many clients their names do not fit below the axis.
+# With more clients, their names do not fit below the axis.
 MAX_NAMED_CLIENTS = 30
-# Above this many labels their names do not fit beside the axis.
+# With more labels, their names do not fit next to the axis.
 MAX_NAMED_LABELS = 60
-# Up to this many clients a matrix has room for its numbers.
-MAX_WRITTEN_CLIENTS = 10
+# With more clients, the values do not fit into the cells of a matrix.
+MAX_CLIENTS_WITH_VALUES = 10
 MAX_COLUMNS = 4
-# From this ratio of the largest to the smallest client on, sizes are drawn on a logarithmic axis.
+# If the largest client has more than this many times the rows of the smallest client, the size axis is logarithmic.
 LOG_RATIO = 20
 
 
@@ -42,22 +42,22 @@ def plot_partition(
     label_names: Sequence[str] | None = None,
 ) -> None:
     """
-    Draws how many rows of each label each client has.
+    Plot the number of examples of each label for each client.
 
-    Up to 30 clients are named and stand side by side as stacked bars of rows. More are drawn as stacked shares over
-    their numbers of rows. With more than seven labels it is a heat map of shares instead. Clients are ordered by their
-    share of the first label; in a heat map by their most frequent label.
+    Up to 30 clients are drawn as stacked bars with their names. More clients are drawn as stacked label shares, above
+    their sizes. With more than seven labels, a heat map of label shares is drawn instead. Clients are sorted by their
+    share of the first label, or by their most frequent label in a heat map.
 
     Args:
         label_counts (`Mapping[str, Sequence[int]]`):
-            Client id to its number of rows of each label.
+            Client id to its number of examples of each label.
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
         label_names (`Sequence[str]`, *optional*):
-            The labels' names; their numbers by default.
+            Label names. Defaults to the label numbers.
 
     Raises:
-        ValueError: If there is no client, or the clients differ in their number of labels.
+        ValueError: If there is no client, or the clients have different numbers of labels.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -74,11 +74,11 @@ def plot_partition(
     ```
     """
     if len({len(counts) for counts in label_counts.values()}) != 1:
-        raise ValueError("plot_partition needs at least one client, and as many counts for each as there are labels.")
+        raise ValueError("plot_partition needs at least one client, and the same number of counts for each client.")
     counts = np.array(list(label_counts.values()), dtype=np.int64)  # (clients, labels)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     numbers = [str(number) for number in range(counts.shape[1])]
-    names = [shown_name(name) for name in (numbers if label_names is None else label_names)]
+    names = [display_name(name) for name in (numbers if label_names is None else label_names)]
     many_labels, many_clients = len(names) > MAX_BAR_LABELS, len(counts) > MAX_NAMED_CLIENTS
     order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)) if many_labels else (-shares[:, 0],))
     counts, shares, ids = counts[order], shares[order], [list(label_counts)[position] for position in order]
@@ -88,27 +88,27 @@ def plot_partition(
         _draw_heat_map(figure, axes[0, 0], shares, names)
     elif many_clients:
         figure, axes = new_figure(width, 5, nrows=2, sharex=True, squeeze=False, height_ratios=(3, 1))
-        _draw_bars(axes[0, 0], shares, names, 1.0, "share of rows")
-        _draw_bars(axes[1, 0], counts.sum(axis=1, keepdims=True), None, 1.0, "rows")
+        _draw_bars(axes[0, 0], shares, names, 1.0, "share of examples")
+        _draw_bars(axes[1, 0], counts.sum(axis=1, keepdims=True), None, 1.0, "examples")
     else:
         figure, axes = new_figure(width, 4, squeeze=False)
-        _draw_bars(axes[0, 0], counts, names, 0.8, "rows")
+        _draw_bars(axes[0, 0], counts, names, 0.8, "examples")
     if many_clients:
         axes[-1, 0].set_xlabel(
-            f"{len(ids)} clients, by their {'most frequent label' if many_labels else f'share of {names[0]!r}'}"
+            f"{len(ids)} clients, sorted by {'most frequent label' if many_labels else f'share of {names[0]!r}'}"
         )
     else:
         _name_clients(axes[0, 0].xaxis, ids, rotation=90)
     rows = counts.sum(axis=1)
     axes[0, 0].set_title(
-        f"{rows.sum()} rows of {len(ids)} clients, {rows.min()} to {rows.max()}, median {np.median(rows):g}",
+        f"{rows.sum()} examples of {len(ids)} clients, {rows.min()} to {rows.max()}, median {np.median(rows):g}",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)
 
 
 def _draw_bars(axis: Axes, heights: np.ndarray, names: Sequence[str] | None, width: float, quantity: str) -> None:
-    """Stacked bars, one a row of `heights`; without names a single grey one."""
+    """Draw one stacked bar per row of `heights`. Without names, draw a single gray bar per row."""
     bottom = np.zeros(len(heights))
     for label in range(heights.shape[1]):
         color, name = (COLORS[label], names[label]) if names is not None else (COLORS[-1], None)
@@ -122,19 +122,19 @@ def _draw_bars(axis: Axes, heights: np.ndarray, names: Sequence[str] | None, wid
 
 def plot_label_shares(counts: LabelCounts | Mapping[str, LabelCounts], path: str | os.PathLike[str]) -> None:
     """
-    Draws the share of each label in each client's rows as a heat map, a column a client.
+    Plot the label shares of each client as a heat map, one column per client.
 
-    Several partitions stand side by side on one colour scale, from 0 to the largest share of all (figure 3 of FedNLP).
-    More than 30 clients are ordered by their most frequent label.
+    Several partitions are drawn side by side with one color scale, from 0 to the largest share (figure 3 of FedNLP).
+    More than 30 clients are sorted by their most frequent label.
 
     Args:
         counts ([`LabelCounts`] or `Mapping[str, LabelCounts]`):
-            The counts of [`label_counts`], or several by the name of their setting, with the same labels.
+            The counts returned by [`label_counts`], or a mapping from setting name to counts with the same labels.
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
 
     Raises:
-        ValueError: If there is nothing to draw, or the partitions differ in their labels.
+        ValueError: If the mapping is empty, or the partitions have different labels.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -152,35 +152,35 @@ def plot_label_shares(counts: LabelCounts | Mapping[str, LabelCounts], path: str
 
     ```
     """
-    settings = _settings(counts, "plot_label_shares")
+    settings = _to_settings(counts, "plot_label_shares")
     label_names = next(iter(settings.values())).label_names
     for setting, labels in settings.items():
         if labels.label_names != label_names:
             raise ValueError(
-                f"plot_label_shares: {setting!r} has the labels {labels.label_names[:10]}, and"
-                f" {next(iter(settings))!r} has {label_names[:10]}. Only partitions of the same labels share an axis."
+                f"plot_label_shares: {setting!r} has the labels {labels.label_names[:10]}, but"
+                f" {next(iter(settings))!r} has {label_names[:10]}. Draw partitions with different labels separately."
             )
     named = max(len(labels.client_ids) for labels in settings.values()) <= MAX_NAMED_CLIENTS
-    names = [shown_name(name) for name in label_names]
+    names = [display_name(name) for name in label_names]
     height = 1.3 + (1.2 if named else 0) + min(max(0.18 * len(names), 1.6), 9.0)
-    figure, axes = _panels(len(settings), 3.4 if len(settings) > 1 else 7.0, height, extra_width=2.2)
+    figure, axes = _create_panels(len(settings), 3.4 if len(settings) > 1 else 7.0, height, extra_width=2.2)
     largest = max(float(labels.shares.max()) for labels in settings.values())
     for axis, (setting, labels) in zip(axes, settings.items(), strict=True):
         shares, ids = labels.shares, labels.client_ids
         if len(ids) > MAX_NAMED_CLIENTS:
             shares = shares[np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)))]
-            axis.set_xlabel(f"{len(ids)} clients, by their\nmost frequent label")
+            axis.set_xlabel(f"{len(ids)} clients, sorted by\nmost frequent label")
         else:
             _name_clients(axis.xaxis, ids, rotation=90)
         image = _draw_matrix(axis, shares.T, largest, aspect="auto")
-        axis.set_title(shown_name(setting), fontsize=10)
+        axis.set_title(display_name(setting), fontsize=10)
         axis.set_yticks([])
     for axis in axes[::MAX_COLUMNS]:
         if len(names) <= MAX_NAMED_LABELS:
             axis.set_yticks(range(len(names)), names, fontsize=8)
         else:
             axis.set_ylabel(f"{len(names)} labels")
-    figure.colorbar(image, ax=axes, label="share of the client's rows")
+    figure.colorbar(image, ax=axes, label="share of the client's examples")
     figure.savefig(path, dpi=130)
 
 
@@ -191,26 +191,27 @@ def plot_divergence(
     quantity: str = "Jensen-Shannon divergence (bits)",
 ) -> None:
     """
-    Draws how much every two clients differ, as a heat map that is symmetric.
+    Plot the differences between each pair of clients as a symmetric heat map.
 
-    The colours always go from 0 to 1, so that pictures of several partitions compare. Several matrices stand side by
-    side (figure 2 of FedNLP: one an α). More than 30 clients are ordered by their mean over all others, the highest
-    first, each matrix on its own. A single matrix of up to 10 clients also shows its numbers.
+    The color scale is always from 0 to 1, so that plots of different partitions can be compared. Several matrices are
+    drawn side by side (figure 2 of FedNLP has one matrix per α). In each matrix, more than 30 clients are sorted by
+    their mean over the other clients, with the highest mean first. A single matrix of up to 10 clients also shows its
+    values.
 
     Args:
         divergence (`np.ndarray` of shape `(num_clients, num_clients)` or `Mapping[str, np.ndarray]`):
-            The matrix of [`jensen_shannon_divergence`], or several by the name of their setting. Any other matrix
-            between 0 and 1 can be drawn too, such as that of [`vocabulary_overlap`].
+            The matrix returned by [`jensen_shannon_divergence`], or a mapping from setting name to matrix. The values
+            of a matrix can be any values from 0 to 1, for example those of [`vocabulary_overlap`].
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
         client_ids (`Sequence[str]`, *optional*):
-            The clients' names; their numbers by default.
+            Client names. Defaults to the client numbers.
         quantity (`str`, *optional*, defaults to `"Jensen-Shannon divergence (bits)"`):
-            What the numbers are, for the scale of colours.
+            Name of the plotted quantity, for the label of the color bar.
 
     Raises:
-        ValueError: If there is nothing to draw, a matrix is not square, has values outside 0 to 1, or there are not as
-            many names as clients.
+        ValueError: If the mapping is empty, a matrix is not square or has values outside 0 to 1, or the number of
+            names is not the number of clients.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -232,12 +233,12 @@ def plot_divergence(
 
     ```
     """
-    settings = _settings(divergence, "plot_divergence")
+    settings = _to_settings(divergence, "plot_divergence")
     for setting, matrix in settings.items():
         _check_matrix(matrix, setting, client_ids)
     named = max(len(matrix) for matrix in settings.values()) <= MAX_NAMED_CLIENTS
     side, names = 5.0 if len(settings) == 1 else 3.0, 1.4 if named else 0.4  # inches
-    figure, axes = _panels(len(settings), side + names, side + names, extra_width=1.0)
+    figure, axes = _create_panels(len(settings), side + names, side + names, extra_width=1.0)
     for axis, (setting, matrix) in zip(axes, settings.items(), strict=True):
         if len(matrix) > MAX_NAMED_CLIENTS:
             order = np.argsort(-matrix.sum(axis=1), kind="stable")
@@ -250,34 +251,35 @@ def plot_divergence(
             _name_clients(axis.xaxis, ids, rotation=90)
             _name_clients(axis.yaxis, ids)
         image = _draw_matrix(axis, matrix, 1.0, aspect="equal")
-        axis.set_title(shown_name(setting), fontsize=10)
-        if len(settings) == 1 and len(matrix) <= MAX_WRITTEN_CLIENTS:
+        axis.set_title(display_name(setting), fontsize=10)
+        if len(settings) == 1 and len(matrix) <= MAX_CLIENTS_WITH_VALUES:
             for row, column in np.ndindex(matrix.shape):
                 value = matrix[row, column]
                 color = "black" if value > 0.6 else "white"
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, ax=axes, label=quantity)
-    figure.savefig(path, dpi=130, bbox_inches="tight")  # square axes leave room at two sides
+    figure.savefig(path, dpi=130, bbox_inches="tight")  # square axes leave empty margins
 
 
 def plot_sizes(
     sizes: Sequence[int] | np.ndarray | Mapping[str, Sequence[int] | np.ndarray], path: str | os.PathLike[str]
 ) -> None:
     """
-    Draws how many rows clients have: which share of the clients has at most so many.
+    Plot the distribution of client sizes: the share of clients with at most a given number of examples.
 
-    Up to 30 clients are a point each. For more a histogram stands above (figure 8 of FedNLP: one line a β). The axis
-    is logarithmic if the largest client has more than 20 times the rows of the smallest.
+    Up to 30 clients are drawn as points. With more clients, a histogram is drawn above the distribution (figure 8 of
+    FedNLP has one line per β). The axis is logarithmic if the largest client has more than 20 times the examples of
+    the smallest client.
 
     Args:
         sizes (`Sequence[int]` or `Mapping[str, Sequence[int]]`):
-            Rows of each client, such as `list(clients.num_rows.values())`, or several by the name of their setting, up
-            to seven.
+            Number of examples of each client, such as `list(clients.num_rows.values())`, or a mapping from setting
+            name to sizes with up to seven settings.
         path (`str`):
-            The PNG file to write.
+            Path of the PNG file to write.
 
     Raises:
-        ValueError: If there is nothing to draw, a client has no rows, or there are more settings than colours.
+        ValueError: If the mapping is empty, a client has no examples, or there are more settings than colors.
         ImportError: If matplotlib is not installed.
 
     Example:
@@ -293,9 +295,9 @@ def plot_sizes(
 
     ```
     """
-    settings = {name: _ascending(values, name) for name, values in _settings(sizes, "plot_sizes").items()}
+    settings = {name: _sorted_sizes(values, name) for name, values in _to_settings(sizes, "plot_sizes").items()}
     if len(settings) > len(COLORS):
-        raise ValueError(f"plot_sizes: {len(settings)} settings, but there are colours for {len(COLORS)}. Draw fewer.")
+        raise ValueError(f"plot_sizes: {len(settings)} settings, but at most {len(COLORS)} can be drawn. Draw fewer.")
     require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
@@ -305,16 +307,16 @@ def plot_sizes(
     if many_clients:
         figure, (histogram, axis) = new_figure(7, 5, nrows=2, sharex=True, height_ratios=(2, 3))
         bounds = (np.geomspace if logarithmic else np.linspace)(smallest, largest + 1, 31)
-        edges = np.unique(np.round(bounds)) - 0.5  # no bin between two whole numbers
+        edges = np.unique(np.round(bounds)) - 0.5  # every bin contains at least one integer
         _draw_histogram(histogram, settings, edges.tolist())
     else:
         figure, axis = new_figure(7, 3.6)
     for color, (setting, values) in zip(COLORS, settings.items(), strict=False):
-        label = f"{shown_name(setting) or 'clients'}: {values[0]} to {values[-1]}, median {np.median(values):g}"
-        reached = np.arange(1, len(values) + 1) / len(values)
-        axis.step([values[0], *values], [0, *reached], where="post", color=color, linewidth=1.5, label=label)
+        label = f"{display_name(setting) or 'clients'}: {values[0]} to {values[-1]}, median {np.median(values):g}"
+        share = np.arange(1, len(values) + 1) / len(values)
+        axis.step([values[0], *values], [0, *share], where="post", color=color, linewidth=1.5, label=label)
         if len(values) <= MAX_NAMED_CLIENTS:
-            axis.plot(values, reached, "o", color=color, markersize=5, clip_on=False)
+            axis.plot(values, share, "o", color=color, markersize=5, clip_on=False)
     if logarithmic:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
@@ -323,20 +325,20 @@ def plot_sizes(
         if smallest == largest:
             axis.set_xlim(smallest - 2, largest + 2)
     axis.set_ylim(0, 1.02)
-    axis.set_xlabel("rows of a client")
-    axis.set_ylabel("share with at most so many")
+    axis.set_xlabel("number of examples")
+    axis.set_ylabel("share of clients with at most this number")
     axis.grid(color="#dddddd", linewidth=0.8)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
 
 
-def _ascending(sizes: Iterable[int], setting: str) -> np.ndarray:
+def _sorted_sizes(sizes: Iterable[int], setting: str) -> np.ndarray:
     values = np.asarray(sizes)
     if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or values.min() < 1:
-        where = f" of {setting!r}" if setting else ""
+        of_setting = f" of {setting!r}" if setting else ""
         raise ValueError(
-            f"plot_sizes needs a whole number of rows from 1 for each client, the sizes{where} are not. Those of a"
-            " FederatedDataset are list(clients.num_rows.values())."
+            f"plot_sizes: the sizes{of_setting} must be one-dimensional integers of at least 1. For a"
+            " FederatedDataset, pass list(clients.num_rows.values())."
         )
     return np.sort(values)
 
@@ -352,30 +354,36 @@ def _draw_histogram(axis: Axes, settings: Mapping[str, np.ndarray], edges: list[
 Setting = TypeVar("Setting")
 
 
-def _settings(one_or_several: Setting | Mapping[str, Setting], function: str) -> dict[str, Setting]:
-    """The partitions to draw by the title of each, which is empty for a single one."""
+def _to_settings(one_or_several: Setting | Mapping[str, Setting], function: str) -> dict[str, Setting]:
+    """Return a dictionary from panel title to partition. A single partition has an empty title."""
     if not isinstance(one_or_several, Mapping):
         return {"": one_or_several}
     if not one_or_several:
-        raise ValueError(f"{function}: the mapping of settings is empty, so there is nothing to draw.")
+        raise ValueError(f"{function}: the mapping of settings is empty. Pass at least one setting.")
     return {str(name): value for name, value in one_or_several.items()}
 
 
 def _check_matrix(matrix: np.ndarray, setting: str, client_ids: Sequence[str] | None) -> None:
-    where = f" of {setting!r}" if setting else ""
+    of_setting = f" of {setting!r}" if setting else ""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) == 0:
-        raise ValueError(f"plot_divergence: the matrix{where} has the shape {matrix.shape}, which is not square.")
+        raise ValueError(
+            f"plot_divergence: the matrix{of_setting} has shape {matrix.shape}. Pass a square matrix with at least one"
+            " client."
+        )
     if not (matrix.min() >= 0 and matrix.max() <= 1):
         raise ValueError(
-            f"plot_divergence: the matrix{where} has values from {matrix.min():g} to {matrix.max():g}, but the colours"
-            " go from 0 to 1."
+            f"plot_divergence: the matrix{of_setting} has values from {matrix.min():g} to {matrix.max():g}. All values"
+            " must be from 0 to 1."
         )
     if client_ids is not None and len(client_ids) != len(matrix):
-        raise ValueError(f"plot_divergence: {len(client_ids)} names for the {len(matrix)} clients{where}.")
+        raise ValueError(
+            f"plot_divergence: got {len(client_ids)} client names, but the matrix{of_setting} has {len(matrix)}"
+            " clients. Pass one name per client."
+        )
 
 
-def _panels(number: int, width: float, height: float, extra_width: float) -> tuple[Figure, list[Axes]]:
-    """A row of axes, or several rows; `extra_width` is that of names and colour bar."""
+def _create_panels(number: int, width: float, height: float, extra_width: float) -> tuple[Figure, list[Axes]]:
+    """Create a grid of axes. `extra_width` is the width of the names and the color bar in inches."""
     columns = min(number, MAX_COLUMNS)
     rows = -(-number // columns)
     figure, axes = new_figure(columns * width + extra_width, rows * height, nrows=rows, ncols=columns, squeeze=False)
@@ -386,7 +394,7 @@ def _panels(number: int, width: float, height: float, extra_width: float) -> tup
 
 
 def _name_clients(axis: Axis, client_ids: Sequence[str], rotation: int = 0) -> None:
-    names = [shown_name(name) for name in client_ids]
+    names = [display_name(name) for name in client_ids]
     axis.set_ticks(range(len(names)), names, fontsize=8, rotation=rotation)
 
 
@@ -397,4 +405,4 @@ def _draw_matrix(axis: Axes, values: np.ndarray, largest: float, aspect: Literal
 def _draw_heat_map(figure: Figure, axis: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
     image = _draw_matrix(axis, shares.T, float(shares.max()), aspect="auto")
     axis.set_yticks(range(len(names)), names)
-    figure.colorbar(image, ax=axis, label="share of the client's rows")
+    figure.colorbar(image, ax=axis, label="share of the client's examples")

@@ -1,4 +1,4 @@
-"""Learning curves are means over seeds with a band, each at its own rounds, told apart by style."""
+"""Tests of the learning curves of benchmarks: means and bands over seeds, rounds, styles, and legends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def panel(num_runs: int, num_references: int = 0, num_rounds: int = 5, title: st
 
 
 def draw(monkeypatch, tmp_path, panels):
-    """The figure that is written."""
+    """Plot the panels and return the saved figure."""
     from matplotlib.figure import Figure
 
     figures: list = []
@@ -28,13 +28,13 @@ def draw(monkeypatch, tmp_path, panels):
         Figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), save(self, *args, **kwargs))
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of what does not fit
+        warnings.simplefilter("error")  # matplotlib warns about content that does not fit
         plot_learning_curves(panels, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     return figures[0]
 
 
-def test_a_line_is_the_mean_and_its_band_from_lowest_to_highest(monkeypatch, tmp_path):
+def test_line_is_the_mean_over_seeds_and_band_is_the_range(monkeypatch, tmp_path):
     seeds = [{1: 0.1, 2: 0.4}, {1: 0.2, 2: 0.7}, {1: 0.6, 2: 0.7}]
     figure = draw(monkeypatch, tmp_path, [CurvePanel("t", "accuracy", {"a": seeds}, {"b": [0.5, None, 0.6]})])
     (axis,) = figure.axes
@@ -47,36 +47,36 @@ def test_a_line_is_the_mean_and_its_band_from_lowest_to_highest(monkeypatch, tmp
     assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_title()) == ("round", "accuracy", "t")
 
 
-def test_a_panel_may_run_over_something_else_than_rounds(monkeypatch, tmp_path):
+def test_step_name_is_the_label_of_the_horizontal_axis(monkeypatch, tmp_path):
     steps = CurvePanel("t", "accuracy", {"a": [{1: 0.1, 2: 0.4}]}, step_name="optimizer step")
     first, second = draw(monkeypatch, tmp_path, [steps, panel(1)]).axes
     assert (first.get_xlabel(), second.get_xlabel()) == ("optimizer step", "round")
 
 
-def test_one_seed_has_no_band(monkeypatch, tmp_path):
+def test_single_seed_has_no_band(monkeypatch, tmp_path):
     (axis,) = draw(monkeypatch, tmp_path, [CurvePanel("t", "accuracy", {"a": [{1: 0.1, 2: 0.4}]})]).axes
     assert len(axis.lines) == 1 and not axis.collections
 
 
-def test_every_run_keeps_the_rounds_it_was_evaluated_at(monkeypatch, tmp_path):
+def test_runs_evaluated_at_different_rounds_keep_their_rounds(monkeypatch, tmp_path):
     curves = {
         "a": [{1: 0.1, 2: 0.2, 3: 0.3}],
         "b": [{2: 0.1, 4: 0.2, 6: 0.3}, {2: 0.1, 4: None, 6: 0.5}, {2: float("nan")}],
         "c": [{5: 0.1}, {5: 0.3}],
     }
     (axis,) = draw(monkeypatch, tmp_path, [CurvePanel("t", "accuracy", curves)]).axes
-    # Of b the third seed has nothing, and the second no round 4.
+    # In run "b", the third seed has no finite value, and the second seed has no value for round 4.
     assert [line.get_xdata().tolist() for line in axis.lines] == [[1, 2, 3], [2, 6], [5]]
     assert axis.lines[1].get_ydata().tolist() == pytest.approx([0.1, 0.4])
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 7, 100])
-def test_ticks_are_whole_rounds(monkeypatch, tmp_path, num_rounds):
+def test_ticks_are_integer_rounds(monkeypatch, tmp_path, num_rounds):
     (axis,) = draw(monkeypatch, tmp_path, [panel(2, num_rounds=num_rounds)]).axes
     assert all(float(tick).is_integer() for tick in axis.get_xticks())
 
 
-def test_as_many_runs_as_are_allowed_differ_in_colour_and_dash_and_each_has_its_marker(monkeypatch, tmp_path):
+def test_maximum_number_of_runs_and_baselines_have_distinct_styles(monkeypatch, tmp_path):
     (axis,) = draw(monkeypatch, tmp_path, [panel(18, 4)]).axes
     references, lines = axis.lines[:4], axis.lines[4:]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 18
@@ -88,7 +88,7 @@ def test_as_many_runs_as_are_allowed_differ_in_colour_and_dash_and_each_has_its_
 
 
 @pytest.mark.parametrize(("num_panels", "num_runs"), [(1, 1), (1, 10), (2, 5), (4, 10), (5, 3)])
-def test_one_legend_below_covers_no_panel(monkeypatch, tmp_path, num_panels, num_runs):
+def test_legend_below_does_not_cover_panels(monkeypatch, tmp_path, num_panels, num_runs):
     panels = [panel(num_runs, 2, title=f"FedNLP, Table {number}: a long title") for number in range(num_panels)]
     figure = draw(monkeypatch, tmp_path, panels)
     (legend,) = figure.legends
@@ -99,10 +99,10 @@ def test_one_legend_below_covers_no_panel(monkeypatch, tmp_path, num_panels, num
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width
     for axis in figure.axes:
         assert axis.get_tightbbox().y0 >= box.y1 - 1
-        assert axis.get_window_extent().height > 1.5 * figure.dpi  # there is room left to see something
+        assert axis.get_window_extent().height > 1.5 * figure.dpi  # the panel is large enough to read
 
 
-def test_a_name_looks_the_same_in_all_panels(monkeypatch, tmp_path):
+def test_run_has_the_same_color_in_all_panels(monkeypatch, tmp_path):
     first = CurvePanel("1", "accuracy", {"a": [{1: 1.0}], "b": [{1: 2.0}]})
     second = CurvePanel("2", "f1", {"c": [{1: 3.0}], "b": [{1: 4.0}]})
     left, right = draw(monkeypatch, tmp_path, [first, second]).axes
@@ -110,7 +110,7 @@ def test_a_name_looks_the_same_in_all_panels(monkeypatch, tmp_path):
     assert len({line.get_color() for line in [*left.lines, *right.lines]}) == 3
 
 
-def test_names_are_no_formulas(monkeypatch, tmp_path):
+def test_names_are_not_drawn_as_formulas(monkeypatch, tmp_path):
     figure = draw(monkeypatch, tmp_path, [CurvePanel("$x^$", "$m^$", {"_a$^$": [{1: 0.5}]}, {"\\frac{": [0.1]})])
     assert len(figure.legends[0].get_texts()) == 2
 
@@ -118,20 +118,20 @@ def test_names_are_no_formulas(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("panels", "message"),
     [
-        ([], "nothing to draw"),
-        ([CurvePanel("t", "m", {})], "nothing to draw for 't'"),
-        ([panel(1), CurvePanel("t", "m", {"a": [{1: None}, {}]}, {"b": [1.0]})], "nothing to draw for 't'"),
-        ([panel(19)], "19 runs, but 18 can be told apart"),
-        ([panel(1, 5)], "5 baselines, but 4 can be told apart"),
+        ([], "no finite values to draw"),
+        ([CurvePanel("t", "m", {})], "no finite values to draw for 't'"),
+        ([panel(1), CurvePanel("t", "m", {"a": [{1: None}, {}]}, {"b": [1.0]})], "no finite values to draw for 't'"),
+        ([panel(19)], "19 runs, but at most 18 can be distinguished"),
+        ([panel(1, 5)], "5 baselines, but at most 4 can be distinguished"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(tmp_path, panels, message):
+def test_invalid_input_raises_error_and_writes_no_file(tmp_path, panels, message):
     with pytest.raises(ValueError, match=message):
         plot_learning_curves(panels, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
 
 
-def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
+def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install hf-federated\[plots\]"):
         plot_learning_curves([panel(2)], tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""What all plots share: colours, figures without a window, names that fit. Needs matplotlib (extra `plots`)."""
+"""Helpers that all plots share: colors, figures without a window, and display names. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Paul Tol's "bright" scheme, which stays distinct for colour-blind readers and in print.
+# Paul Tol's "bright" color scheme. Its colors are distinct for color-blind readers and in print.
 COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 MAX_NAME_LENGTH = 24
 
 
 def require_matplotlib() -> None:
     """
+    Check that matplotlib is installed.
+
     Raises:
-        ImportError: If matplotlib is not installed. The message names the extra that brings it.
+        ImportError: If matplotlib is not installed. The message names the extra to install.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("Plots need matplotlib. Install it with: pip install hf-federated[plots]")
@@ -27,13 +29,13 @@ def require_matplotlib() -> None:
 
 def new_figure(width: float, height: float, **kwargs: Any) -> tuple[Figure, Any]:
     """
-    A figure of this size in inches and its axes; `kwargs` are those of matplotlib's `Figure.subplots`.
+    Create a figure of the given size in inches and its axes. `kwargs` are passed to `Figure.subplots` of matplotlib.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Not pyplot: that keeps every figure alive and may open a window.
+    # pyplot is not used, because it keeps a reference to every figure and may open a window.
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(**kwargs)
@@ -42,9 +44,9 @@ def new_figure(width: float, height: float, **kwargs: Any) -> tuple[Figure, Any]
     return figure, axes
 
 
-def shown_name(name: str, max_length: int = MAX_NAME_LENGTH) -> str:
-    """A name of a client or label as matplotlib may draw it: on one line, cut, and never read as a formula."""
+def display_name(name: str, max_length: int = MAX_NAME_LENGTH) -> str:
+    """Format a client or label name for matplotlib: on one line, truncated, and without math formatting."""
     name = " ".join(name.split())
     name = name if len(name) <= max_length else f"{name[: max_length - 1]}…"
-    # A legend leaves out names that begin with an underscore.
+    # matplotlib omits names that start with an underscore from the legend.
     return (f" {name}" if name.startswith("_") else name).replace("$", r"\$")
