@@ -1,4 +1,4 @@
-"""How much clients differ when labels are dealt out by a Dirichlet distribution: figure 2 of FedNLP.
+"""Plot how clients differ when a Dirichlet distribution determines their labels: figure 2 of FedNLP.
 
 python recipes/partition/divergence.py --data SetFit/20_newsgroups --label_column label --output divergence.png
 """
@@ -15,7 +15,7 @@ from hf_federated.data import estimate_alpha, jensen_shannon_divergence, label_c
 
 @dataclass
 class Arguments:
-    data: str = field(metadata={"help": "A data set of the Hub or a folder."})
+    data: str = field(metadata={"help": "A dataset of the Hub or a folder."})
     label_column: str = "label"
     num_clients: int = 100
     alphas: list[float] = field(default_factory=lambda: [1.0, 5.0, 10.0, 100.0])
@@ -23,12 +23,12 @@ class Arguments:
 
 
 (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-rows = load_dataset(arguments.data, split="train")
+dataset = load_dataset(arguments.data, split="train")
 matrices = {}
-print("| α | mean divergence (bits) | least to most of two clients | effective α |\n|---|---|---|---|")
+print("| α | mean divergence (bits) | minimum to maximum over pairs | effective α |\n|---|---|---|---|")
 for alpha in arguments.alphas:
     partitioner = LabelDirichletPartitioner(arguments.num_clients, arguments.label_column, alpha=alpha)
-    counts = label_counts(FederatedDataset.from_dataset(rows, partitioner), arguments.label_column)
+    counts = label_counts(FederatedDataset.from_dataset(dataset, partitioner), arguments.label_column)
     divergence = jensen_shannon_divergence(counts.shares)
     pairs = divergence[np.triu_indices(arguments.num_clients, k=1)]
     estimate = estimate_alpha(counts.counts)
