@@ -328,7 +328,7 @@ def check_client_ids(client_ids: Sequence[str]) -> None:
 
 
 def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
-    """Raise `ValueError` if `client_ids`, the ids of clients without rows, is not empty. The message names them."""
+    """Raise `ValueError` with the ids of clients without rows, if `client_ids` lists any."""
     if client_ids:
         shown = ", ".join(repr(client_id) for client_id in client_ids[:5])
         more = f" and {len(client_ids) - 5} more" if len(client_ids) > 5 else ""

@@ -33,7 +33,7 @@ Embedder: TypeAlias = Callable[[list[str]], np.ndarray]
 @dataclass(frozen=True)
 class FeatureClusterPartitioner(Partitioner):
     """
-    Gives every client different shares of clusters of similar texts.
+    Partitioner that gives every client different shares of clusters of similar texts.
 
     Texts are embedded, K-means clusters the embeddings, and examples are assigned as in
     [`LabelDirichletPartitioner`], with the cluster as the label. This partitioner needs the extra `embeddings`. The
@@ -197,7 +197,9 @@ class FeatureClusterPartitioner(Partitioner):
                 )
             if not np.isfinite(embedded).all():
                 row = begin + int(np.flatnonzero(~np.isfinite(embedded).all(axis=1))[0])
-                raise ValueError(f"FeatureClusterPartitioner: the embedding of row {row} is not finite.")
+                raise ValueError(
+                    f"FeatureClusterPartitioner: the embedding of row {row} is not finite. Check the embedder."
+                )
             if embeddings is None:
                 embeddings = np.empty((len(dataset), num_features), dtype=np.float32)
             embeddings[begin : begin + len(texts)] = embedded

@@ -27,7 +27,7 @@ ROW_INDEX_COLUMN = "__hf_federated_row"
 @dataclass(frozen=True)
 class FlowerPartitioner(Partitioner):
     """
-    Wraps a partitioner of `flwr_datasets`, which decides which rows each client gets.
+    Wrapper of a partitioner of `flwr_datasets`, which decides which rows each client gets.
 
     `FederatedDataset.from_dataset` wraps such an object automatically. The object is copied, so that it can be used
     again. A client is named after its partition number, or after its column value if the wrapped object is a

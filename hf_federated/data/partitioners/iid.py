@@ -13,7 +13,7 @@ from .base import Partition, Partitioner, check_enough_rows, check_integer, numb
 @dataclass(frozen=True)
 class IidPartitioner(Partitioner):
     """
-    Gives every client the same number of examples, drawn without replacement.
+    Partitioner that gives every client the same number of examples, drawn without replacement.
 
     Every example is assigned to one client. Sizes differ by at most one example: the first `num_rows % num_clients`
     clients have one more. The examples of a client stay in the order of the dataset, because the trainer shuffles them

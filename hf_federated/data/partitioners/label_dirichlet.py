@@ -29,7 +29,7 @@ from .quantity import quantity_sizes
 @dataclass(frozen=True)
 class LabelDirichletPartitioner(Partitioner):
     """
-    Gives every client the same number of examples, but different label shares.
+    Partitioner that gives every client the same number of examples, but different label shares.
 
     The labels of client j follow `q_j ~ Dir(alpha * p)`, where p are the label shares of the whole dataset. The
     examples of a client are drawn by `q_j` without replacement. When a label runs out, *dynamic re-assignment* draws

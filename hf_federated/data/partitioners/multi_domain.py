@@ -24,7 +24,7 @@ from .dirichlet import assign_rows, draw_shares
 @dataclass(frozen=True)
 class MultiDomainPartitioner(Partitioner):
     """
-    Creates one of four partitions that differ only in the diversity of their clients.
+    Partitioner for four partitions that differ only in the diversity of their clients.
 
     | `diverse_domains` | `diverse_labels` | the examples of a client are drawn | name in the paper |
     |---|---|---|---|
@@ -41,9 +41,9 @@ class MultiDomainPartitioner(Partitioner):
     diversity, use `NestedPartitioner(NaturalPartitioner(domain), LabelDirichletPartitioner(...))` with several clients
     per domain.
 
-    p are the label shares of the whole dataset, restricted to the labels of the domain. Without diverse labels, the
-    label shares are the shares of the examples that are drawn from: the clients of a domain have the label shares of
-    the domain. Clients are named after their domain (`"baby"`, or `"baby/0"`, `"baby/1"`, … with several clients per
+    p are the label shares of the whole dataset, restricted to the labels of the domain. Without diverse labels, a
+    client has the label shares of the examples that it draws from. With diverse domains, these are the label shares of
+    its domain. Clients are named after their domain (`"baby"`, or `"baby/0"`, `"baby/1"`, … with several clients per
     domain). Without diverse domains, they are named `"0"`, `"1"`, …
 
     With several splits, the first split determines the domains and the `q_j`. Each split has a separate number of

@@ -15,7 +15,7 @@ from .base import Partition, Partitioner, check_column_name, check_integer, chec
 @dataclass(frozen=True)
 class NaturalPartitioner(Partitioner):
     """
-    Creates one client for each value of a column.
+    Partitioner that creates one client for each value of a column.
 
     Clients are named `str(value)` and sorted by value, independent of the order of the rows. The examples of a client
     keep their order. Values with fewer than `min_size` examples are dropped together with their examples, or merged.

@@ -15,7 +15,7 @@ from .base import Partition, Partitioner, check_splits
 @dataclass(frozen=True)
 class NestedPartitioner(Partitioner):
     """
-    Partitions a dataset into groups, and each group into clients.
+    Partitioner that splits a dataset into groups, and each group into clients.
 
     A client is named `"<group>/<client>"`. The inner partitioner has a different seed in each group, derived from its
     seed and the name of the group. Therefore groups differ, and the clients of a group stay the same when other groups

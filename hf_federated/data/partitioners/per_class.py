@@ -1,4 +1,4 @@
-"""Each class is split across the clients, so that clients differ in their labels and in their sizes.
+"""Partitioner that splits each class across the clients, so that they differ in their labels and sizes.
 
 The method is from Yurochkin et al. 2019, "Bayesian Nonparametric Federated Learning of Neural Networks", section 4.
 NIID-Bench (Li et al. 2022, "Federated Learning on Non-IID Data Silos") calls it distribution-based label imbalance.
@@ -33,7 +33,7 @@ MAX_DRAWS = 10_000
 @dataclass(frozen=True)
 class PerClassDirichletPartitioner(Partitioner):
     """
-    Splits the examples of each class across the clients, with separate shares `p_k ~ Dir(alpha)` for each class.
+    Partitioner that splits the examples of each class across clients, with shares `p_k ~ Dir(alpha)` for class k.
 
     The `n_k` examples of class k are shuffled and split at `floor(cumsum(p_k) * n_k)`. All shares are redrawn until
     every client has at least `min_size` examples, at most 10 000 times. Every example is assigned to one client. With

@@ -23,7 +23,7 @@ from .dirichlet import draw_shares, split_by_shares
 @dataclass(frozen=True)
 class QuantityDirichletPartitioner(Partitioner):
     """
-    Gives clients different numbers of examples, drawn at random without replacement.
+    Partitioner that gives clients different numbers of examples, drawn at random without replacement.
 
     The shares of the clients are drawn as `z ~ Dir(beta)`. The sizes are the differences of
     `floor(cumsum(z) * num_rows)`. A client with fewer than `min_size` examples is raised to `min_size`. The missing
