@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Fit
+from ..messages import ClientUpdate, Disclosure, Fit
 from ..postprocessing import Postprocessor
 from ..utils.weighted_mean import State, WeightedMean
 
@@ -143,8 +143,8 @@ class Aggregation:
     name: ClassVar[str] = ""
     # Whether parameters go to the clients and come back. Without, each client has a model of its own.
     exchanges_parameters: ClassVar[bool] = True
-    # What clients send back instead of parameters, as the model card says it after "It sent back".
-    sends_back: ClassVar[str] = ""
+    # What an update holds: trained parameters (`"parameters"`) or how training changed them (`"changes"`).
+    update_content: ClassVar[str] = "parameters"
     # Whether a client has a model beside the shared one, which its hook is given by `start` and trains.
     trains_private_models: ClassVar[bool] = False
 
@@ -167,6 +167,11 @@ class Aggregation:
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
         return f"{type(self).__name__}({arguments})"
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        """The values that leave a client in addition to parameters and the fields of an update."""
+        return ()
 
     # ---- Server side
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Fit
+from ..messages import ClientUpdate, Disclosure, Fit
 from ..utils.weighted_mean import State, WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
 from .fedprox import ProximalHook
@@ -72,6 +72,10 @@ class FedNova(Aggregation):
         if proximal_weight < 0:
             raise ValueError(f"`proximal_weight` is {proximal_weight}; it must not be negative.")
         self.proximal_weight = proximal_weight
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        return (Disclosure("normalizer of the local training", "client"),)
 
     def check_setup(self, args: Any, config: Any) -> None:
         if args.optim != "sgd":

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
-from ..messages import ClientUpdate, Fit
+from ..messages import ClientUpdate, Disclosure, Fit
 from ..messages.validation import InvalidUpdateError
 from ..postprocessing import Postprocessor
 from ..utils.random import own_draws
@@ -125,10 +125,7 @@ class MutualKD(Aggregation):
     name: ClassVar[str] = "mutual_kd"
     needs_gradients: ClassVar[bool] = True
     trains_private_models: ClassVar[bool] = True
-    sends_back: ClassVar[str] = (
-        "what it had changed in them and no parameters, each matrix as the factors of a singular value decomposition "
-        "where these are fewer numbers; the client's private model and what it learnt stayed there"
-    )
+    update_content: ClassVar[str] = "changes"
 
     def __init__(
         self,
@@ -150,6 +147,11 @@ class MutualKD(Aggregation):
         self.match_attention = match_attention
         self._num_rounds = 1
         self._round = 0
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        factors = "factors of the singular value decomposition of its change, or the change if it has fewer values"
+        return (Disclosure(factors, "exchanged matrix"),)
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         self._num_rounds = num_rounds

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import Fit
+from ..messages import Disclosure, Fit
 from ..utils.weighted_mean import State, wide_dtype
 from .base import Accumulator, Aggregation, LocalHook
 
@@ -67,6 +67,10 @@ class Scaffold(Aggregation):
         self.server_lr = server_lr
         self._num_clients = 0
         self._control: State = {}
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        return (Disclosure("change of the control variate", "exchanged parameter"),)
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         self._num_clients = num_clients

@@ -35,21 +35,34 @@ def exchange_text(record: RunRecord) -> str:
     sizes = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
     parameters = f"{kind}: {sizes} in {', '.join(exchanged['dtypes'])}."
     exchange = f"received and sent back {parameters}"
-    if exchanged.get("sends_back"):
-        exchange = f"received {parameters} It sent back {exchanged['sends_back']}."
+    if exchanged.get("update_content") == "changes":
+        exchange = f"received {parameters} It sent back how training changed these parameters, and no parameters."
     return (
         f"In each round, a sampled client {exchange} With each update, the client also sent {_update_fields(record)}."
         " The byte counts above include the tensors that the algorithm sends in addition to the parameters. No message"
         " has a field for dataset examples. Parameters can still reveal information about the examples that they were"
-        f" trained on.{_pseudo_samples(record)}"
+        f" trained on.{_disclosures(record)}{_pseudo_samples(record)}"
     )
+
+
+def _disclosures(record: RunRecord) -> str:
+    """Return the table of the values that the algorithm sends in addition to parameters, predictions and updates."""
+    disclosures = record.exchanged.get("disclosures")
+    if not disclosures:
+        return ""
+    rows = []
+    for item in disclosures:
+        privacy = "none"
+        if item["dp_epsilon"] is not None:
+            privacy = f"ε={item['dp_epsilon']} and δ={item['dp_delta']}, for this value alone"
+        rows.append([item["value"], item["per"], item["recipient"], privacy])
+    columns = ["Value", "One for each", "Recipient", "Differential privacy"]
+    return "\n\nThe method also sends these values of a client:\n\n" + table(columns, rows)
 
 
 def _update_fields(record: RunRecord, *method_fields: str) -> str:
     """List the fields that a client sends with an update in addition to parameters or predictions."""
     fields = [*UPDATE_FIELDS]
-    if record.exchanged.get("class_counts"):
-        fields.append("its number of examples of each label")
     fields += method_fields
     if record.federation["evaluate_clients"]:
         fields.append("the metrics of its local evaluation")
@@ -94,15 +107,13 @@ def _prediction_exchange(record: RunRecord) -> str:
         parameters = f"It also sent the parameters that it had trained, {num_values}."
     elif exchanged["parameters_sent"]:
         parameters += f" The clients received the parameters of the server's model, {num_values}."
-    if exchanged.get("beside"):
-        parameters += f" In addition, it sent {exchanged['beside']}."
     num_passes = exchanged.get("public_passes", 1)
     passes = f", in each of {num_passes} passes over these examples" if num_passes > 1 else ""
     external = ""
-    if exchanged.get("told_outside"):
+    if any(item["recipient"] != "server" for item in exchanged.get("disclosures", ())):
         external = (
             " A function that the user provided computed the weights of the clients. This function may call an"
-            f" external service. It was given {exchanged['told_outside']}."
+            " external service. The table below lists its inputs."
         )
     return (
         f"In each round, a sampled client sent the predictions of its model on {examples}, which the server and all"
@@ -111,5 +122,5 @@ def _prediction_exchange(record: RunRecord) -> str:
         f" In {plural(federation['num_rounds_run'], 'round')}, all clients together sent"
         f" {format_bytes(exchanged['bytes_up'])} and received {format_bytes(exchanged['bytes_down'])}. No message has"
         " a field for dataset examples. Predictions can still reveal information about the examples that a"
-        " model was trained on."
+        f" model was trained on.{_disclosures(record)}"
     )

@@ -5,6 +5,7 @@ The record contains no client ids if the run has more than [`MAX_LISTED_CLIENTS`
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,20 +142,19 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
     exchange, distillation = trainer.exchange, trainer.distillation
     returned = trainer.aggregation.exchanges_parameters
     sent = returned or (distillation is not None and distillation.sends_parameters)
+    disclosures = trainer.aggregation.disclosures if distillation is None else distillation.disclosures
     return {
         "kind": exchange.kind,
         "parameters_sent": sent,
         "parameters_returned": returned,
-        "sends_back": trainer.aggregation.sends_back,
-        "beside": "" if distillation is None else distillation.sent_beside,
-        "public_passes": 1 if distillation is None else distillation.public_passes,
-        "told_outside": "" if distillation is None else distillation.told_outside,
+        "update_content": trainer.aggregation.update_content,
+        "disclosures": [dataclasses.asdict(item) for item in disclosures],
+        "public_passes": 1 if distillation is None else distillation.passes_per_round,
         "num_tensors": len(exchange.names),
         "num_values": exchange.num_values,
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in exchange.parameters.values()}),
         "bytes_down": trainer.ledger.bytes_down,
         "bytes_up": trainer.ledger.bytes_up,
-        "class_counts": distillation is not None and distillation.needs_class_counts,
     }
 
 

@@ -169,7 +169,9 @@ def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
 
 def check_not_empty(datasets: Mapping[str, ClientData]) -> None:
     """Raise `ValueError` with the names of the clients that have no rows, if any."""
-    raise_for_empty_clients([i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0])
+    raise_for_empty_clients(
+        [i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0]
+    )
 
 
 def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:

@@ -44,7 +44,7 @@ from .llm_weighting import LLMWeighting, text_generation
 from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
 from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
@@ -109,7 +109,6 @@ __all__ = [
     "ClientReport",
     "Cohort",
     "Cronus",
-    "Disclosure",
     "Distillation",
     "DistillationClient",
     "DistillationServer",

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, Trainer, pipeline
 
 from ..clients.context import ClientContext
+from ..messages import Disclosure
 from .base import Distillation, Predictions, weighted_mean
 from .client import DistillationClient, LocalDistillation
 from .client_weights import WEIGHTINGS, ClientReport, enwc
@@ -24,7 +25,7 @@ from .cohort import Cohort, reports
 from .epoch_losses import EpochLosses
 from .llm_weighting import LLMWeighting, text_generation
 from .losses import mean_squared_error
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .server import DistillationServer
 
 

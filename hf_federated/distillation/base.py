@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from ..config import name_functions
-from ..messages import ClientUpdate, Feedback
+from ..messages import ClientUpdate, Disclosure, Feedback
 from .client import DistillationClient
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .losses import kl_divergence
 from .packed import PackedRows, joined, packed
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .server import DistillationServer
 from .teachers import Teachers
 

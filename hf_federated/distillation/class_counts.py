@@ -9,9 +9,8 @@ import torch
 from transformers import Trainer
 
 from ..clients.student import LABEL_COLUMNS
-from ..messages import CLASS_COUNT
+from ..messages import CLASS_COUNT, Disclosure
 from .client import LocalDistillation
-from .requirements import Disclosure
 
 
 NUM_EXAMPLES_PER_CLASS = Disclosure("number of examples", per="class")

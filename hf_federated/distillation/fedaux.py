@@ -18,14 +18,14 @@ from transformers import Trainer
 from ..clients.context import ClientContext
 from ..clients.features import base_model_of
 from ..clients.student import Student
-from ..messages import public_order
+from ..messages import Disclosure, public_order
 from ..tasks.metrics.base import require_extra
 from ..utils.random import derived_seed, own_draws
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
 from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .server import DistillationServer
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..clients.context import ClientContext
-from ..messages import ClientUpdate
+from ..messages import ClientUpdate, Disclosure
 from ..utils.random import derived_seed
 from .base import Distillation
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
@@ -24,7 +24,7 @@ from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
 from .pseudo_samples import ADVERSARIES, IGNORED, INITIALIZATIONS, KINDS, check_takes_embeddings, word_embeddings
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .server import DistillationServer
 from .teachers import Teachers
 

@@ -14,13 +14,12 @@ from typing import ClassVar
 import torch
 
 from ..clients.context import ClientContext
-from ..messages import CLASS_COUNT
+from ..messages import CLASS_COUNT, Disclosure
 from .base import Distillation, Predictions, sizes, weighted_mean
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
 from .client import DistillationClient, LocalDistillation
 from .client_weights import class_count_weights
 from .cohort import Cohort, reports
-from .requirements import Disclosure
 from .server import DistillationServer
 
 

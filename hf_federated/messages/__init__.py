@@ -1,6 +1,7 @@
 """The messages between server and clients, their bytes, and the checks of what arrives."""
 
 from .base import Message, Packed
+from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
 from .registry import KINDS, message_from_tree, read_message
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
@@ -11,6 +12,7 @@ __all__ = [
     "KINDS",
     "ClientFailure",
     "ClientUpdate",
+    "Disclosure",
     "Distill",
     "Evaluate",
     "Feedback",

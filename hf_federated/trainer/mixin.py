@@ -41,6 +41,7 @@ from ..utils.gc import frozen_heap
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
 from .dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
+from .evaluation import can_spread, spread_over_ranks
 from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .saving import SavingMixin
@@ -408,19 +409,25 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return {**metrics, **spread}
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.predict`. With `parallelism="clients"` every process predicts all rows."""
+        """`Trainer.predict`. With `parallelism="clients"` the processes share the batches and have all results."""
         if self._setup is None:
             return super().predict(*args, **kwargs)
         with self._setup.independent():
             return super().predict(*args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluation_loop`. With `parallelism="clients"` every process goes over all rows."""
-        # So that metrics are those of one process, in every process: a loss averaged over processes is another one.
-        if self._setup is None:
-            return super().evaluation_loop(*args, **kwargs)
-        with self._setup.independent(as_main=True):
-            return super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """
+        `Trainer.evaluation_loop`. With `parallelism="clients"` each process predicts a share of the batches, and all
+        processes compute the metrics of one process from all predictions.
+        """
+        setup = self._setup
+        if setup is None:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        with setup.independent(as_main=True):
+            if not setup.spreads_clients or self.local_training is not None or not can_spread(self, dataloader):
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+            with spread_over_ranks(self, setup.processes, dataloader) as spread:
+                return super().evaluation_loop(spread, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused in a federation: the search would set its values on the loop over rounds and not in the clients."""

@@ -50,15 +50,18 @@ def test_card_names_direction_of_exchanged_parameters(tmp_path, method, expected
 @pytest.mark.parametrize(
     ("privacy", "expected"),
     [
-        ({}, "(without noise)"),
-        ({"dp_epsilon": 0.5, "dp_delta": 1e-5}, "with noise for ε=0.5 and δ=1e-05, which hold"),
+        ({}, "| public example | server | none |"),
+        (
+            {"dp_epsilon": 0.5, "dp_delta": 1e-5},
+            "| public example | server | ε=0.5 and δ=1e-05, for this value alone |",
+        ),
     ],
 )
 def test_fedaux_card_names_scores_and_differential_privacy(tmp_path, privacy, expected):
     record = RunRecord.from_trainer(trained(tmp_path, "fedaux", **privacy))
     text = render(record)
     assert "predictions of its model on 11 public examples" in text and "also sent the parameters" in text
-    assert "In addition, it sent a score of each public row" in text and expected in text
+    assert "| certainty score: how similar the example is" in text and expected in text
     record.save(tmp_path / "run.json")
     assert render(RunRecord.load(tmp_path / "run.json")) == text
 
@@ -67,7 +70,7 @@ def test_feddrs_card_without_public_data_names_parameters_and_class_counts(tmp_p
     small = {"num_samples": 3, "sample_length": 4, "num_steps": 1}
     text = render(RunRecord.from_trainer(trained(tmp_path, "feddrs", public=False, **small)))
     assert "a sampled client received and sent back the trainable parameters" in text
-    assert "its number of examples of each label" in text and "public example" not in text
+    assert "| number of examples | class | server | none |" in text and "public example" not in text
 
 
 def render_after_reload(record, folder):
@@ -114,9 +117,12 @@ def test_card_names_inputs_of_the_user_function_that_weights_clients(tmp_path, e
     text = render_after_reload(RunRecord.from_trainer(trainer), tmp_path)
     assert "A function that the user provided computed the weights of the clients." in text
     assert "This function may call an external service." in text
-    f1 = ", its F1 where its metrics have one" if evaluates else ""
-    assert f"It was given each client's training loss{f1} and, of its predictions, each class's mean logit" in text
-    assert ("it sent the metrics of its model on its own evaluation rows" in text) == evaluates
+    recipient = "the user's function or language model"
+    assert f"| training loss | client | {recipient} | none |" in text
+    assert f"| mean and standard deviation of the logits | class | {recipient} | none |" in text
+    assert f"| mean entropy of the predictions | client | {recipient} | none |" in text
+    assert (f"| F1, if the metrics have one | client | {recipient} | none |" in text) == evaluates
+    assert ("| metrics of the client's model on its own evaluation examples | client | server |" in text) == evaluates
     assert all(field in prompts[0] for field in ("training loss=", "mean logits per class=", "logits entropy="))
 
 
@@ -132,7 +138,8 @@ def test_mutual_kd_card_names_update_factors_and_no_parameters(tmp_path):
     text = render_after_reload(RunRecord.from_trainer(trainer), tmp_path)
     assert "trained with federated learning (`hf_federated`, MutualKD)" in text
     assert "a sampled client received the trainable parameters: " in text and "sent back the trainable" not in text
-    assert "It sent back what it had changed in them and no parameters, each matrix as the factors" in text
+    assert "It sent back how training changed these parameters, and no parameters." in text
+    assert "| factors of the singular value decomposition of its change, or the change" in text
 
 
 def test_fedavg_card_names_returned_parameters(tmp_path):

@@ -40,6 +40,6 @@ def test_a_decision_of_one_process_is_that_of_all(
 def test_processes_in_different_places_say_which_is_where(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates")
     assert answer["codes"] == [1, 1], logs(tmp_path)
-    places = "process 0 at 'evaluation of clients, round 2'; process 1 at 'start of the rounds'"
+    places = "process 0 at 'predictions of an evaluation'; process 1 at 'start of the rounds'"
     for rank in range(2):
         assert places in last_error(tmp_path, rank)

@@ -96,7 +96,7 @@ def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
     assert answer["codes"] == [1, 0], logs(tmp_path)
     error = last_error(tmp_path, 0)
     assert "Process 1 came to the end of its script while process 0 waited" in error
-    assert "at 'evaluation of clients, round 2'" in error
+    assert "at 'predictions of an evaluation'" in error
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import pytest
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 
 from hf_federated import FederatedDataset, FederatedDatasetDict, IidPartitioner
-from hf_federated.data import PartitionFile, PartitionFileError, storage
+from hf_federated.data import PartitionFile, PartitionFileError
 from hf_federated.data.source import content_hash
+from hf_federated.data.storage import folder as folder_module
 from hf_federated.data.storage.partition_file import StoredFile
 
 
@@ -395,14 +396,14 @@ def test_failed_save_keeps_the_existing_folder(clients, tmp_path):
 def test_killed_save_keeps_the_old_folder(clients, tmp_path, monkeypatch):
     clients.save_to_disk(tmp_path / "clients")
     before = files(tmp_path / "clients")
-    write = storage._write_shards
+    write = folder_module._write_shards
 
     def killed(folder, name, *args):
         if name == "3":
             os.kill(os.getpid(), signal.SIGKILL)
         return write(folder, name, *args)
 
-    monkeypatch.setattr(storage, "_write_shards", killed)
+    monkeypatch.setattr(folder_module, "_write_shards", killed)
     replacement = FederatedDataset.from_dict({str(i): Dataset.from_dict({"text": ["a"]}) for i in range(5)})
     process = multiprocessing.get_context("fork").Process(
         target=replacement.save_to_disk, args=(tmp_path / "clients",)

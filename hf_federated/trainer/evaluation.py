@@ -1,0 +1,160 @@
+"""Evaluation over ranks: each rank predicts a share of the batches, and all ranks compute the metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ..distributed.process_group import Processes
+
+
+# Batches that each rank predicts between two exchanges of predictions.
+BATCHES_PER_EXCHANGE = 4
+# A trainer that overrides one of these methods may do more than predict, so every rank then predicts all batches.
+PREDICTION_METHODS = ("evaluation_loop", "prediction_step", "compute_loss")
+# Packages whose overrides only predict.
+KNOWN_PACKAGES = ("transformers", "hf_federated")
+
+
+def can_spread(trainer: Trainer, dataloader: Any) -> bool:
+    """
+    Whether ranks may share the batches of an evaluation and get the results of one process.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        dataloader (`Any`): The evaluation's batches, the same in all ranks.
+    """
+    if not has_length(dataloader) or len(dataloader) < 2:
+        return False
+    for base in type(trainer).__mro__:
+        is_known = base.__module__.partition(".")[0] in KNOWN_PACKAGES
+        if not is_known and any(method in vars(base) for method in PREDICTION_METHODS):
+            return False
+    # Sampled generations depend on all draws before.
+    samples = vars(trainer).get("_gen_kwargs", {}).get("do_sample")
+    if samples is None and getattr(trainer.args, "predict_with_generate", False):
+        samples = trainer.model.generation_config.do_sample
+    return not samples
+
+
+class SpreadLoader(DataLoaderStateMixin):
+    """
+    A data loader that reads ahead, so that ranks can predict several batches at the same time.
+
+    It replaces the data loader in accelerate's gradient state while its batches are used: the trainer asks that state
+    for the end of the data, which the data loader itself reaches earlier.
+
+    Args:
+        dataloader (`Any`): The evaluation's batches, the same in all ranks.
+        window (`int`): Number of batches to read ahead.
+    """
+
+    def __init__(self, dataloader: Any, window: int) -> None:
+        self._dataloader = dataloader
+        self._window_size = window
+        self.gradient_state = GradientState()
+        self.window: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._dataloader)
+        num_left = len(self)
+        while window := list(islice(batches, self._window_size)):
+            self.window = window
+            self.begin()
+            for batch in window:
+                num_left -= 1
+                self.end_of_dataloader = num_left == 0
+                yield batch
+            self.end()
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataloader, name)
+
+
+class SpreadPredictions:
+    """
+    In place of a trainer's `prediction_step`: predicts this rank's share of a window and gathers the predictions.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        processes ([`~hf_federated.distributed.process_group.Processes`]): The ranks.
+        loader ([`SpreadLoader`]): The evaluation's batches.
+    """
+
+    def __init__(self, trainer: Trainer, processes: Processes, loader: SpreadLoader) -> None:
+        self._trainer = trainer
+        self._processes = processes
+        self._loader = loader
+        self._predict = trainer.prediction_step
+        self._preprocess = trainer.preprocess_logits_for_metrics
+        self._predictions: deque[Any] = deque()
+
+    def __call__(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """The loss, logits and labels of the next batch, as `Trainer.prediction_step` returns them."""
+        if not self._predictions:
+            own = {
+                str(number): self._predict_batch(model, batch, prediction_loss_only, ignore_keys)
+                for number, batch in enumerate(self._loader.window)
+                if number % self._processes.world_size == self._processes.rank
+            }
+            combined: dict[str, Any] = {}
+            for part in self._processes.gather("predictions of an evaluation", own):
+                combined |= part
+            self._predictions.extend(combined[str(number)] for number in range(len(self._loader.window)))
+        return _map_tensors(self._predictions.popleft(), self._trainer.args.device)
+
+    def _predict_batch(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
+        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if logits is not None and self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return loss, logits, labels
+
+
+def _map_tensors(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map_tensors(value, device) for value in tree)
+    if isinstance(tree, dict):
+        return {name: _map_tensors(value, device) for name, value in tree.items()}
+    return tree
+
+
+@contextmanager
+def spread_over_ranks(trainer: Any, processes: Processes, dataloader: Any) -> Iterator[SpreadLoader]:
+    """
+    Share the batches of an evaluation among ranks inside the context.
+
+    The evaluation loop of the parent trainer runs in every rank over all batches, with predictions that each rank
+    made for a share of the batches. Losses and metrics therefore are those of one process, bit for bit.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer.
+        processes ([`~hf_federated.distributed.process_group.Processes`]): The ranks.
+        dataloader (`Any`): The evaluation's batches, the same in all ranks.
+
+    Yields:
+        [`SpreadLoader`]: The data loader to evaluate on.
+    """
+    loader = SpreadLoader(dataloader, BATCHES_PER_EXCHANGE * processes.world_size)
+    predictions = SpreadPredictions(trainer, processes, loader)
+    preprocess = trainer.preprocess_logits_for_metrics
+    # The predictions are preprocessed before they are gathered, as whole logits can be large.
+    trainer.prediction_step, trainer.preprocess_logits_for_metrics = predictions, None
+    try:
+        yield loader
+    finally:
+        del trainer.prediction_step
+        trainer.preprocess_logits_for_metrics = preprocess

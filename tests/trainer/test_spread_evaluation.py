@@ -1,0 +1,92 @@
+"""Evaluation over ranks: which evaluations are spread, and the share of each rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import arguments, rows, tiny_model
+from transformers import Trainer
+
+from hf_federated import FederatedConfig, FederatedTrainer, federate
+from hf_federated.trainer.evaluation import SpreadLoader, SpreadPredictions, can_spread
+
+
+def build(tmp_path, base=Trainer, **kwargs):
+    return federate(base)(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={"a": rows(4), "b": rows(4, seed=1)},
+        eval_dataset=rows(7, seed=2),
+        federation=FederatedConfig(num_rounds=1),
+        **kwargs,
+    )
+
+
+def test_an_evaluation_of_several_batches_is_spread(tmp_path):
+    trainer = build(tmp_path)
+    assert can_spread(trainer, trainer.get_eval_dataloader())
+
+
+def test_an_evaluation_of_one_batch_is_not_spread(tmp_path):
+    trainer = build(tmp_path)
+    assert not can_spread(trainer, trainer.get_eval_dataloader(rows(3)))
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "prediction_step", "evaluation_loop"])
+def test_a_trainer_with_its_own_prediction_is_not_spread(tmp_path, method):
+    """The method of a user's trainer may count or log what it sees."""
+    own = type(
+        "Own", (Trainer,), {method: lambda self, *args, **kwargs: getattr(Trainer, method)(self, *args, **kwargs)}
+    )
+    trainer = build(tmp_path, own)
+    assert not can_spread(trainer, trainer.get_eval_dataloader())
+
+
+class TwoRanks:
+    """Both ranks of a launch, of which the test runs one after the other."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.parts: list[dict] = [{}, {}]
+
+    def gather(self, label, tree):
+        self.parts[self.rank] = tree
+        return self.parts
+
+
+def test_each_rank_predicts_every_other_batch(tmp_path):
+    trainer = FederatedTrainer(model=tiny_model(), args=arguments(tmp_path), train_dataset={"a": rows(4)})
+    predicted: list[tuple[int, int]] = []
+    ranks = TwoRanks()
+
+    def prediction_step(model, inputs, prediction_loss_only, ignore_keys=None):
+        predicted.append((ranks.rank, inputs))
+        return torch.tensor(float(inputs)), None, None
+
+    trainer.prediction_step = prediction_step
+    loader = SpreadLoader(SimpleNamespace(__len__=None), 5)
+    loader.window = [10, 11, 12, 13, 14]
+    results = []
+    for ranks.rank in (1, 0):
+        step = SpreadPredictions(trainer, ranks, loader)
+        if ranks.rank == 1:
+            with pytest.raises(KeyError):  # Rank 0 has not predicted yet.
+                step(None, None, True)
+            continue
+        results = [float(step(None, None, True)[0]) for _ in range(5)]
+    assert results == [10, 11, 12, 13, 14]
+    assert predicted == [(1, 11), (1, 13), (0, 10), (0, 12), (0, 14)]
+
+
+def test_the_end_of_the_data_is_announced_with_the_last_batch(tmp_path):
+    trainer = build(tmp_path)
+    plain = trainer.get_eval_dataloader()
+    loader = SpreadLoader(trainer.get_eval_dataloader(), 8)
+    state = trainer.accelerator.gradient_state
+    expected = [(state.end_of_dataloader, state.remainder) for _ in plain]
+    assert [(state.end_of_dataloader, state.remainder) for _ in loader] == expected == [(False, 3), (True, 3)]
+    assert not state.in_dataloader
