@@ -1,10 +1,11 @@
-"""AdaFD with clients of several architectures, weighed by a local language model (LLMWC).
+"""Run AdaFD with clients of several architectures that a local language model weights (LLMWC).
 
     python recipes/adafd/llm_weights.py --data outputs/adafd-inputs --llm HuggingFaceTB/SmolLM2-135M-Instruct
 
-Each domain is a client, with the next of `--client-models`: encoders, or a decoder as a sequence classifier, each with
-its tokenizer. Prints what the language model replied, and each round's weights and weighted F1 of the server's model
-on the validation rows, of which each client's own F1 stands in the prompt; writes them to `llm_weights.json`.
+Each domain is a client. The clients use the models of `--client-models` in turn: encoders, or a decoder as a sequence
+classifier, each with its tokenizer. The script prints the replies of the language model and, for each round, the
+client weights and the server model's weighted F1 on the validation examples. The prompt contains each client's F1 on
+the validation examples of its domain. The script also writes these values to `llm_weights.json`.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ def client_spec(name: str) -> ClientSpec:
     return ClientSpec(model=name, processing_class=tokenizer)
 
 
-def keeping(generate: Callable[[str], str], replies: list[str]) -> Callable[[str], str]:
-    """The same function, whose replies are kept."""
+def record_replies(generate: Callable[[str], str], replies: list[str]) -> Callable[[str], str]:
+    """Wrap `generate` so that each reply is appended to `replies`."""
 
-    def ask(prompt: str) -> str:
+    def generate_and_record(prompt: str) -> str:
         replies.append(generate(prompt))
         return replies[-1]
 
-    return ask
+    return generate_and_record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="as prepare_data.py lays it out")
-    parser.add_argument("--llm", required=True, help="a Hub id or a directory")
+    parser.add_argument("--data", required=True, help="output folder of prepare_data.py")
+    parser.add_argument("--llm", required=True, help="Hub id or folder of the language model")
     parser.add_argument("--server-model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument(
         "--client-models",
@@ -85,7 +86,7 @@ def main() -> None:
     clients = FederatedDataset.from_column(split.private, "domain")
     task = TextClassification(LABELS, max_length=48)
     replies: list[str] = []
-    generate = keeping(text_generation(pipeline("text-generation", options.llm), max_new_tokens=64), replies)
+    generate = record_replies(text_generation(pipeline("text-generation", options.llm), max_new_tokens=64), replies)
     trainer = FederatedTrainer(
         model=task.load_model(options.server_model),
         args=TrainingArguments(

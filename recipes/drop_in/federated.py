@@ -1,4 +1,4 @@
-"""Fresh or rotten? Text classification with `transformers.Trainer`.
+"""Classify movie reviews as fresh or rotten with `transformers.Trainer`.
 
 python THIS_FILE --model MODEL --data FOLDER --output_dir FOLDER [any TrainingArguments]
 """

@@ -1,12 +1,13 @@
-"""FedDRS, figure 4 (a, b): how pseudo-samples become their pseudo-label while they descend, by the adversary.
+"""Measure the quality of pseudo-samples during their optimization, for each adversary (FedDRS, figure 4 (a, b)).
 
     python recipes/feddrs/sample_quality.py --output-dir recipes/feddrs/results/figure4_quality
     python recipes/feddrs/sample_quality.py --set model.name_or_path=DIR --set federation.num_rounds=1 ...
 
-Trains `table1_encoder.yaml` as FedAvg, takes the mean of all clients, and lets the samples of each client descend from
-the same starts for each adversary. Writes `quality.json` and `quality.png`: the mean cross-entropy of the samples with
-their pseudo-label after so many steps, by the client's model (lower: of better quality) and by the server's (higher:
-more adversarial), averaged over clients; a line is the mean over seeds.
+The script trains `table1_encoder.yaml` with FedAvg and takes the mean of all clients. It then optimizes the samples of
+each client by gradient descent from the same starts for each adversary. It writes `quality.json` and `quality.png`
+with the mean cross-entropy of the samples with their pseudo-label after each step. The cross-entropy by the client's
+model measures quality (lower is better); the cross-entropy by the server's model measures how adversarial the samples
+are (higher is more adversarial). Values are averaged over clients; a line is the mean over seeds.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_cur
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"
 ADVERSARIES = {"none": (0.0, "ce"), "CE, λ = 0.01": (0.01, "ce"), "CE, λ = 0.1": (0.1, "ce"), "CE, λ = 1": (1.0, "ce"),
                "KL, λ = 0.1": (0.1, "kl")}  # fmt: skip
-# The script makes samples of its own; the algorithm brings the models together and makes as few as it can.
+# The script creates the samples. The algorithm only provides the models, so its own samples are as small as possible.
 SETTINGS = (
     "federation.distillation_kwargs={post_only: true, post_num_iterations: 1, sampling: adversarial, num_steps: 1, "
     "num_samples: SAMPLES, sample_length: LENGTH, server_learning_rate: 1.0e-12}"
 )
-# The cross-entropies of a descent, by the client's and the server's model: of shape (steps + 1, 2).
+# Cross-entropies of a descent by the client's and the server's model, of shape (steps + 1, 2).
 Curve = list[tuple[float, float]]
 
 
@@ -51,49 +52,62 @@ def descent(
     num_steps: int,
     step_size: float,
 ) -> Curve:
-    """What both models say of samples while these descend."""
-    weight, kind = adversary
-    found, samples = [], start.detach()
-    said: dict[int, float] = {}
+    """
+    Optimize samples by gradient descent and record both models' cross-entropy at each step.
 
-    def watched(who: int, model: Logits) -> Logits:
+    Args:
+        start (`torch.Tensor`): Samples at the start, of shape (samples, positions, hidden size).
+        labels (`torch.Tensor`): Pseudo-labels of the samples.
+        teacher, student (`Logits`): The client's model and the server's model.
+        adversary (`tuple[float, str]`): Weight λ and kind (`"ce"` or `"kl"`) of the adversarial loss.
+        num_steps (`int`): Number of descent steps.
+        step_size (`float`): Size of a step.
+
+    Returns:
+        `list[tuple[float, float]]`: The cross-entropies at the start and after each step.
+    """
+    weight, kind = adversary
+    curve, samples = [], start.detach()
+    losses: dict[int, float] = {}
+
+    def record_loss(index: int, model: Logits) -> Logits:
         def logits(moved: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             out = model(moved, labels)
-            said[who] = float(label_loss(out.detach(), labels)) / len(labels)
+            losses[index] = float(label_loss(out.detach(), labels)) / len(labels)
             return out
 
         return logits
 
-    both = watched(0, teacher), watched(1, student)
+    models = record_loss(0, teacher), record_loss(1, student)
 
     def loss(moved: torch.Tensor) -> torch.Tensor:
-        return adversarial_loss(moved, labels, *both, weight, kind)
+        return adversarial_loss(moved, labels, *models, weight, kind)
 
     for step in range(num_steps + 1):
-        said.clear()
+        losses.clear()
         moved = descend(samples, loss, 1, step_size) if step < num_steps else samples
         with torch.no_grad():
-            for who in {0, 1} - set(said):  # not asked by the loss, or at the end
-                both[who](samples, labels)
-        found.append((said[0], said[1]))
+            for index in {0, 1} - set(losses):  # models that the loss did not call
+                models[index](samples, labels)
+        curve.append((losses[0], losses[1]))
         samples = moved
-    return found
+    return curve
 
 
 @contextmanager
-def watching(num_steps: int, step_size: float) -> Iterator[dict[str, list[Curve]]]:
-    """The descents, by adversary and client, from every start that FedDRS makes meanwhile."""
-    found: dict[str, list[Curve]] = {name: [] for name in ADVERSARIES}
+def record_descents(num_steps: int, step_size: float) -> Iterator[dict[str, list[Curve]]]:
+    """Record one descent for each adversary from each start that FedDRS draws within the context."""
+    curves: dict[str, list[Curve]] = {name: [] for name in ADVERSARIES}
 
-    def watched(
-        start: torch.Tensor, labels: torch.Tensor, teacher: Logits, student: Logits, *own: Any
+    def recorded_loss(
+        start: torch.Tensor, labels: torch.Tensor, teacher: Logits, student: Logits, *settings: Any
     ) -> torch.Tensor:
         for name, adversary in ADVERSARIES.items():
-            found[name].append(descent(start, labels, teacher, student, adversary, num_steps, step_size))
-        return adversarial_loss(start, labels, teacher, student, *own)
+            curves[name].append(descent(start, labels, teacher, student, adversary, num_steps, step_size))
+        return adversarial_loss(start, labels, teacher, student, *settings)
 
-    with patch.object(pseudo_sampler, "adversarial_loss", watched):
-        yield found
+    with patch.object(pseudo_sampler, "adversarial_loss", recorded_loss):
+        yield curves
 
 
 def main() -> None:
@@ -108,33 +122,34 @@ def main() -> None:
     options = parser.parse_args()
     sizes = SETTINGS.replace("SAMPLES", str(options.num_samples)).replace("LENGTH", str(options.sample_length))
     output = Path(options.output_dir)
-    # Of each adversary and seed: mean over clients, of shape (steps + 1, 2).
+    # Mean over clients of shape (steps + 1, 2), for each adversary and seed.
     curves: dict[str, list[np.ndarray]] = {name: [] for name in ADVERSARIES}
     for seed in options.seeds:
         settings = ["federation.distillation=feddrs", sizes, f"training.output_dir={output}", f"training.seed={seed}"]
         run = build_run(load_recipe(RECIPE, [*settings, "training.eval_strategy=no", *options.settings]))
-        with watching(options.num_steps, options.step_size) as found:
+        with record_descents(options.num_steps, options.step_size) as client_curves:
             run.trainer.train()
-        for name, clients in found.items():
+        for name, clients in client_curves.items():
             curves[name].append(np.mean(clients, axis=0))
     names = ("the client's model", "the server's model")
     rows = []
     for name, seeds in curves.items():
         ends = np.array(seeds)[:, [0, -1]]
-        rows.append([name, *(f"{ends[:, place, who].mean():.3f}" for who in (0, 1) for place in (0, 1))])
-    print(table(["adversary", *(f"{own}, {when}" for own in names for when in ("start", "end"))], rows, numeric=True))
+        rows.append([name, *(f"{ends[:, end, index].mean():.3f}" for index in (0, 1) for end in (0, 1))])
+    columns = [f"{model}, {end}" for model in names for end in ("start", "end")]
+    print(table(["adversary", *columns], rows, numeric=True))
     output.mkdir(parents=True, exist_ok=True)
     panels = [
         CurvePanel(
-            f"by {own}",
+            f"by {model}",
             "cross-entropy",
-            {name: [dict(enumerate(each[:, who].tolist())) for each in seeds] for name, seeds in curves.items()},
-            step_name="step of descent",
+            {name: [dict(enumerate(curve[:, index].tolist())) for curve in seeds] for name, seeds in curves.items()},
+            step_name="descent step",
         )
-        for who, own in enumerate(names)
+        for index, model in enumerate(names)
     ]
     plot_learning_curves(panels, output / "quality.png")
-    written = {"options": {key: own for key, own in vars(options).items() if key != "output_dir"}}
+    written = {"options": {key: value for key, value in vars(options).items() if key != "output_dir"}}
     written["curves"] = {name: np.round(seeds, 5).tolist() for name, seeds in curves.items()}
     (output / "quality.json").write_text(json.dumps(written) + "\n", encoding="utf-8")
 

@@ -1,11 +1,11 @@
-"""Makes an encoder-decoder for `table1_encoder_decoder.yaml` where no pretrained one is at hand.
+"""Train a small encoder-decoder for `table1_encoder_decoder.yaml` when no pretrained model is available.
 
     python recipes/feddrs/warm_start.py --encoder sentence-transformers/paraphrase-MiniLM-L3-v2 \
         --texts DIR --column text --output-dir outputs/feddrs-encoder-decoder
 
-Two copies of an encoder are joined by new cross-attention, which learns here to write the first words of a text, so
-that it looks at what the encoder read. Texts are any but the clients': without labels, of a Hub id or a directory.
-Word embeddings keep their values.
+The model is two copies of an encoder, joined by new cross-attention. It learns to write the first words of a text, so
+that the cross-attention learns to read the encoder's output. The texts have no labels, come from a Hub id or a folder,
+and must not be the clients' texts. The word embeddings keep their values.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hf_federated.tasks import Seq2Seq
 
 
 def cut_windows(texts: Dataset, column: str, num_rows: int, seed: int) -> Dataset:
-    """Rows of 8 to 24 words from anywhere in the texts; the target is the first six."""
+    """Draw windows of up to 24 words from the texts; the target is the first six words of a window."""
     generator = np.random.default_rng(seed)
     words = [text.split() for text in texts[column]]
-    words = [own for own in words if len(own) >= 8]
+    words = [text_words for text_words in words if len(text_words) >= 8]
     windows = []
     for number in generator.integers(len(words), size=num_rows):
-        own = words[number]
-        start = int(generator.integers(len(own) - 7))
-        windows.append(own[start : start + int(generator.integers(8, 25))])
-    sources = [" ".join(own) for own in windows]
-    return Dataset.from_dict({"source": sources, "target": [" ".join(own[:6]) for own in windows]})
+        text_words = words[number]
+        start = int(generator.integers(len(text_words) - 7))
+        windows.append(text_words[start : start + int(generator.integers(8, 25))])
+    sources = [" ".join(window) for window in windows]
+    return Dataset.from_dict({"source": sources, "target": [" ".join(window[:6]) for window in windows]})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoder", required=True, help="a Hub id or a directory")
-    parser.add_argument("--texts", required=True, help="a Hub id or a directory with the split train")
+    parser.add_argument("--encoder", required=True, help="Hub id or folder of the encoder")
+    parser.add_argument("--texts", required=True, help="Hub id or folder of texts with the split train")
     parser.add_argument("--column", default="text")
     parser.add_argument("--output-dir", required=True)
     parser.add_argument("--num-steps", type=int, default=400)

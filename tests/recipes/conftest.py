@@ -1,4 +1,4 @@
-"""The inputs that recipes name, on disk."""
+"""Fixtures with the inputs of recipes on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How AdaFD's recipe lays reviews out: domains of other sizes, and test rows with other labels."""
+"""Tests of `prepare_data.py` of the AdaFD recipes: domain sizes, and test examples with shifted label shares."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def counted(rows, *columns):
     return Counter(tuple(row[column] for column in columns) for row in rows)
 
 
-def test_all_rows_are_kept_and_labels_named(prepare):
+def test_default_keeps_all_examples_and_names_the_labels(prepare):
     splits = prepare()
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 240, "validation": 120, "test": 120}
     assert counted(splits["test"], "domain", "label")["south", "positive"] == 50
 
 
-def test_domains_get_other_sizes_and_only_in_training(prepare):
+def test_train_rows_caps_a_domain_in_the_training_split_only(prepare):
     whole, splits = prepare(), prepare("--train-rows", "south=40")
     assert counted(splits["train"], "domain") == {("north",): 120, ("south",): 40}
     assert splits["test"] == whole["test"] and splits == prepare("--train-rows", "south=40")
@@ -58,44 +58,45 @@ def test_domains_get_other_sizes_and_only_in_training(prepare):
     assert texts == [row["text"] for row in whole["train"] if row["text"] in set(texts)]
 
 
-def test_further_test_rows_have_shares_of_a_dirichlet_distribution(prepare):
+def test_test_alpha_adds_a_split_with_new_label_shares(prepare):
     whole, splits = prepare(), prepare("--test-alpha", "0.8", "--seed", "3")
     assert whole.items() <= splits.items() and "shifted" not in whole
     assert {row["text"] for row in splits["shifted"]} <= {row["text"] for row in whole["test"]}
-    found, available = counted(splits["shifted"], "domain", "label"), counted(whole["test"], "domain", "label")
+    counts, available = counted(splits["shifted"], "domain", "label"), counted(whole["test"], "domain", "label")
     for domain in ("north", "south"):
-        own = {key: count for key, count in found.items() if key[0] == domain}
-        assert any(own[key] == available[key] for key in own)  # no more rows of such shares are there
-        shares = [own.get((domain, label), 0) / sum(own.values()) for label in ("neutral", "positive", "negative")]
+        domain_counts = {key: count for key, count in counts.items() if key[0] == domain}
+        assert any(domain_counts[key] == available[key] for key in domain_counts)  # one label is used up
+        total = sum(domain_counts.values())
+        shares = [domain_counts.get((domain, label), 0) / total for label in ("neutral", "positive", "negative")]
         before = [available[domain, label] / 60 for label in ("neutral", "positive", "negative")]
         assert np.abs(np.subtract(shares, before)).max() > 0.05
 
 
-def test_the_shares_follow_the_concentration(prepare):
-    found = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")  # a third each
+def test_large_test_alpha_gives_equal_label_shares(prepare):
+    counts = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")  # a third each
     fewest = {"north": 10, "south": 5}
-    assert len(found) == 6 and all(fewest[domain] - count in (0, 1) for (domain, _), count in found.items())
+    assert len(counts) == 6 and all(fewest[domain] - count in (0, 1) for (domain, _), count in counts.items())
 
 
-def test_a_domain_that_lacks_a_label_keeps_its_others(prepare, tmp_path):
+def test_domain_without_one_label_keeps_its_other_labels(prepare, tmp_path):
     path = tmp_path / "west_test.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"w {n}", "label": n % 2}) for n in range(20)))
-    found = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")
-    of_west = {label: count for (domain, label), count in found.items() if domain == "west"}
-    assert of_west.keys() == {"neutral", "positive"} and min(of_west.values()) >= 9
+    counts = counted(prepare("--test-alpha", "1e9")["shifted"], "domain", "label")
+    west_counts = {label: count for (domain, label), count in counts.items() if domain == "west"}
+    assert west_counts.keys() == {"neutral", "positive"} and min(west_counts.values()) >= 9
 
 
-def test_test_rows_do_not_depend_on_the_sizes_of_training(prepare):
+def test_shifted_split_does_not_depend_on_train_rows(prepare):
     options = ["--test-alpha", "0.8", "--seed", "2"]
     assert prepare(*options)["shifted"] == prepare(*options, "--train-rows", "south=40")["shifted"]
 
 
-def test_one_label_may_have_all_the_share(prepare):
-    found = counted(prepare("--test-alpha", "1e-9")["shifted"], "domain", "label")
-    assert {domain for domain, _ in found} == {"north", "south"} and len(found) == 2
+def test_tiny_test_alpha_gives_one_label_for_each_domain(prepare):
+    counts = counted(prepare("--test-alpha", "1e-9")["shifted"], "domain", "label")
+    assert {domain for domain, _ in counts} == {"north", "south"} and len(counts) == 2
 
 
-def test_splits_are_found_under_their_names(prepare, tmp_path):
+def test_load_dataset_finds_all_splits_by_name(prepare, tmp_path):
     splits = prepare("--test-alpha", "0.8")
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {split: rows["text"][:] for split, rows in loaded.items()} == {
@@ -103,11 +104,11 @@ def test_splits_are_found_under_their_names(prepare, tmp_path):
     }
 
 
-def test_the_card_of_another_stays(prepare, tmp_path):
+def test_foreign_dataset_card_is_not_overwritten(prepare, tmp_path):
     prepare()
-    prepare("--test-alpha", "0.8")  # its own is written again
+    prepare("--test-alpha", "0.8")  # overwrites the card that the script wrote
     (tmp_path / "out" / "README.md").write_text("mine")
-    with pytest.raises(SystemExit, match="is not of this script"):
+    with pytest.raises(SystemExit, match="was not written by this script"):
         prepare()
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
@@ -118,11 +119,11 @@ def test_the_card_of_another_stays(prepare, tmp_path):
         (["--train-rows", "east=3"], "names east"),
         (["--train-rows", "north"], "not of the form domain=rows"),
         (["--train-rows", "north=0"], "not of the form domain=rows"),
-        (["--test-alpha", "0"], "must be more than 0"),
-        (["--test-alpha", "nan"], "must be more than 0, and finite"),
+        (["--test-alpha", "0"], "must be greater than 0"),
+        (["--test-alpha", "nan"], "must be greater than 0 and finite"),
     ],
 )
-def test_bad_options_are_refused(prepare, capsys, options, message):
+def test_invalid_options_raise(prepare, capsys, options, message):
     with pytest.raises(SystemExit) as error:
         prepare(*options)
     assert message in f"{error.value} {capsys.readouterr().err}"

@@ -1,4 +1,4 @@
-"""MRQA's rows as those of `QuestionAnswering`: answers stand where they are said to, and each subset is a client."""
+"""Tests of `convert_mrqa.py` of the FedNLP recipes: answer spans, the draw, and the written clients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CONTEXT = "The 50th game was played by the  Denver Broncos and by Carolina. Denv
 
 
 def mrqa(*answers: tuple[str, list[tuple[int, int]]], **changed: Any) -> dict[str, Any]:
-    """A row as the Hub has it: of each answer the text and the places, with the last character counted in."""
-    spans = [{"start": [a for a, _ in places], "end": [b for _, b in places]} for _, places in answers]
+    """Build an example in the Hub's format: the text and the spans of each answer, with an inclusive end."""
+    spans = [{"start": [a for a, _ in ranges], "end": [b for _, b in ranges]} for _, ranges in answers]
     detected = {"text": [text for text, _ in answers], "char_spans": spans, "token_spans": spans}
     row = {"subset": "SQuAD", "context": CONTEXT, "qid": "q0", "question": "Who won?", "detected_answers": detected}
     return {**row, "answers": [text for text, _ in answers], **changed}
@@ -40,18 +40,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]")
 
 
-def test_the_end_of_a_span_is_its_last_character():
+def test_end_of_a_span_is_inclusive():
     row = SCRIPT["convert_row"](mrqa(("Carolina", [(55, 62)])))
     assert row["answers"] == {"text": ["Carolina"], "answer_start": [55]}
     assert (row["id"], row["question"], row["context"], row["subset"]) == ("q0", "Who won?", CONTEXT, "SQuAD")
 
 
-def test_all_places_count_and_annotators_who_agree_count_once():
+def test_all_spans_are_kept_without_duplicates():
     row = SCRIPT["convert_row"](mrqa(("Denver", [(33, 38), (65, 70)]), ("Denver", [(65, 70)])))
     assert row["answers"] == {"text": ["Denver", "Denver"], "answer_start": [33, 65]}
 
 
-def test_answers_take_the_wording_of_the_context():
+def test_answers_use_the_wording_of_the_context():
     row = SCRIPT["convert_row"](mrqa(("the denver broncos", [(28, 47)])))
     assert row["answers"] == {"text": ["the  Denver Broncos"], "answer_start": [28]}
 
@@ -59,16 +59,16 @@ def test_answers_take_the_wording_of_the_context():
 @pytest.mark.parametrize(
     "answer",
     [("Denver", [(34, 39)]), ("Denver", [(400, 405)]), ("Denver", []), ("!", [(75, 75)]), (" ", [(31, 32)])],
-    ids=["beside it", "outside", "nowhere", "other punctuation", "nothing but space"],
+    ids=["shifted", "out of range", "no span", "punctuation only", "whitespace only"],
 )
-def test_an_answer_that_stands_elsewhere_is_dropped(answer):
+def test_answers_that_do_not_match_their_span_are_dropped(answer):
     assert SCRIPT["convert_row"](mrqa(answer)) is None
     kept = SCRIPT["convert_row"](mrqa(answer, ("won", [(72, 74)])))
     assert kept["answers"] == {"text": ["won"], "answer_start": [72]}
 
 
-def written(num_rows: int) -> Dataset:
-    """Rows of two subsets; the first answer of every fifth row stands elsewhere."""
+def build_examples(num_rows: int) -> Dataset:
+    """Build examples of two subsets, in which the answer of every fifth example does not match its span."""
     return Dataset.from_list(
         [
             mrqa(("won", [(72 - 2 * (i % 5 == 0), 74)]), qid=f"q{i}", subset=["SQuAD", "TriviaQA-web"][i % 2])
@@ -77,19 +77,19 @@ def written(num_rows: int) -> Dataset:
     )
 
 
-def test_as_many_rows_are_drawn_as_are_wanted_and_the_bad_ones_are_counted():
+def test_draw_returns_the_requested_number_and_counts_skipped_examples():
     draw = SCRIPT["draw_rows"]
-    drawn, dropped = draw(written(40), {"SQuAD": 10, "TriviaQA": 99})
+    drawn, dropped = draw(build_examples(40), {"SQuAD": 10, "TriviaQA": 99})
     assert drawn["subset"][:] == ["SQuAD"] * 10 + ["TriviaQA-web"] * 16
     assert dropped["TriviaQA"] == 4 and 0 <= dropped["SQuAD"] <= 4
     assert len(set(drawn["id"])) == 26 and not {f"q{i}" for i in range(0, 40, 5)} & set(drawn["id"])
-    assert draw(written(40), {"SQuAD": 10}, seed=0)[0]["id"][:] == drawn["id"][:10]
-    assert draw(written(40), {"SQuAD": 10}, seed=1)[0]["id"][:] != drawn["id"][:10]
-    with pytest.raises(ValueError, match="no rows of NewsQA; the subsets are"):
-        draw(written(4), {"NewsQA": 1})
+    assert draw(build_examples(40), {"SQuAD": 10}, seed=0)[0]["id"][:] == drawn["id"][:10]
+    assert draw(build_examples(40), {"SQuAD": 10}, seed=1)[0]["id"][:] != drawn["id"][:10]
+    with pytest.raises(ValueError, match="no examples of NewsQA. The subsets are"):
+        draw(build_examples(4), {"NewsQA": 1})
 
 
-def test_the_script_writes_clients_that_the_task_can_encode(tmp_path, monkeypatch, capsys, tokenizer):
+def test_script_writes_clients_that_the_task_encodes(tmp_path, monkeypatch, capsys, tokenizer):
     for split in ("train", "validation"):
         subsets = list(SCRIPT["NUM_ROWS"])
         rows = [mrqa(("won", [(72, 74)]), qid=f"{split}{i}", subset=subsets[i % 6]) for i in range(12)]
@@ -97,7 +97,7 @@ def test_the_script_writes_clients_that_the_task_can_encode(tmp_path, monkeypatc
     arguments = ["convert_mrqa.py", "--data", str(tmp_path / "hub"), "--output-dir", str(tmp_path / "mrqa")]
     monkeypatch.setattr("sys.argv", arguments)
     SCRIPT["main"]()
-    assert "train: 12 rows" in capsys.readouterr().out
+    assert "train: 12 examples" in capsys.readouterr().out
     for split in ("train", "test"):
         rows = Dataset.from_parquet(str(tmp_path / "mrqa" / f"{split}.parquet"), cache_dir=str(tmp_path / "cache"))
         clients = FederatedDataset.from_column(rows, "subset")

@@ -1,4 +1,4 @@
-"""The picture of figure 3 of FedDRS: clients of each α."""
+"""Test of `draw_partitions.py` of the FedDRS recipes, which plots the clients of each α."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = str(Path(__file__).parents[2] / "recipes" / "feddrs" / "draw_partitions.py")
 
 
-def test_a_panel_for_each_alpha_is_drawn(superglue_dir, tmp_path, monkeypatch, capsys):
+def test_script_plots_one_panel_for_each_alpha(superglue_dir, tmp_path, monkeypatch, capsys):
     settings = [f"data.path={superglue_dir}", "partition.num_clients=3", "public=null"]
     given = [part for setting in settings for part in ("--set", setting)]
     monkeypatch.setattr(sys, "argv", [SCRIPT, "--output", str(tmp_path / "out" / "cut.png"), *given])

@@ -1,4 +1,4 @@
-"""How the FedDRS recipes get SuperGLUE's eight tasks as one data set."""
+"""Tests of `prepare_data.py` of the FedDRS recipes, which writes SuperGLUE's eight tasks as one dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = str(Path(__file__).parents[2] / "recipes" / "feddrs" / "prepare_data.py
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """The benchmark's files as they may lie about: under several names, packed or not."""
+    """Write the benchmark's files under several folder and file names, compressed or not."""
     for task, rows in FILES.items():
         folder = tmp_path / "data" / {"rte": "glue_rte", "cb": "cb"}.get(task, f"superglue_{task}")
         folder.mkdir(parents=True)
@@ -34,7 +34,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, data_dir: Path, *options: str) -> Any:
-    """Runs the script, and loads what it wrote as a recipe does."""
+    """Run the script and load its output like a recipe does."""
     output = data_dir.parent / "out"
     given = ["--data-dir", str(data_dir), "--output-dir", str(output), *options]
     monkeypatch.setattr(sys, "argv", [SCRIPT, *given])
@@ -42,27 +42,27 @@ def prepare(monkeypatch: pytest.MonkeyPatch, data_dir: Path, *options: str) -> A
     return load_dataset(str(output), split=["train", "validation"])
 
 
-def test_all_tasks_become_one_data_set(monkeypatch, data_dir, capsys):
+def test_all_tasks_become_one_dataset(monkeypatch, data_dir, capsys):
     for rows in prepare(monkeypatch, data_dir):
         for task in LABELS:
-            of_task = rows.filter(lambda name, task=task: name == task, input_columns="task")
-            assert of_task[:] == superglue_rows(task, files(task))[:]
+            task_rows = rows.filter(lambda name, task=task: name == task, input_columns="task")
+            assert task_rows[:] == superglue_rows(task, files(task))[:]
         assert set(rows["task"]) == set(LABELS)
-    assert "train      multirc       1 raw,       5 rows,       5 taken" in capsys.readouterr().out
+    assert "train      multirc       1 raw,       5 examples,       5 taken" in capsys.readouterr().out
 
 
-def test_caps_take_whole_questions(monkeypatch, data_dir):
+def test_caps_keep_whole_questions(monkeypatch, data_dir):
     train, validation = prepare(
         monkeypatch, data_dir, "--max-train-rows", "1", "multirc=4", "record=3", "--max-validation-rows", "record=5"
     )
     counts = {task: train["task"][:].count(task) for task in LABELS}
-    # Of 3 + 2 answers, and of two queries with 3 candidates each.
+    # MultiRC has questions with 3 and 2 answers, ReCoRD two queries with 3 candidates each.
     assert counts.pop("multirc") in (2, 3) and counts.pop("record") == 3 and set(counts.values()) == {1}
     assert len({name for name in train["question"] if name.startswith(("multirc", "record"))}) == 2
     assert validation["task"][:].count("record") == 3 and validation["task"][:].count("multirc") == 5
 
 
-def test_some_tasks_and_marked_nouns(monkeypatch, data_dir):
+def test_tasks_and_mark_span1_options(monkeypatch, data_dir):
     train, _ = prepare(monkeypatch, data_dir, "--tasks", "wsc", "cb", "--mark-span1")
     assert set(train["task"]) == {"wsc", "cb"}
     assert sum("* Eve *" in source for source in train["source"]) == 1
@@ -71,17 +71,17 @@ def test_some_tasks_and_marked_nouns(monkeypatch, data_dir):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-train-rows", "qnli=3"], "'qnli=3' is no cap"),
-        (["--max-train-rows", "0"], "'0' is no cap; write a number from 1"),
-        (["--max-train-rows", "record=2"], "A cap of 2 rows is less than the first question"),
+        (["--max-train-rows", "qnli=3"], "'qnli=3' is not a cap"),
+        (["--max-train-rows", "0"], "'0' is not a cap. Set a number of at least 1"),
+        (["--max-train-rows", "record=2"], "The cap of 2 examples is smaller than the first drawn question"),
     ],
 )
-def test_a_cap_that_cannot_be_is_refused(monkeypatch, data_dir, options, message):
+def test_invalid_caps_raise(monkeypatch, data_dir, options, message):
     with pytest.raises(SystemExit, match=message):
         prepare(monkeypatch, data_dir, *options)
 
 
-def test_a_missing_file_and_a_bad_row_are_named(monkeypatch, data_dir):
+def test_missing_file_and_invalid_label_raise(monkeypatch, data_dir):
     path = data_dir / "superglue_copa" / "dev.jsonl"
     path.write_text(json.dumps({**FILES["copa"][0], "label": 5}) + "\n")
     with pytest.raises(SystemExit, match="validation: Row 0 of 'copa' has the label 5; allowed are 'choice1'"):

@@ -1,4 +1,4 @@
-"""How the FedNLP recipes get a three-layer model: out of an ONNX graph whose matrices have lost their names."""
+"""Tests of `prepare_data.py` of the FedNLP recipes, which converts an ONNX graph with unnamed matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layers() -> nn.ModuleDict:
 
 
 def graph() -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """`layers` as an exporter writes them: x @ W + b twice, then the layer norm; a bias stands on either side."""
+    """Build the exported graph of `layers`: x @ W + b twice with the bias on either side, then the layer norm."""
     state = {name: value.numpy() for name, value in layers().state_dict().items()}
     numbered = {"up.weight": "onnx::MatMul_7", "down.weight": "onnx::MatMul_8"}
     weights = {
@@ -38,7 +38,7 @@ def graph() -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     return weights, operations
 
 
-def test_matrices_are_named_by_the_bias_that_is_added():
+def test_matrices_get_the_name_of_the_added_bias():
     state = SCRIPT["name_weights"](*graph())
     expected = layers().state_dict()
     assert sorted(state) == sorted(expected) == sorted(NAMES)
@@ -46,21 +46,21 @@ def test_matrices_are_named_by_the_bias_that_is_added():
         assert torch.equal(torch.from_numpy(state[name].copy()), value), name
 
 
-def test_a_matrix_without_a_bias_is_an_error():
+def test_matrix_without_a_bias_raises():
     weights, operations = graph()
     del operations["d"]
-    with pytest.raises(ValueError, match=r"\['onnx::MatMul_8'\], so these have no names"):
+    with pytest.raises(ValueError, match=r"\['onnx::MatMul_8'\], so these matrices have no names"):
         SCRIPT["name_weights"](weights, operations)
 
 
-def test_two_tensors_of_one_name_are_an_error():
+def test_duplicate_tensor_names_raise():
     weights, operations = graph()
     operations["d"] = ["c", "model.0.auto_model.up.bias"]
     with pytest.raises(ValueError, match="Two tensors have the same name"):
         SCRIPT["name_weights"](weights, operations)
 
 
-def test_a_graph_is_read_from_its_file(tmp_path):
+def test_read_graph_from_file(tmp_path):
     onnx = pytest.importorskip("onnx", reason="onnx is a requirement of the script, not of the package")
     weights, operations = graph()
     kinds = {"a": "MatMul", "b": "Add", "c": "MatMul", "d": "Add", "e": "LayerNormalization"}

@@ -1,4 +1,4 @@
-"""AdaFD's recipe with a local language model that weighs the clients."""
+"""Tests of `llm_weights.py` of the AdaFD recipes, in which a local language model weights the clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 SCRIPT = str(Path(__file__).parents[2] / "recipes" / "adafd" / "llm_weights.py")
 
 
-def test_clients_of_several_architectures_are_weighed(model_dir, llama_dir, tmp_path, monkeypatch, capsys):
+def test_script_weights_clients_of_two_architectures(model_dir, llama_dir, tmp_path, monkeypatch, capsys):
     for split, number in (("train", 40), ("validation", 12)):
         rows = [
             {"text": ["bright film", "dull plot", "a cold film"][row % 3], "label": label, "domain": domain}
@@ -27,9 +27,9 @@ def test_clients_of_several_architectures_are_weighed(model_dir, llama_dir, tmp_
     monkeypatch.setattr(sys, "argv", [SCRIPT, *given, *sizes, "--client-models", str(model_dir), str(llama_dir)])
     runpy.run_path(SCRIPT, run_name="__main__")
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "out" / "llm_weights.json").read_text())
-    assert len(found["weights"]) == len(found["f1_weighted"]) == 2
-    assert all(sum(weights.values()) == pytest.approx(1) for weights in found["weights"])
-    # A model that never learnt to write replies no numbers: asked three times a round, then ENWC.
-    assert found["fell_back"] == [True, True] and len(found["replies"]) == 6
+    results = json.loads((tmp_path / "out" / "llm_weights.json").read_text())
+    assert len(results["weights"]) == len(results["f1_weighted"]) == 2
+    assert all(sum(weights.values()) == pytest.approx(1) for weights in results["weights"])
+    # A random language model replies without numbers: three attempts a round, then the weights of ENWC.
+    assert results["fell_back"] == [True, True] and len(results["replies"]) == 6
     assert printed.count("| yes |") == 2

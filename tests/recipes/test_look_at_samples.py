@@ -1,4 +1,4 @@
-"""What the FedDRS recipe's look at its pseudo-samples prints and writes."""
+"""Tests of `look_at_samples.py` of the FedDRS recipes, which audits pseudo-samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = "{num_samples: 4, sample_length: 4, num_steps: 3, step_size: 5.0}"
 
 @pytest.fixture
 def look(model_dir, superglue_dir, tmp_path, monkeypatch):
-    """Runs the script on a tiny model, and returns where it wrote."""
+    """Run the script on a tiny model and return its output folder."""
 
     def run(*options):
         settings = [
@@ -43,7 +43,7 @@ def look(model_dir, superglue_dir, tmp_path, monkeypatch):
     return run
 
 
-def test_a_table_a_picture_and_a_card_with_the_same_numbers_are_written(look, capsys):
+def test_script_writes_the_same_table_to_card_and_report_and_a_figure(look, capsys):
     output = look()
     printed = capsys.readouterr().out
     rows = re.findall(r"^\| \S+ \|(?: [01]\.\d{4} \|){4}$", printed, flags=re.MULTILINE)
@@ -60,6 +60,8 @@ def test_a_table_a_picture_and_a_card_with_the_same_numbers_are_written(look, ca
     assert list(model.config.id2label.values()) == list(LABEL_NAMES)
 
 
-def test_a_client_without_samples_is_named_with_those_that_have_some(look):
-    with pytest.raises(SystemExit, match="Client 'nobody' has no samples of the last round; these have: "):
-        look("--client", "nobody")
+def test_client_without_samples_raises_and_lists_the_clients_with_samples(look):
+    with pytest.raises(
+        SystemExit, match="Client 'missing' has no samples of the last round. Set --client to one of: "
+    ):
+        look("--client", "missing")

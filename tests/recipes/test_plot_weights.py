@@ -1,4 +1,4 @@
-"""The picture of what AdaFD's clients weighed, from the records of a benchmark."""
+"""Tests of `plot_weights.py` of the AdaFD recipes, which plots client weights from the records of a benchmark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(run, seed, *rounds):
 
 def test_weights_are_means_over_seeds(plot, capsys):
     picture = plot(
-        record("β = 1", 0, {"north": 0.0, "south": 1.0}),  # made anew below
+        record("β = 1", 0, {"north": 0.0, "south": 1.0}),  # superseded by the next record
         record("β = 1", 0, {"north": 0.5, "south": 0.5}, {"north": 0.2, "south": 0.8}),
         record("β = 1", 1, {"north": 0.7, "south": 0.3}, {"south": 1.0}),
         record("β = 5", 0, {"north": 0.9, "south": 0.1}),
@@ -50,7 +50,7 @@ def test_weights_are_means_over_seeds(plot, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_panels_have_the_clients_in_one_order_and_only_seeds_with_a_round_count(plot, capsys):
+def test_panels_share_the_client_order_and_average_only_seeds_that_have_the_round(plot, capsys):
     plot(
         record("A", 0, {"north": 0.25, "south": 0.75}),
         record("A", 1, {"south": 0.5, "north": 0.5}, {"north": 0.5, "south": 0.5}),
@@ -63,6 +63,6 @@ def test_all_panels_have_the_clients_in_one_order_and_only_seeds_with_a_round_co
     ]
 
 
-def test_records_without_weights_have_no_picture(plot):
-    with pytest.raises(SystemExit, match="No run in .* says what its clients weighed"):
+def test_records_without_client_weights_raise(plot):
+    with pytest.raises(SystemExit, match="No run in .* has client weights"):
         plot(record("DS-FL", 0, {}))

@@ -1,4 +1,4 @@
-"""What the FedDRS recipe measures of descending pseudo-samples, and writes."""
+"""Tests of `sample_quality.py` of the FedDRS recipes, which measures pseudo-samples during their optimization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 SCRIPT = str(Path(__file__).parents[2] / "recipes" / "feddrs" / "sample_quality.py")
 
 
-def test_curves_of_every_adversary_are_written(model_dir, superglue_dir, tmp_path, monkeypatch, capsys):
+def test_script_writes_one_curve_for_each_adversary_and_seed(model_dir, superglue_dir, tmp_path, monkeypatch, capsys):
     settings = [
         f"model.name_or_path={model_dir}",
         f"data.path={superglue_dir}",
@@ -34,18 +34,18 @@ def test_curves_of_every_adversary_are_written(model_dir, superglue_dir, tmp_pat
     curves = json.loads((tmp_path / "quality.json").read_text())["curves"]
     assert list(curves) == names and all(name in printed for name in names)
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
-    values = {name: np.array(own) for name, own in curves.items()}
-    assert {own.shape for own in values.values()} == {(2, 5, 2)}
-    # From the same starts; what descends without an adversary becomes its label to the client's model.
-    assert all(np.array_equal(own[:, 0], values["none"][:, 0]) for own in values.values())
+    values = {name: np.array(curve) for name, curve in curves.items()}
+    assert {curve.shape for curve in values.values()} == {(2, 5, 2)}
+    # All adversaries use the same starts. Without an adversary, the client's model fits the pseudo-label better.
+    assert all(np.array_equal(curve[:, 0], values["none"][:, 0]) for curve in values.values())
     assert (values["none"][:, -1, 0] < values["none"][:, 0, 0]).all()
 
 
-def test_an_adversary_raises_the_servers_loss():
+def test_adversary_increases_the_servers_loss():
     descent = runpy.run_path(SCRIPT)["descent"]
     torch.manual_seed(0)
     weights = torch.randn(2, 6, 3)
-    teacher, student = (lambda samples, labels, own=own: samples.mean(1) @ own for own in weights)
+    teacher, student = (lambda samples, labels, weight=weight: samples.mean(1) @ weight for weight in weights)
     start, labels = torch.randn(8, 4, 6), torch.randint(3, (8,))
     ends = [descent(start, labels, teacher, student, (weight, "ce"), 20, 0.5)[-1] for weight in (0.0, 0.5)]
     assert ends[1][1] > ends[0][1]

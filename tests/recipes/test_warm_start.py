@@ -1,4 +1,4 @@
-"""The FedDRS recipe's encoder-decoder of two encoders."""
+"""Tests of `warm_start.py` of the FedDRS recipes, which joins two encoders to an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 SCRIPT = str(Path(__file__).parents[2] / "recipes" / "feddrs" / "warm_start.py")
 
 
-def test_an_encoder_decoder_is_written_whose_word_embeddings_are_the_encoders(model_dir, tmp_path, monkeypatch):
+def test_script_writes_an_encoder_decoder_with_the_encoders_word_embeddings(model_dir, tmp_path, monkeypatch):
     texts = [" ".join(["bright film and a warm plot not dull"] * 3), "film"]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -32,7 +32,7 @@ def test_an_encoder_decoder_is_written_whose_word_embeddings_are_the_encoders(mo
     assert model.config.decoder_start_token_id == AutoTokenizer.from_pretrained(output).cls_token_id
 
 
-def test_windows_are_of_any_place_and_their_targets_begin_them():
+def test_windows_start_anywhere_and_targets_are_their_first_words():
     cut_windows = runpy.run_path(SCRIPT)["cut_windows"]
     texts = Dataset.from_dict({"text": [" ".join(map(str, range(40))), "too short"]})
     windows = cut_windows(texts, "text", 200, seed=0)
