@@ -1,11 +1,12 @@
-"""What the interactive exchange of FedID costs over a bare loop that does the same forward and backward passes.
+"""Measure FedID's interactive exchange against a bare loop with the same forward and backward passes.
 
     python benchmarks/distillation.py                     # MiniLM-L3's size, 4 clients
     python benchmarks/distillation.py --hidden-size 32 --num-clients 8 --repetitions 5
 
-The bare loop holds all models, has no messages, no trainer and no ledger, and for every mini-batch: a forward pass of
-each client, the server's two gradients for the feedback and its forward derivative, the server's step, and a backward
-pass and a step of each client. Both sides run in this process in turn; the ratio is of the medians.
+The bare loop holds all models and has no messages, no trainer and no ledger. For every mini-batch it runs a forward
+pass of each client, the server's two gradients for the feedback and its forward derivative, the server's step, and a
+backward pass and a step of each client. The library and the bare loop take turns in one process. The ratio is that of
+the medians.
 """
 
 from __future__ import annotations
@@ -45,7 +46,16 @@ def timed(function: Callable[[], Any]) -> float:
 def bare_round(
     models: list[Any], optimizers: list[Any], options: argparse.Namespace, public: Any, labelled: Any
 ) -> None:
-    """One pass over the public rows, without the library's rounds. The server's model is the first."""
+    """
+    Run one pass over the public examples without the library.
+
+    Args:
+        models (`list[torch.nn.Module]`): The server's model, then the clients' models.
+        optimizers (`list[torch.optim.Optimizer]`): Optimizers of the models, in the same order.
+        options (`argparse.Namespace`): Options of the command line.
+        public (`datasets.Dataset`): Public examples.
+        labelled (`datasets.Dataset`): Labeled examples of the server.
+    """
     server, *clients = models
     tokens = torch.tensor(public["input_ids"])
     labelled_tokens, labels = torch.tensor(labelled["input_ids"]), torch.tensor(labelled["labels"])
@@ -55,11 +65,11 @@ def bare_round(
         predictions = [client(**inputs).logits for client in clients]
         ensemble = torch.stack([logits.detach().softmax(-1) for logits in predictions]).mean(0)
         parameters = dict(server.named_parameters())
-        some = torch.randperm(len(labels), generator=torch.Generator().manual_seed(number))[: options.batch_size]
+        drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(number))[: options.batch_size]
         with evaluation_mode(server):
             gradients = loss_gradients(soft_cross_entropy(server(**inputs).logits, ensemble), parameters)
             with virtual_step(parameters, gradients, size):
-                loss = F.cross_entropy(server(input_ids=labelled_tokens[some]).logits, labels[some])
+                loss = F.cross_entropy(server(input_ids=labelled_tokens[drawn]).logits, labels[drawn])
                 validation = loss_gradients(loss, parameters)
         feedback = chain_rule_feedback(server, inputs, validation, size)
         server.train()
@@ -93,7 +103,7 @@ def main() -> None:
         server_dataset=labelled,
     )
     bare = [copy.deepcopy(trainer.model) for _ in range(1 + options.num_clients)]
-    # As the Trainer's, and as the library's they last for the run.
+    # The same optimizer as in the Trainer. It lasts for the whole run, as in the library.
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) for model in bare]
     seconds: dict[str, list[float]] = {"library": [], "bare loop": []}
     algorithm = trainer.distillation
@@ -107,7 +117,7 @@ def main() -> None:
 
     algorithm.distill = measured
     trainer.train()
-    # The first round of both makes the optimizers' states and warms caches.
+    # The first round creates the optimizer states and fills caches, so it is left out.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     ratio = medians["library"] / medians["bare loop"]
     print(f"library / bare loop: {ratio:.3f}  ({medians['library']:.3f} s / {medians['bare loop']:.3f} s a round)")

@@ -1,4 +1,4 @@
-"""What the benchmarks of distillation share: their options, random rows, and a federation of small BERTs."""
+"""Shared code of the distillation benchmarks: options, random examples and a federation of small BERT models."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hf_federated import FederatedConfig, FederatedTrainer
 
 def size_options(description: str | None, num_clients: int, batch_size: int, length: int) -> argparse.ArgumentParser:
     """
-    The options of every such benchmark. The default model has MiniLM-L3's size.
+    Create the parser with the options of every distillation benchmark. The default model has MiniLM-L3's size.
 
     Args:
-        description (`str`, *optional*): The benchmark's docstring.
-        num_clients, batch_size, length (`int`): Defaults.
+        description (`str`, *optional*): Docstring of the benchmark.
+        num_clients, batch_size, length (`int`): Default values of the options.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-clients", type=int, default=num_clients)
     parser.add_argument("--num-layers", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--batch-size", type=int, default=batch_size)
-    parser.add_argument("--length", type=int, default=length, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=length, help="number of tokens of an example")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", help="a JSON file for the numbers")
+    parser.add_argument("--output", help="JSON file to write the numbers to")
     return parser
 
 
 def random_rows(num_rows: int, length: int, vocabulary: int, seed: int) -> Dataset:
-    """Random tokens, with a label that follows from the first."""
+    """Create examples of random tokens, with a label that follows from the first token."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, vocabulary, (num_rows, length), generator=generator)
     return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": (tokens[:, 0] % 2).tolist()})
@@ -46,18 +46,19 @@ def build_trainer(
     train_dataset: dict[str, Dataset],
     federation: FederatedConfig,
     arguments: dict[str, Any] | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> FederatedTrainer:
     """
-    A trainer that has not been trained, with random weights, on the CPU, which writes nothing.
+    Create an untrained trainer with random weights on the CPU that writes no files.
 
     Args:
-        options (`argparse.Namespace`): Of a parser from [`size_options`]. Its number of threads is set.
-        vocabulary (`int`): Words of the model.
-        train_dataset (`dict[str, Dataset]`): Rows by client.
-        federation ([`FederatedConfig`]): What is benchmarked.
-        arguments (`dict[str, Any]`, *optional*): Further training arguments.
-        others (`Any`): Further arguments of the trainer.
+        options (`argparse.Namespace`): Options of a parser from [`size_options`]. The function sets PyTorch's number
+            of threads from it.
+        vocabulary (`int`): Vocabulary size of the model.
+        train_dataset (`dict[str, Dataset]`): Examples by client.
+        federation ([`FederatedConfig`]): Configuration to benchmark.
+        arguments (`dict[str, Any]`, *optional*): Additional training arguments.
+        kwargs (`Any`): Additional arguments of the trainer.
     """
     torch.set_num_threads(options.threads)
     config = BertConfig(
@@ -81,12 +82,12 @@ def build_trainer(
         ),
         train_dataset=train_dataset,
         federation=federation,
-        **others,
+        **kwargs,
     )
 
 
 def write_numbers(options: argparse.Namespace, **numbers: Any) -> None:
-    """Writes what was measured, with the options, where `--output` says; nothing without it."""
+    """Write the numbers and the options to the file of `--output`, if it is set."""
     if options.output:
         with open(options.output, "w", encoding="utf-8") as file:
             json.dump({**numbers, "options": vars(options)}, file, indent=2)

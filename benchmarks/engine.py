@@ -1,11 +1,11 @@
-"""What federating costs: time over a bare PyTorch loop, memory, Flower's simulation engine beside it, adapter swaps.
+"""Measure the cost of federated training: time over a bare PyTorch loop, memory, Flower's simulation, adapter swaps.
 
-    python benchmarks/engine.py                          # everything
-    python benchmarks/engine.py overhead adapter         # some of it
+    python benchmarks/engine.py                          # all measurements
+    python benchmarks/engine.py overhead adapter         # two measurements
     python benchmarks/engine.py --quick --output out.json
 
-Every measurement runs in processes of its own. `README.md` beside this file says what each one compares and how.
-`flower` needs the `benchmark` extra, or `--flower-python` naming an interpreter that has it.
+Every measurement runs in separate processes. `README.md` in this folder describes each measurement. `flower` needs the
+`benchmark` extra, or `--flower-python` with an interpreter that has it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MEMORY = {"model": "memory", "local_steps": 1, "batch_size": 1, "sequence_length
 
 class Bench:
     """
-    Runs measurements and keeps what they came to.
+    Run measurements in fresh processes and return their results.
 
     Args:
-        options (`argparse.Namespace`): Of the command line.
-        folder (`pathlib.Path`): For specifications, results and what the sides share.
+        options (`argparse.Namespace`): Options of the command line.
+        folder (`pathlib.Path`): Folder for specifications, results and inputs that the compared sides share.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -53,22 +53,22 @@ class Bench:
             "TOKENIZERS_PARALLELISM": "false",
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # A checkout works without being installed.
+            # The scripts also run from a checkout that is not installed.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         }
 
     def run(self, name: str, workload: dict[str, Any], watch: bool = False, **spec: Any) -> dict[str, Any]:
         """
-        One measurement in a fresh process.
+        Run one measurement in a fresh process.
 
         Args:
             name (`str`): `"flower"`, or a name of `measure.MEASUREMENTS`.
             workload (`dict`): Fields of a `Workload`.
-            watch (`bool`): Sample the memory of the process and all its children.
-            spec (`Any`): What else the measurement reads.
+            watch (`bool`): Whether to sample the memory of the process and all its children.
+            spec (`Any`): Additional settings of the measurement.
 
         Raises:
-            RuntimeError: If the process failed. The message has the end of its output.
+            RuntimeError: If the process failed. The message contains the end of its output.
         """
         self._num_runs += 1
         result_path = self.folder / f"result-{self._num_runs}.json"
@@ -84,7 +84,7 @@ class Bench:
         return {**json.loads(result_path.read_text()), **({"memory": memory} if watch else {})}
 
     def overhead(self) -> dict[str, Any]:
-        """(a) Seconds a round and a client over the bare loop and over the plain Trainer's steps."""
+        """(a) Measure the time of rounds and clients over the bare loop and over the plain Trainer's steps."""
         quick = self.options.quick
         cases = [("tiny", TINY, clients, rounds) for clients, rounds in ((10, 9), (100, 4), (1000, 3))]
         if quick:
@@ -136,7 +136,7 @@ class Bench:
         return {"cases": entries}
 
     def memory(self) -> dict[str, Any]:
-        """(b) Peak memory of a run, by number of clients."""
+        """(b) Measure the peak memory of a run, by number of clients."""
         counts = (2, 16) if self.options.quick else (2, 16, 64, 256)
         entries = []
         for algorithm in ALGORITHMS:
@@ -162,7 +162,7 @@ class Bench:
         return {"cases": entries}
 
     def flower(self) -> dict[str, Any]:
-        """(c) The same federation here and on Flower's simulation engine."""
+        """(c) Run the same federation with the library and on Flower's simulation engine."""
         quick = self.options.quick
         entries = []
         for workload, num_rounds in ((TINY, 6), ({**MINILM, "model": self.options.model}, 4)):
@@ -177,18 +177,18 @@ class Bench:
                     runs[side].append(self.run(side, workload, watch=True, **(extra if side == "flower" else {})))
             entries.append(_compare_with_flower(workload, shared["name"], runs))
         print_table(
-            "(c) the same federation on Flower's simulation engine, one worker of as many threads",
+            "(c) the same federation on Flower's simulation engine, one worker with the same number of threads",
             ["model", "side", "s/round", "overhead ms/client", "ratio", "PSS MB", "USS MB", "less Ray's own", "ratio"],
             [row for entry in entries for row in _flower_rows(entry)],
         )
         return {"cases": entries}
 
     def adapter(self) -> dict[str, Any]:
-        """(d) Swapping an adapter in."""
+        """(d) Measure the time to swap in an adapter."""
         workload = {**MINILM, "model": self.options.model, "num_clients": 1, "num_rounds": 1}
         result = self.run("adapter", workload, num_repeats=50 if self.options.quick else 300)
         print_table(
-            f"(d) a LoRA adapter of {result['num_tensors']} tensors, {result['num_values']} values, swapped in",
+            f"(d) swapping in a LoRA adapter of {result['num_tensors']} tensors, {result['num_values']} values",
             ["Exchange.write", "peft.set_peft_model_state_dict"],
             [[f"{result['write_ms']:.2f} ms", f"{result['set_peft_model_state_dict_ms']:.2f} ms"]],
         )
@@ -235,7 +235,7 @@ def _flower_rows(entry: dict[str, Any]) -> list[list[Any]]:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A title and aligned columns."""
+    """Print a title and a table with aligned columns."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     print(f"\n{title}")
@@ -248,8 +248,8 @@ def _check_flower(python: str) -> None:
     probe = "import importlib.util as u, sys; sys.exit(not (u.find_spec('flwr') and u.find_spec('ray')))"
     if subprocess.run([python, "-c", probe]).returncode:
         sys.exit(
-            f"engine.py: {python} has no Flower with Ray. Install the `benchmark` extra, name an interpreter that has "
-            "it with --flower-python, or leave `flower` out."
+            f"engine.py: {python} has no Flower with Ray. Install the `benchmark` extra, set --flower-python to an "
+            "interpreter with Flower, or run the other measurements without `flower`."
         )
 
 
@@ -258,13 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurements", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
-    parser.add_argument("--threads", type=int, default=2, help="of PyTorch, on every side (default: 2)")
-    parser.add_argument("--model", default="minilm", help="a folder to use for MiniLM instead of random weights")
-    parser.add_argument("--flower-python", default=sys.executable, help="an interpreter that has flwr[simulation]")
+    parser.add_argument("--threads", type=int, default=2, help="number of PyTorch threads on every side (default: 2)")
+    parser.add_argument("--model", default="minilm", help="folder of a pretrained MiniLM (default: random weights)")
+    parser.add_argument("--flower-python", default=sys.executable, help="interpreter that has flwr[simulation]")
     parser.add_argument("--quick", action="store_true", help="fewer clients, rounds and repeats")
     options = parser.parse_args()
     if unknown := set(options.measurements) - set(names):
-        parser.error(f"unknown measurement {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        parser.error(f"unknown measurement {', '.join(sorted(unknown))}. The measurements are {', '.join(names)}.")
     selected = [name for name in names if not options.measurements or name in options.measurements]
     if "flower" in selected:
         _check_flower(options.flower_python)

@@ -1,11 +1,11 @@
-"""What FedDRS's distillation costs the server, beside one epoch of one client's local training.
+"""Measure the cost of FedDRS's distillation on the server, compared with one local epoch of one client.
 
     python benchmarks/feddrs.py                                           # MiniLM-L3's size, 8 teachers
     python benchmarks/feddrs.py --num-clients 2 --num-steps 10            # shorter; the cost is linear in both
 
-The time outside forward and backward passes is what is left of the distillation's when those are taken away: reading
-the clients' models, drawing, moving samples, optimizer steps. Everything runs in this process, on its CPU, and times
-are those that the CPU spent on it, so that what else runs on the machine hardly counts.
+The time outside forward and backward passes is the rest of the distillation's time: reading the clients' models,
+drawing and moving samples, optimizer steps. Everything runs in one process on the CPU. Times are CPU times of the
+process, so other programs on the machine hardly change them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY = 30522
 
 
 class Clock:
-    """Adds up the CPU's seconds inside some functions."""
+    """Sum the CPU seconds inside wrapped functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--sample-length", type=int, default=64)
     parser.add_argument("--num-steps", type=int, default=100)
-    parser.add_argument("--rows", type=int, default=250, help="of the client whose epoch is timed")
+    parser.add_argument("--rows", type=int, default=250, help="number of examples of the timed client")
     options = parser.parse_args()
     sizes = [options.rows] + [2] * (options.num_clients - 1)
     algorithm = FedDRS(
@@ -74,24 +74,24 @@ def main() -> None:
     forward, grad, backward = Student.forward, torch.autograd.grad, torch.Tensor.backward
     Student.forward = passes.around(forward)
     torch.autograd.grad = passes.around(grad)
-    start_of_passes: list[float] = []
-    distil = algorithm.distill
+    passes_at_start: list[float] = []
+    distill = algorithm.distill
 
-    def only_passes_of_the_server(*args: Any) -> Any:
+    def distill_with_timed_backward(*args: Any) -> Any:
         torch.Tensor.backward = passes.around(backward)
-        start_of_passes.append(passes.seconds)
+        passes_at_start.append(passes.seconds)
         try:
-            return distil(*args)
+            return distill(*args)
         finally:
             torch.Tensor.backward = backward
 
-    algorithm.distill = only_passes_of_the_server
+    algorithm.distill = distill_with_timed_backward
     trainer.train()
-    inside = passes.seconds - start_of_passes[0]
+    inside = passes.seconds - passes_at_start[0]
     outside = 1 - inside / distillation.seconds
     ratio = distillation.seconds / epoch.seconds
-    print(f"distillation of {options.num_clients} teachers / an epoch of {options.rows} rows: {ratio:.1f}")
-    print(f"outside forward and backward passes: {100 * outside:.1f} %")
+    print(f"distillation of {options.num_clients} teachers / a local epoch of {options.rows} examples: {ratio:.1f}")
+    print(f"time outside forward and backward passes: {100 * outside:.1f} %")
     write_numbers(options, ratio=ratio, outside=outside, distillation=distillation.seconds, epoch=epoch.seconds)
 
 

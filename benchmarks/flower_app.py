@@ -1,11 +1,11 @@
-"""The benchmark's federation as a Flower app, laid out as Flower's own Hugging Face examples are.
+"""The benchmark's federation as a Flower app, with the layout of Flower's Hugging Face examples.
 
-A message finds a client's rows, loads the model with `from_pretrained`, puts the arrays into it, builds
-`TrainingArguments` and a `transformers.Trainer`, trains, and answers with the whole state dictionary. Two things are
-left out in Flower's favour: rows are tokenized beforehand, and nothing is evaluated.
+For each message the client app loads the client's examples, loads the model with `from_pretrained`, loads the arrays
+into it, builds `TrainingArguments` and a `transformers.Trainer`, trains, and replies with the whole state dictionary.
+In Flower's favor, examples are tokenized beforehand and nothing is evaluated.
 
-Ray's workers import this module, so the data set is opened once a worker. `FLOWER_BENCHMARK_SPEC` names the JSON file
-that `flower_simulation.py` was given.
+Ray's workers import this module, so each worker opens the dataset once. `FLOWER_BENCHMARK_SPEC` names the JSON file
+that `flower_simulation.py` received.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _rows: Dataset | None = None
 
 
 def load_rows(partition_id: int) -> Dataset:
-    """A client's rows, of a data set that each process opens once."""
+    """Load a client's examples from a dataset that each process opens once."""
     global _rows
     if _rows is None:
         _rows = load_from_disk(SPEC["rows"]).remove_columns("client")
@@ -48,7 +48,7 @@ def load_rows(partition_id: int) -> Dataset:
 
 
 def load_model() -> nn.Module:
-    """The model that all sides start from."""
+    """Load the model that all sides start from."""
     return AutoModelForSequenceClassification.from_pretrained(SPEC["model"])
 
 
@@ -57,7 +57,7 @@ client_app = ClientApp()
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One client's round."""
+    """Train one client for one round."""
     rows = load_rows(int(context.node_config["partition-id"]))
     model = load_model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -78,10 +78,10 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """FedAvg over all clients, with the time of each round's end."""
+    """Run FedAvg over all clients and record the end time of each round."""
     ends: list[float] = []
 
-    def note_end(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def record_end(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         ends.append(time.perf_counter())
         return None
 
@@ -90,8 +90,8 @@ def main(grid: Grid, context: Context) -> None:
         grid=grid,
         initial_arrays=ArrayRecord(load_model().state_dict()),
         num_rounds=WORKLOAD.num_rounds,
-        evaluate_fn=note_end,
+        evaluate_fn=record_end,
     )
-    # The first round contains the start of the workers.
+    # The first round includes the start of the workers.
     seconds = [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
     Path(SPEC["result"]).write_text(json.dumps({"first_round": seconds[0], "rounds": seconds[1:]}))

@@ -1,7 +1,7 @@
-"""Runs the benchmark's federation on Flower's simulation engine: `python flower_simulation.py SPEC.json`.
+"""Run the benchmark's federation on Flower's simulation engine: `python flower_simulation.py SPEC.json`.
 
-One worker with as many threads as our side has; Ray's own defaults otherwise, except that it binds to the loopback
-address. Neither Flower nor Ray reports usage.
+The simulation has one worker with the same number of threads as the library. All other settings are Ray's defaults,
+except that Ray binds to the loopback address. Flower and Ray do not report usage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
     os.environ.update(
         FLOWER_BENCHMARK_SPEC=os.path.abspath(sys.argv[1]), FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0"
     )
-    # Both read the variables above when they are imported.
+    # Both modules read the variables above at import.
     from flower_app import client_app, server_app
     from flwr.simulation import run_simulation
 

@@ -1,6 +1,6 @@
-"""One measurement of `engine.py` in a process of its own: `python measure.py NAME SPEC.json RESULT.json`.
+"""Run one measurement of `engine.py` in a separate process: `python measure.py NAME SPEC.json RESULT.json`.
 
-The specification holds the fields of a `Workload` under `"workload"`, and what the measurement asks for.
+The specification contains the fields of a `Workload` under `"workload"`, and the settings of the measurement.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from hf_federated.adapters import Exchange
 
 class AlternatingRounds(FederatedCallback):
     """
-    Lets the bare loop train each client right after the federated trainer did, so that both sides meet the same
-    disturbances, and keeps their times apart. What the trainer does between clients and rounds counts as its own.
+    Alternate the federated trainer and the bare loop client by client, and record their times separately.
+
+    Both sides meet the same disturbances in this way. The trainer's time includes its work between clients and rounds.
 
     Args:
-        bare ([`BareLoop`], *optional*): The other side. Without one, rounds are only timed.
+        bare ([`BareLoop`], *optional*): The bare loop. Without a bare loop, the callback only times rounds.
     """
 
     def __init__(self, bare: BareLoop | None = None) -> None:
@@ -64,7 +65,7 @@ class AlternatingRounds(FederatedCallback):
 
 
 class AlternatingSteps(TrainerCallback):
-    """The same for the plain Trainer: after every `local_steps` of its steps, one client of the bare loop."""
+    """Alternate the plain Trainer and the bare loop: train one client of the bare loop after `local_steps` steps."""
 
     def __init__(self, bare: BareLoop) -> None:
         self.clients: list[dict[str, float]] = []
@@ -86,7 +87,7 @@ class AlternatingSteps(TrainerCallback):
 def federated_trainer(
     workload: Workload, output_dir: str, callbacks: list[TrainerCallback], **federation: Any
 ) -> FederatedTrainer:
-    """Our side of a workload."""
+    """Create the federated trainer of a workload."""
     clients = FederatedDataset.from_column(build_rows(workload), "client").remove_columns("client")
     return FederatedTrainer(
         model=build_model(workload),
@@ -98,14 +99,14 @@ def federated_trainer(
 
 
 def measure_overhead(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Seconds a round and a client over the bare loop, both in this process."""
+    """Measure the seconds of rounds and clients of the federated trainer and the bare loop in one process."""
     callback = AlternatingRounds(BareLoop(workload, build_rows(workload)))
     federated_trainer(workload, output_dir, [callback]).train()
     return {"rounds": callback.rounds[1:], "clients": callback.clients}
 
 
 def measure_plain(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """The parent Trainer's own steps on all rows in one run, over the bare loop."""
+    """Measure the plain Trainer's steps on all examples in one run, and the bare loop."""
     rows = build_rows(workload)
     callback = AlternatingSteps(BareLoop(workload, rows))
     args = training_arguments(workload, output_dir) | {"num_train_epochs": workload.num_rounds}
@@ -119,7 +120,7 @@ def measure_plain(workload: Workload, spec: dict[str, Any], output_dir: str) -> 
 
 
 def prepare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Writes the model and the rows that the sides of a comparison share."""
+    """Write the model and the examples that all sides of a comparison share."""
     folder = Path(spec["folder"])
     name = Path(workload.model).name
     model_path, rows_path = folder / f"model-{name}", folder / f"rows-{name}"
@@ -129,9 +130,9 @@ def prepare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[s
 
 
 def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Peak resident memory of a run, from after the imports."""
+    """Measure the peak resident memory of a run, counted after the imports."""
     trainer = federated_trainer(workload, output_dir, [], aggregation=spec["aggregation"])
-    Path("/proc/self/clear_refs").write_text("5")  # The peak counts from here.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     with AnonymousPeak() as anonymous:
         trainer.train()
     return {
@@ -142,7 +143,7 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
 
 
 def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Seconds of each round, with nothing else in the process."""
+    """Measure the seconds of each round of the federated trainer alone."""
     callback = AlternatingRounds()
     trainer = federated_trainer(workload, output_dir, [callback], **spec.get("federation", {}))
     trainer.train()
@@ -154,7 +155,7 @@ def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str
 
 
 def measure_bare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Seconds of each round of the bare loop, with nothing else in the process."""
+    """Measure the seconds of each round of the bare loop alone."""
     bare = BareLoop(workload, build_rows(workload))
     rounds = [
         sum(bare.train_client(position) for position in range(workload.num_clients)) + bare.end_round()
@@ -164,7 +165,7 @@ def measure_bare(workload: Workload, spec: dict[str, Any], output_dir: str) -> d
 
 
 def measure_adapter(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Milliseconds of swapping an adapter in: the exchange's write against PEFT's function."""
+    """Measure the milliseconds to swap in an adapter with `Exchange.write` and with PEFT's function."""
     model = get_peft_model(build_model(workload), LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS"))
     exchange = Exchange(model)
     state = {name: torch.randn_like(value) for name, value in exchange.read().items()}
@@ -183,7 +184,7 @@ def measure_adapter(workload: Workload, spec: dict[str, Any], output_dir: str) -
 
 
 class AnonymousPeak:
-    """Samples this process's anonymous memory, which leaves the libraries' files out, from a thread."""
+    """Sample the anonymous memory of this process, which excludes files of libraries, from a thread."""
 
     def __init__(self, interval: float = 0.002) -> None:
         self.peak_mb = 0.0
@@ -205,11 +206,11 @@ class AnonymousPeak:
 
 
 def status_mb(field: str) -> float:
-    """A figure of the kernel about this process, in megabytes."""
+    """Read a field of `/proc/self/status` in megabytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux only.")
+    raise RuntimeError(f"/proc/self/status has no {field}. Memory can only be measured on Linux.")
 
 
 def _milliseconds(function: Callable[[], Any]) -> float:

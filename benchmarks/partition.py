@@ -1,12 +1,13 @@
-"""Cutting a million rows into a thousand clients: seconds, memory, and `flwr_datasets` beside it.
+"""Measure the partitioning of a million rows into a thousand clients, and compare it with `flwr_datasets`.
 
     python benchmarks/partition.py
     python benchmarks/partition.py --rows 100000 --output partition.json
 
-Rows have a text, a label of 20 with unequal shares, one of five domains and one of 1000 speakers. Each partitioner is
-measured in the same process, best of `--repeats`; memory is the highest anonymous memory while it works, less that
-before. Flower's side is the first `load_partition`, which does the whole work, once; its scheme is that of
-`PerClassDirichletPartitioner`. Without `flwr_datasets` installed it is left out.
+A row has a text, one of 20 labels with unequal shares, one of five domains and one of 1000 speakers. All partitioners
+are measured in one process. The time is the best of `--repeats`. The memory is the peak of anonymous memory during the
+partitioning minus the anonymous memory before it. The time of `flwr_datasets` is that of one first `load_partition`,
+which does the whole work; its scheme is that of `PerClassDirichletPartitioner`. The comparison is left out if
+`flwr_datasets` is not installed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hf_federated.data import (
 
 
 def build_rows(num_rows: int) -> Dataset:
-    """Rows in one Arrow table in memory."""
+    """Create the rows in one Arrow table in memory."""
     generator = np.random.default_rng(0)
     speakers = pa.array([f"speaker-{number:04d}" for number in range(1000)])
     texts = pa.array([f"the text of row number {number}" for number in range(num_rows)])
@@ -55,7 +56,7 @@ def build_rows(num_rows: int) -> Dataset:
 
 
 def partitioners(num_clients: int) -> dict[str, Partitioner]:
-    """Every partitioner that needs no embeddings."""
+    """Create every partitioner that needs no embeddings."""
     fifth = num_clients // 5
     return {
         "Iid": IidPartitioner(num_clients),
@@ -72,7 +73,7 @@ def partitioners(num_clients: int) -> dict[str, Partitioner]:
 
 
 def measure(make: Callable[[], FederatedDataset], repeats: int) -> dict[str, Any]:
-    """Seconds of the best of several, the memory of one more, and seconds to open a client."""
+    """Measure the best time of `repeats` runs, the memory of one further run, and the time to open a client."""
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -97,7 +98,7 @@ def measure(make: Callable[[], FederatedDataset], repeats: int) -> dict[str, Any
 
 
 def measure_flower(rows: Dataset, num_clients: int) -> float:
-    """Seconds until Flower's partitioner gives its first client."""
+    """Measure the seconds until Flower's partitioner returns its first client."""
     from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -111,9 +112,9 @@ def measure_flower(rows: Dataset, num_clients: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows (default: 1000000)")
-    parser.add_argument("--clients", type=int, default=1000, help="clients, a multiple of 5 (default: 1000)")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the best counts (default: 3)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="number of rows (default: 1000000)")
+    parser.add_argument("--clients", type=int, default=1000, help="number of clients, a multiple of 5 (default: 1000)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs; the best one counts (default: 3)")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     options = parser.parse_args()
     rows = build_rows(options.rows)
@@ -135,14 +136,14 @@ def main() -> None:
         ],
     )
     if importlib.util.find_spec("flwr_datasets") is None:
-        print("flwr_datasets is not installed; nothing to compare with.")
+        print("flwr_datasets is not installed. The comparison is left out.")
     else:
         seconds = measure_flower(rows, options.clients)
         ours = {name: seconds / results[name]["seconds"] for name in results if name.endswith("Dirichlet, α = 0.5")}
         results["flwr_datasets DirichletPartitioner"] = {"seconds": seconds, "times_slower_than": ours}
         print(f"\nflwr_datasets DirichletPartitioner: {seconds:.2f} s")
         for name, ratio in ours.items():
-            print(f"  {ratio:.0f} times that of {name}")
+            print(f"  {ratio:.0f} times the time of {name}")
     if options.output:
         options.output.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 

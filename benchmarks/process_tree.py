@@ -1,4 +1,4 @@
-"""Runs a command and samples the memory of its whole process tree."""
+"""Run a command and sample the memory of its process tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 
-# Parts of the command lines of Ray's own processes: scheduler and object store, control store, monitors, idle workers.
+# Parts of the command lines of Ray's processes: scheduler and object store, control store, monitors, idle workers.
 RAY_PROCESSES = ("raylet", "gcs_server", "/ray/_private/", "/ray/dashboard/", "runtime_env", "ray::IDLE")
 
 
@@ -16,22 +16,23 @@ def run_watched(
     command: list[str], env: dict[str, str], output: Path, result: Path, watch: bool, interval: float = 0.25
 ) -> dict[str, float]:
     """
-    Run a command to its end.
+    Run a command until it exits.
 
     Args:
         command (`list[str]`): The command.
-        env (`dict[str, str]`): Its environment.
-        output (`pathlib.Path`): Where its output goes.
-        result (`pathlib.Path`): The file that it must have written.
-        watch (`bool`): Whether to sample its memory.
+        env (`dict[str, str]`): Environment variables of the command.
+        output (`pathlib.Path`): File for the output of the command.
+        result (`pathlib.Path`): File that the command must write.
+        watch (`bool`): Whether to sample the memory of the process tree.
         interval (`float`): Seconds between samples.
 
     Returns:
-        `dict[str, float]`: Peaks in megabytes: `peak_pss_mb` and `peak_uss_mb` of the tree (shared pages split among
-        their owners, and left out), `peak_pss_without_ray_mb` of the tree less Ray's own processes.
+        `dict[str, float]`: Peaks in megabytes. `peak_pss_mb` is the proportional set size of the tree, which divides
+        shared pages among the processes that use them. `peak_uss_mb` is the unique set size, which excludes shared
+        pages. `peak_pss_without_ray_mb` is the proportional set size without Ray's processes.
 
     Raises:
-        RuntimeError: If it failed or wrote no result. The message has the end of its output.
+        RuntimeError: If the command failed or wrote no result. The message contains the end of its output.
     """
     peaks = {"peak_pss_mb": 0.0, "peak_uss_mb": 0.0, "peak_pss_without_ray_mb": 0.0}
     with output.open("w") as stream:
@@ -45,7 +46,9 @@ def run_watched(
                     peaks[key] = max(peaks[key], value)
     if process.returncode or not result.exists():
         tail = "\n".join(output.read_text().splitlines()[-30:])
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{tail}")
+        raise RuntimeError(
+            f"{' '.join(command)} exited with {process.returncode} and wrote no result. Its output ends with:\n{tail}"
+        )
     return peaks
 
 

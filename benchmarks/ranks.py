@@ -1,10 +1,10 @@
-"""What spreading clients over processes brings: seconds a round over 1 and 2 ranks, and the bytes they sum up.
+"""Measure the speedup of distributing clients over ranks, and the bytes that the ranks reduce.
 
     python benchmarks/ranks.py
     python benchmarks/ranks.py --ranks 1 2 4 --clients 64 --output ranks.json
 
-Every rank has one PyTorch thread, so that a rank stands for a GPU. Runs of different numbers of ranks take turns, in
-processes of their own, and the first round of each is left out.
+Every rank has one PyTorch thread, so a rank represents a GPU. Runs with different numbers of ranks take turns in
+separate processes. The first round of each run is left out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from engine import HERE, MINILM, TINY, print_table
 from process_tree import run_watched
 
 
-# Only the launch line of a machine without GPUs needs these; on GPUs `accelerate launch --num_processes N` is enough.
+# `accelerate launch` needs these options on a machine without GPUs. On GPUs `--num_processes N` is enough.
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def run(folder: Path, workload: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """One federation over some ranks: seconds of its rounds, and bytes that a rank gave to sums."""
+    """Run one federation over `num_ranks` ranks and return the seconds of its rounds and a rank's reduced bytes."""
     spec_path, result_path = folder / "spec.json", folder / "result.json"
     result_path.unlink(missing_ok=True)
     spec = {"workload": workload, "threads": 1, "federation": {"parallelism": "clients"}}
@@ -50,8 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--clients", type=int, default=32, help="equal clients, all in every round (default: 32)")
-    parser.add_argument("--rounds", type=int, default=4, help="of which the first only warms up (default: 4)")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each number of ranks (default: 2)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds, including one warm-up round (default: 4)")
+    parser.add_argument("--repeats", type=int, default=2, help="runs for each number of ranks (default: 2)")
     parser.add_argument("--models", nargs="+", choices=["tiny", "minilm"], default=["tiny", "minilm"])
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     options = parser.parse_args()
@@ -65,24 +65,24 @@ def main() -> None:
                 for num_ranks in runs:
                     print(f"  {model}: {num_ranks} ranks ...", file=sys.stderr)
                     runs[num_ranks].append(run(Path(name), workload, num_ranks))
-            alone = None
+            baseline = None
             for num_ranks, repeats in runs.items():
                 seconds = statistics.median(second for repeat in repeats for second in repeat["rounds"])
-                alone = alone or seconds
+                baseline = baseline or seconds
                 results.append(
                     {
                         "model": model,
                         "workload": workload,
                         "ranks": num_ranks,
                         "round_seconds": seconds,
-                        "speedup": alone / seconds,
+                        "speedup": baseline / seconds,
                         "bytes_reduced_per_round": repeats[0]["bytes_reduced"] / options.rounds,
                         "payload_bytes": repeats[0]["payload_bytes"],
                     }
                 )
     print_table(
-        f"{options.clients} equal clients over ranks of one thread (medians)",
-        ["model", "ranks", "s/round", "throughput", "MB summed up a round and rank", "payload MB"],
+        f"{options.clients} equal clients over ranks with one thread each (medians)",
+        ["model", "ranks", "s/round", "throughput", "MB reduced per round and rank", "payload MB"],
         [
             [
                 entry["model"],

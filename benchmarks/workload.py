@@ -1,6 +1,6 @@
-"""What every side of the benchmark trains on: the same models, rows and local steps, and the bare loop.
+"""The workload of all sides of the benchmark: models, examples, local steps and the bare loop.
 
-Nothing here imports hf_federated or Flower, so that each side's process holds only its own side.
+This module imports neither hf_federated nor Flower, so the process of each side only loads its own library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 LEARNING_RATE = 1e-4
 
-# Names to BertConfig arguments. `tiny` has 0.7 M parameters, `minilm` 22.7 M, `memory` 22 M in two wide layers.
+# Sizes of BertConfig by name. `tiny` has 0.7 M parameters, `minilm` 22.7 M, `memory` 22 M in two wide layers.
 MODEL_SIZES = {
     "tiny": {"vocab_size": 2000, "hidden_size": 128, "layers": 2, "heads": 2, "intermediate_size": 512},
     "minilm": {"vocab_size": 30522, "hidden_size": 384, "layers": 6, "heads": 12, "intermediate_size": 1536},
@@ -30,16 +30,16 @@ MODEL_SIZES = {
 @dataclass(frozen=True)
 class Workload:
     """
-    One federation.
+    Configuration of one federation.
 
     Args:
-        model (`str`): A name of `MODEL_SIZES` (random weights) or a folder for `from_pretrained`.
-        num_clients (`int`): Clients; all take part in every round.
-        num_rounds (`int`): Rounds, of which the first only warms up.
-        local_steps (`int`): Optimizer steps of a client in a round, one pass over its rows.
-        batch_size (`int`): Rows a step.
-        sequence_length (`int`): Tokens a row; no padding.
-        seed (`int`): Of weights and rows.
+        model (`str`): Name in `MODEL_SIZES` (random weights) or folder for `from_pretrained`.
+        num_clients (`int`): Number of clients. All clients take part in every round.
+        num_rounds (`int`): Number of rounds, including one warm-up round.
+        local_steps (`int`): Optimizer steps of a client in a round, which are one pass over its examples.
+        batch_size (`int`): Examples in a step.
+        sequence_length (`int`): Tokens of an example, without padding.
+        seed (`int`): Seed of weights and examples.
     """
 
     model: str
@@ -55,12 +55,12 @@ class Workload:
         return self.local_steps * self.batch_size
 
     def describe(self) -> str:
-        """One line for a table."""
+        """Describe the workload in one line of a table."""
         return f"{self.local_steps} steps a client, batch {self.batch_size} x {self.sequence_length} tokens"
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """The workload's classifier, with the same weights at each call."""
+    """Create the workload's classifier, with the same weights at each call."""
     if workload.model not in MODEL_SIZES:
         return AutoModelForSequenceClassification.from_pretrained(workload.model)
     size = MODEL_SIZES[workload.model]
@@ -77,10 +77,10 @@ def build_model(workload: Workload) -> nn.Module:
 
 
 def build_rows(workload: Workload) -> Dataset:
-    """All clients' rows, client after client, with a column `client`."""
+    """Create the examples of all clients, sorted by client, with a column `client`."""
     generator = np.random.default_rng(workload.seed)
     num_rows = workload.num_clients * workload.rows_per_client
-    # Below every model's vocabulary, and above the special tokens.
+    # Token ids within every model's vocabulary and above the special tokens.
     tokens = generator.integers(1000, 2000, (num_rows, workload.sequence_length))
     return Dataset.from_dict(
         {
@@ -93,7 +93,7 @@ def build_rows(workload: Workload) -> Dataset:
 
 
 def training_arguments(workload: Workload, output_dir: str) -> dict[str, Any]:
-    """Keyword arguments of `TrainingArguments` that all sides share."""
+    """Return the keyword arguments of `TrainingArguments` that all sides share."""
     return {
         "output_dir": output_dir,
         "per_device_train_batch_size": workload.batch_size,
@@ -110,14 +110,15 @@ def training_arguments(workload: Workload, output_dir: str) -> dict[str, Any]:
 
 class BareLoop:
     """
-    The least that the same federated averaging costs in PyTorch: nothing but forward, backward, clip, AdamW and its
-    schedule on batches collated beforehand, a copy of the global weights in, and a running mean of the results.
+    Minimal PyTorch implementation of the same federated averaging.
 
-    AdamW is the fused one, which is the Trainer's default too.
+    The loop runs forward, backward, clipping, AdamW and its schedule on batches collated beforehand. It copies the
+    global weights into the model for each client and keeps a running mean of the results. AdamW is fused, as in the
+    Trainer's default.
 
     Args:
-        workload ([`Workload`]): What to train.
-        rows (`datasets.Dataset`): From [`build_rows`].
+        workload ([`Workload`]): Configuration of the federation.
+        rows (`datasets.Dataset`): Examples from [`build_rows`].
     """
 
     def __init__(self, workload: Workload, rows: Dataset) -> None:
@@ -134,10 +135,13 @@ class BareLoop:
 
     def train_client(self, position: int) -> float:
         """
-        One client's round.
+        Train one client for one round.
+
+        Args:
+            position (`int`): Index of the client.
 
         Returns:
-            `float`: Seconds.
+            `float`: Duration in seconds.
         """
         started = time.perf_counter()
         with torch.no_grad():
@@ -161,10 +165,10 @@ class BareLoop:
 
     def end_round(self) -> float:
         """
-        Average what the clients sent.
+        Average the weights of the clients.
 
         Returns:
-            `float`: Seconds.
+            `float`: Duration in seconds.
         """
         started = time.perf_counter()
         for total, weight in zip(self._sums, self.weights, strict=True):

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/`, at a size at which their numbers mean nothing: they run, and write what they found."""
+"""Smoke tests of the scripts in `benchmarks/` with tiny models: they run and write their numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = ["--hidden-size", "16", "--repetitions", "1", "--length", "8"]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "found"),
+    ("name", "options", "keys"),
     [
         (
             "split.py",
@@ -26,7 +26,7 @@ TINY = ["--hidden-size", "16", "--repetitions", "1", "--length", "8"]
         ("distillation.py", ["--num-clients", "2", "--num-batches", "1"], {"ratio", "seconds"}),
     ],
 )
-def test_a_benchmark_runs_and_writes_its_numbers(name, options, found, tmp_path, monkeypatch):
+def test_benchmark_runs_and_writes_its_numbers(name, options, keys, tmp_path, monkeypatch):
     path = tmp_path / "numbers.json"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -37,9 +37,9 @@ def test_a_benchmark_runs_and_writes_its_numbers(name, options, found, tmp_path,
     finally:
         torch.set_num_threads(threads)
     numbers = json.loads(path.read_text())
-    assert found <= numbers.keys()
+    assert keys <= numbers.keys()
     for values in numbers["seconds"].values():
         assert len(values) == 2 and min(values) > 0
     if name == "split.py":
-        # States and gradients in float32, up and down, of one row of 8 tokens of 16 values.
+        # Hidden states and gradients in float32, up and down, for one example of 8 tokens with hidden size 16.
         assert numbers["formula"] == 4 * 8 * 16 * 4 < numbers["bytes"]
