@@ -207,10 +207,10 @@ def _compare_with_flower(workload: dict[str, Any], name: str, runs: dict[str, li
         peaks = {key: _median(run["memory"][key] for run in repeats) for key in repeats[0]["memory"]}
         entry[side] = {"round_seconds": seconds[side], "overhead_ms_per_client": 1000 * overhead, **peaks}
     entry["flower"]["first_round_seconds"] = _median(run["first_round"] for run in runs["flower"])
-    ours, flower = entry["federation"], entry["flower"]
-    entry["overhead_ratio"] = ours["overhead_ms_per_client"] / flower["overhead_ms_per_client"]
-    entry["memory_ratio"] = ours["peak_pss_mb"] / flower["peak_pss_mb"]
-    entry["memory_ratio_without_ray"] = ours["peak_pss_mb"] / flower["peak_pss_without_ray_mb"]
+    library, flower = entry["federation"], entry["flower"]
+    entry["overhead_ratio"] = library["overhead_ms_per_client"] / flower["overhead_ms_per_client"]
+    entry["memory_ratio"] = library["peak_pss_mb"] / flower["peak_pss_mb"]
+    entry["memory_ratio_without_ray"] = library["peak_pss_mb"] / flower["peak_pss_without_ray_mb"]
     return entry
 
 

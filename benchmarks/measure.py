@@ -47,12 +47,12 @@ class AlternatingRounds(FederatedCallback):
         self._round_mark = self._client_mark = time.perf_counter()
 
     def on_client_end(self, args: Any, state: Any, control: Any, update: Any, **kwargs: Any) -> None:
-        ours = time.perf_counter() - self._client_mark
+        seconds = time.perf_counter() - self._client_mark
         if self._bare is not None:
             bare = self._bare.train_client(int(update.client_id))
             self._bare_seconds += bare
             if state.global_step > 0:
-                self.clients.append({"ours": ours, "bare": bare})
+                self.clients.append({"ours": seconds, "bare": bare})
         self._client_mark = time.perf_counter()
 
     def on_round_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,16 +170,16 @@ def measure_adapter(workload: Workload, spec: dict[str, Any], output_dir: str) -
     exchange = Exchange(model)
     state = {name: torch.randn_like(value) for name, value in exchange.read().items()}
     peft_state = {name: torch.randn_like(value) for name, value in get_peft_model_state_dict(model).items()}
-    ours: list[float] = []
-    peft: list[float] = []
+    exchange_ms: list[float] = []
+    peft_ms: list[float] = []
     for _ in range(spec["num_repeats"]):
-        ours.append(_milliseconds(lambda: exchange.write(state)))
-        peft.append(_milliseconds(lambda: set_peft_model_state_dict(model, peft_state)))
+        exchange_ms.append(_milliseconds(lambda: exchange.write(state)))
+        peft_ms.append(_milliseconds(lambda: set_peft_model_state_dict(model, peft_state)))
     return {
         "num_tensors": len(state),
         "num_values": exchange.num_values,
-        "write_ms": statistics.median(ours),
-        "set_peft_model_state_dict_ms": statistics.median(peft),
+        "write_ms": statistics.median(exchange_ms),
+        "set_peft_model_state_dict_ms": statistics.median(peft_ms),
     }
 
 

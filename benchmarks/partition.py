@@ -139,10 +139,10 @@ def main() -> None:
         print("flwr_datasets is not installed. The comparison is left out.")
     else:
         seconds = measure_flower(rows, options.clients)
-        ours = {name: seconds / results[name]["seconds"] for name in results if name.endswith("Dirichlet, α = 0.5")}
-        results["flwr_datasets DirichletPartitioner"] = {"seconds": seconds, "times_slower_than": ours}
+        ratios = {name: seconds / results[name]["seconds"] for name in results if name.endswith("Dirichlet, α = 0.5")}
+        results["flwr_datasets DirichletPartitioner"] = {"seconds": seconds, "times_slower_than": ratios}
         print(f"\nflwr_datasets DirichletPartitioner: {seconds:.2f} s")
-        for name, ratio in ours.items():
+        for name, ratio in ratios.items():
             print(f"  {ratio:.0f} times the time of {name}")
     if options.output:
         options.output.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
