@@ -1,6 +1,6 @@
 """What the card of a networked client says: of its own part alone, and of what went through the server to others.
 
-The fields are those of `crossing.py` and, beside them, of `hf_federated.split_training.control`.
+The fields are those of `crossing.py` and, beside them, of `hf_federated.split_training.messages`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the card of a split model says where all parties were in one process, which simulates them.
 
-The fields are those of `hf_federated.split.messages` and `hf_federated.split_training.transfer`.
+The fields are those of `hf_federated.split.messages` and `hf_federated.split_training.messages`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from hf_federated.security.sealed import SealedLink
 from hf_federated.split import ModelFingerprint, SplitModel, Terms, Wire
 from hf_federated.split.parts import Part
 from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
-from hf_federated.split_training.digest import run_digest, run_settings
+from hf_federated.split_training.config import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
 from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials

@@ -1,14 +1,15 @@
 """Training of split language models: strategies, parties and their optimizers, checkpoints, the trainer (FL-GLM)."""
 
-from .bodies import ServerBodies
 from .config import SplitConfig
-from .federation import ClientParty, SplitFederation
-from .parties import JointOptimizer, Party
-from .remote import LateError, RemoteFederation
+from .in_process import ClientParty, SplitFederation
+from .link_wrappers import LateError
+from .messages import PartParameters
+from .networked_client import RemoteFederation
+from .optimization import JointOptimizer, Party
 from .server import RunFailedError, TrainingServer
-from .steps import SplitSteps, StepPlan
+from .server_model import ServerBodies
+from .step_plan import SplitSteps, StepPlan
 from .trainer import SplitFederatedTrainer, split_federate
-from .transfer import PartParameters
 
 
 __all__ = [

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
-from .control import Join
+from .messages import Join
 
 
 # Their learning rate depends on evaluations.

@@ -22,13 +22,11 @@ from typing import Any
 from transformers.utils import logging
 
 from ..split.messages import Backward, Forget, Forward
-from .bodies import ServerBodies
 from .checks import check_join
-from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
-from .gathering import Answer, Gathering
-from .mailbox import Mailbox
-from .passages import Passages
-from .steps import StepPlan
+from .messages import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
+from .pending_messages import Answer, Gathering, Mailbox, Passages
+from .server_model import ServerBodies
+from .step_plan import StepPlan
 
 
 logger = logging.get_logger(__name__)

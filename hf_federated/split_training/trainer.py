@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 
 from .checks import check_trainer_class
-from .mixin import SplitMixin
+from .trainer_mixin import SplitMixin
 
 
 class SplitFederatedTrainer(SplitMixin, Trainer):

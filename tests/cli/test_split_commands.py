@@ -28,7 +28,7 @@ from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.runs import build_run
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
-from hf_federated.split_training.digest import run_settings
+from hf_federated.split_training.config import run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
 from hf_federated.transport import SplitServer, TlsCredentials
 

@@ -20,9 +20,9 @@ from hf_federated.security.envelope import PeerEnvelopes
 from hf_federated.security.keys import Identity
 from hf_federated.security.sealed import SealedLink, SealedServer
 from hf_federated.split.boundary import Boundary
-from hf_federated.split_training.bodies import ServerBodies
-from hf_federated.split_training.digest import run_digest
+from hf_federated.split_training.config import run_digest
 from hf_federated.split_training.server import TrainingServer
+from hf_federated.split_training.server_model import ServerBodies
 
 
 IDENTITIES: dict[str, Identity] = {}

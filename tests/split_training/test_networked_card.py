@@ -11,7 +11,7 @@ from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
 from hf_federated.cards import SplitRecord, render_saved, render_split
-from hf_federated.split_training.control import CONTROLS, Begun, Fetched, Joined, Sent, Stepped
+from hf_federated.split_training.messages import CONTROLS, Begun, Fetched, Joined, Sent, Stepped
 
 
 CONFIGS = [

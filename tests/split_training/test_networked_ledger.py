@@ -10,7 +10,7 @@ from split_runs import LORA, clients_of
 from hf_federated import SplitConfig
 from hf_federated.messages.ledger import Ledger
 from hf_federated.messages.serialization import unpack
-from hf_federated.split_training.checkpoint import FEDERATED_DIR, RUN_FILE
+from hf_federated.split_training.saving import FEDERATED_DIR, RUN_FILE
 
 
 def sealed_run(directory, resume=False, **changes):

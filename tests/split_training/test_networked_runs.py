@@ -15,9 +15,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_federated import SplitConfig, SplitModel
 from hf_federated.split import load_saved_parts, merge_parts
-from hf_federated.split_training.control import Send, as_tensor, read_message
-from hf_federated.split_training.parties import Party
-from hf_federated.split_training.schedule import create_optimizers
+from hf_federated.split_training.messages import Send, as_tensor, read_message
+from hf_federated.split_training.optimization import Party, create_optimizers
 
 
 def config_of(strategy, **changes):

@@ -15,8 +15,8 @@ from split_runs import LORA, STRATEGIES, clients_of
 from hf_federated import SplitConfig
 from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training import RunFailedError
-from hf_federated.split_training.control import Begin, Fetch, Finish, Join, Joined, Send, Step, read_message
-from hf_federated.split_training.gathering import Gathering
+from hf_federated.split_training.messages import Begin, Fetch, Finish, Join, Joined, Send, Step, read_message
+from hf_federated.split_training.pending_messages import Gathering
 
 
 class Instead(Direct):

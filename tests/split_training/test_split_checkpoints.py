@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Seq2SeqTrainer
 
 from hf_federated import SplitConfig, split_federate
 from hf_federated.split import merge_parts
-from hf_federated.split_training.checkpoint import party_directory
+from hf_federated.split_training.saving import party_directory
 
 
 def config_of(strategy: str) -> SplitConfig:

@@ -24,8 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.split.body import BodyServer
 from hf_federated.split.boundary import LocalLink
-from hf_federated.split_training.federation import SplitFederation
-from hf_federated.split_training.parties import Party
+from hf_federated.split_training.in_process import SplitFederation
+from hf_federated.split_training.optimization import Party
 
 
 class Watch(TrainerCallback):
@@ -203,7 +203,7 @@ def test_parts_become_their_mean_weighted_by_rows(split, kinds, tmp_path, monkey
 @pytest.mark.parametrize(("steps_per_turn", "is_told"), [(None, True), (3, True), (2, False)])
 def test_means_of_one_client_alone_are_told(steps_per_turn, is_told, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("hf_federated.split_training.mixin.logger.warning", told.append)
+    monkeypatch.setattr("hf_federated.split_training.trainer_mixin.logger.warning", told.append)
     split_trainer(tmp_path, clients_of(6, 6), SplitConfig(average_every=3, steps_per_turn=steps_per_turn)).train()
     assert any("nothing is averaged" in text for text in told) == is_told
 

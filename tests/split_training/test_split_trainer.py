@@ -23,9 +23,9 @@ from split_runs import (
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
-from hf_federated.split_training.parties import JointOptimizer, Party
-from hf_federated.split_training.steps import SplitSteps, StepPlan
-from hf_federated.split_training.transfer import PartParameters
+from hf_federated.split_training.messages import PartParameters
+from hf_federated.split_training.optimization import JointOptimizer, Party
+from hf_federated.split_training.step_plan import SplitSteps, StepPlan
 
 
 def test_a_config_parses_beside_training_arguments_and_comes_back_from_disk(tmp_path):

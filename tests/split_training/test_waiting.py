@@ -10,7 +10,7 @@ from networked import Direct, Run
 from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
-from hf_federated.split_training.control import Join, Step, read_message
+from hf_federated.split_training.messages import Join, Step, read_message
 
 
 NOTICE_AFTER = 0.2

@@ -15,7 +15,7 @@ from hf_federated import SplitConfig
 from hf_federated.messages.serialization import pack
 from hf_federated.security.envelope import PeerEnvelopes
 from hf_federated.split import Wire
-from hf_federated.split_training.control import (
+from hf_federated.split_training.messages import (
     Begin,
     Fetch,
     Finish,

@@ -22,12 +22,10 @@ from ..split.parts import Part
 from ..split.saving import save_parts
 from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
-from .checkpoint import load_party, party_directory, save_party
-from .config import SplitConfig
-from .digest import run_and_step
-from .federation import SERVER
-from .parties import Party, total_norm
-from .schedule import create_optimizers, enable_checkpointing, kept_checkpoints, number_of_steps, saves_at
+from .config import SplitConfig, run_and_step
+from .in_process import SERVER
+from .optimization import Party, create_optimizers, number_of_steps, total_norm
+from .saving import kept_checkpoints, load_party, party_directory, save_party, saves_at
 
 
 class ServerBodies:
@@ -198,3 +196,11 @@ class ServerBodies:
 
     def _run_and_step(self, step: int) -> dict[str, object]:
         return run_and_step(self.config, self.split, self.args, self.adapter, step)
+
+
+def enable_checkpointing(part: Part, args: TrainingArguments) -> None:
+    """Activation checkpointing as `Trainer` reads it from the arguments."""
+    if args.activation_checkpointing:
+        settings = dict(args.activation_checkpointing_kwargs or {})
+        every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+        part.enable_checkpointing(settings or None, every_n_layers=every, offload=offload)

@@ -1,8 +1,8 @@
 """`SplitMixin`: the loop of `Trainer` over clients that hold the first and last blocks of a language model.
 
 It is `Trainer`'s own loop. An item of its loader is an optimizer step: the batches of every client that takes part
-(`steps.py`). `training_step` trains these clients through their links to the server (`federation.py`), and the
-optimizer clips and steps all parties (`parties.py`).
+(`step_plan.py`). `training_step` trains these clients through their links to the server (`in_process.py`), and the
+optimizer clips and steps all parties (`optimization.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ..split.model import SplitModel
 from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
 from ..trainer.checks import as_federated_dataset
 from ..trainer.dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
-from .checkpoint import check_checkpoint, load_parties
 from .checks import (
     as_split_model,
     check_forward,
@@ -44,11 +43,12 @@ from .checks import (
     own_rows,
 )
 from .config import SplitConfig
-from .federation import ClientParty, SplitFederation
-from .joining import JoiningMixin
+from .in_process import ClientParty, SplitFederation
 from .loading import load_named_model
-from .parties import JointOptimizer
-from .steps import SplitSteps, StepBatches, only_item
+from .networked_client import JoiningMixin
+from .optimization import JointOptimizer
+from .saving import check_checkpoint, load_parties
+from .step_plan import SplitSteps, StepBatches, only_item
 
 
 logger = logging.get_logger(__name__)

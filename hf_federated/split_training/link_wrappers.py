@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from ..messages.serialization import packed_kind
 from ..security.encryption import ClientSession, Identity, ServerSession
 from ..security.sealed import SealedCarrier, SealedLink, SealedServer
 from ..split.boundary import Link
+from .messages import Late
 
 
 # Client, bytes up, bytes down.
@@ -96,3 +99,39 @@ def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> S
     there = ServerSession(server, client_id, client.fingerprint, rotate_every=rotate_every)
     here = ClientSession(client, server.name, server.fingerprint, rotate_every=rotate_every)
     return SealedLink(here, SealedServer(there, link.exchange))
+
+
+class LateError(RuntimeError):
+    """The others waited for this client as long as they may, and the step went on without it."""
+
+
+class RunLink:
+    """
+    A client's link to the server of a run, for passages and for what is said about the run.
+
+    Args:
+        link ([`~split.Link`]): What carries messages.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def exchange(self, blob: bytes) -> bytes:
+        """
+        Carry a message and its answer.
+
+        Raises:
+            LateError: If the step went on without this client.
+        """
+        answer = self.link.exchange(blob)
+        if packed_kind(answer) == Late.kind:
+            raise LateError("The step went on without this client.")
+        return answer
+
+    def end_step(self) -> None:
+        """An optimizer step ended."""
+        self.link.end_step()
+
+    def ask(self, message: Any, answer: type[Any]) -> Any:
+        """The answer to what is said about the run."""
+        return answer.from_bytes(self.exchange(message.to_bytes()))

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..aggregation import WeightedMean
 from ..messages.ledger import Ledger
-from ..messages.serialization import packed_kind
 from ..security.envelope import PeerEnvelopes
 from ..security.sealed import SealedLink
-from ..split.boundary import Link
 from ..split.model import SplitModel
 from ..utils.random import derived_seed, own_draws, seed_generators
-from .config import SplitConfig
-from .control import (
+from .checks import check_networked_evaluation
+from .config import SplitConfig, run_digest
+from .in_process import ClientParty, TrainClient
+from .link_wrappers import LateError, RunLink, counted
+from .messages import (
     Begin,
     Begun,
     Fetch,
@@ -25,7 +27,7 @@ from .control import (
     Finish,
     Join,
     Joined,
-    Late,
+    PartParameters,
     Send,
     Sent,
     Step,
@@ -33,47 +35,12 @@ from .control import (
     as_bytes,
     as_tensor,
 )
-from .federation import ClientParty, TrainClient
-from .links import counted
-from .parties import JointOptimizer, Party
-from .steps import StepPlan
-from .transfer import PartParameters
+from .optimization import JointOptimizer, Party
+from .saving import SplitSavingMixin, resumable_checkpoints
+from .step_plan import StepPlan, steps_of_rows
 
 
-class LateError(RuntimeError):
-    """The others waited for this client as long as they may, and the step went on without it."""
-
-
-class RunLink:
-    """
-    A client's link to the server of a run, for passages and for what is said about the run.
-
-    Args:
-        link ([`~split.Link`]): What carries messages.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-
-    def exchange(self, blob: bytes) -> bytes:
-        """
-        Carry a message and its answer.
-
-        Raises:
-            LateError: If the step went on without this client.
-        """
-        answer = self.link.exchange(blob)
-        if packed_kind(answer) == Late.kind:
-            raise LateError("The step went on without this client.")
-        return answer
-
-    def end_step(self) -> None:
-        """An optimizer step ended."""
-        self.link.end_step()
-
-    def ask(self, message: Any, answer: type[Any]) -> Any:
-        """The answer to what is said about the run."""
-        return answer.from_bytes(self.exchange(message.to_bytes()))
+logger = logging.get_logger(__name__)
 
 
 class RemoteFederation:
@@ -354,3 +321,41 @@ class RemoteFederation:
             if state.get(name) != own:
                 raise ValueError(f"The checkpoint is of a run with {name}={state.get(name)}, this one has {own}.")
         self.client.num_rows = state["num_rows"]
+
+
+class JoiningMixin(SplitSavingMixin):
+    """The networked client's side of a split trainer."""
+
+    # The clients' rows as they are trained on.
+    _rows: Mapping[str, Any]
+    _envelopes: PeerEnvelopes | None
+
+    def _join(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Join a networked run; the checkpoint to go on from, if everybody has one of the same step."""
+        assert self.clients is not None
+        if self._remote is not None:
+            raise ValueError("This trainer took part in a networked run already: build a new one, on a new link.")
+        check_networked_evaluation(self.args, self.split)
+        if not isinstance(resume_from_checkpoint, (bool, type(None))):
+            raise ValueError("In a networked run all resume the same step: resume_from_checkpoint is True or not.")
+        paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
+        args, num_rows = self.args, len(self._rows[next(iter(self.clients))])
+        num_steps = steps_of_rows(
+            num_rows, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
+        )
+        self._remote = RemoteFederation(self.model, self.split, self.split.seed_of(args), self.ledger, self._envelopes)
+        digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
+        step = self._remote.join(digest, num_steps, list(paths))
+        try:
+            check_networked_evaluation(args, self.split, self._remote.steps_of)
+        except ValueError:
+            self._remote.leave()
+            raise
+        if paths and not step:
+            logger.warning(f"Others have no checkpoint of the steps {sorted(paths)}: the run begins anew.")
+        return paths[step] if step else None
+
+    def leave(self) -> None:
+        """Of a networked run: tell the server that nothing more is asked of it, also no evaluation."""
+        if self._remote is not None:
+            self._remote.leave()

@@ -6,8 +6,16 @@ is refused before anybody waits for it: where clients meet, one that skips a pas
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from ..split.messages import Backward, Forward
-from .control import Begin, Step
+from .messages import Begin, Fetch, Send, Step
+
+
+# Answers the messages of clients that meet, in their order.
+Answer = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Passages:
@@ -94,3 +102,80 @@ class Passages:
             self._rows.setdefault(message.client_id, []).append(message.num_sequences)
         else:
             self._returned.setdefault(message.client_id, set()).add(message.micro_step)
+
+
+class Gathering:
+    """Messages of one kind that are answered together."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.messages: dict[str, Any] = {}
+        self.answers: dict[str, Any] | None = None
+        self.error: str | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self.answers is not None or self.error is not None
+
+    def settle(self, messages: Sequence[Any], answer: Answer) -> None:
+        """
+        Answer them, or keep what those that sent them are told is wrong.
+
+        Raises:
+            Exception: Of another class than `ValueError`.
+        """
+        try:
+            answers = answer(messages)
+        except ValueError as error:
+            self.error = str(error)
+            return
+        self.answers = {own.client_id: one for own, one in zip(messages, answers, strict=True)}
+
+
+class Mailbox:
+    """
+    Keeps envelopes, at most one from each client for each other.
+
+    Args:
+        client_ids (`Sequence[str]`): Who takes part.
+
+    Attributes:
+        waiting (`set[str]`): Clients that wait for an envelope.
+    """
+
+    def __init__(self, client_ids: Sequence[str]) -> None:
+        self.waiting: set[str] = set()
+        self._client_ids = client_ids
+        self._envelopes: dict[tuple[str, str, int], Any] = {}
+
+    def put(self, message: Send) -> None:
+        """
+        Keep an envelope.
+
+        Raises:
+            ValueError: If the recipient takes no part, or one waits for it already.
+        """
+        own, recipient = message.client_id, message.recipient
+        if recipient not in self._client_ids:
+            raise ValueError(f"{own!r} sent an envelope to {recipient!r}, who takes no part.")
+        if any(key[:2] == (own, recipient) for key in self._envelopes):
+            raise ValueError(f"An envelope from {own!r} for {recipient!r} waits to be fetched.")
+        self._envelopes[own, recipient, message.step] = message.sealed
+
+    def check(self, message: Fetch) -> None:
+        """
+        Raises:
+            ValueError: If nobody writes the envelope that a client waits for.
+        """
+        if message.sender not in self._client_ids or message.sender == message.client_id:
+            raise ValueError(
+                f"Client {message.client_id!r} waits for an envelope of {message.sender!r}, who writes none to it."
+            )
+
+    def has(self, message: Fetch) -> bool:
+        """Whether the envelope is there."""
+        return (message.sender, message.client_id, message.step) in self._envelopes
+
+    def take(self, message: Fetch) -> Any:
+        """Hand the envelope out."""
+        return self._envelopes.pop((message.sender, message.client_id, message.step))

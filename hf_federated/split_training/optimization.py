@@ -6,12 +6,15 @@ clips its own: `√Σ‖g_part‖²`, as of the unsplit model.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 
 class Party:
@@ -177,3 +180,33 @@ class JointOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the parties' optimizers as they are now."""
         self.param_groups = self._param_groups() or self.param_groups
+
+
+def number_of_steps(args: TrainingArguments, steps_in_epoch: int) -> int:
+    """Optimizer steps of a run, as `Trainer` counts them."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_in_epoch)
+
+
+def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_steps: int) -> list[Any]:
+    """
+    Give every party that trains anything the optimizer that `Trainer` would make.
+
+    Returns:
+        `list[LRScheduler]`: The schedule of each.
+    """
+    args = copy.copy(args)
+    # A trainer that may push creates its repository when it is built, and one that evaluates asks for rows.
+    args.push_to_hub = False
+    args.eval_strategy = IntervalStrategy.NO
+    schedulers = []
+    for party in parties:
+        if not party.trained():
+            continue
+        trainer = Trainer(_Unused(), args)
+        party.optimizer = trainer.create_optimizer(party.module)
+        schedulers.append(trainer.create_scheduler(max_steps, party.optimizer))
+    return schedulers
+
+
+class _Unused(nn.Module):
+    """In the place of a model: an optimizer is made for a part."""

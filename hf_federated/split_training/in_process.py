@@ -24,9 +24,9 @@ from ..split.model import SplitModel
 from ..split.parts import Part
 from ..utils.random import derived_seed, own_draws, seed_generators
 from .config import SplitConfig
-from .links import counted, sealed
-from .parties import JointOptimizer, Party
-from .transfer import PartParameters
+from .link_wrappers import counted, sealed
+from .messages import PartParameters
+from .optimization import JointOptimizer, Party
 
 
 SERVER = "server"
