@@ -81,7 +81,7 @@ def split_trainer(
 
 
 def trained_values(model: SplitModel) -> dict[str, torch.Tensor]:
-    """What is trained of the model that a run ends with."""
+    """Copy the trained parameters of the model after a run."""
     return {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""Links on which what crosses is counted, and for parties in one process sealed where it is asked for."""
+"""Wrappers around a client's link to the server: byte counting, encryption, and replies of a run."""
 
 from __future__ import annotations
 
@@ -9,108 +9,111 @@ from ..messages.serialization import packed_kind
 from ..security.encryption import ClientSession, Identity, ServerSession
 from ..security.sealed import SealedCarrier, SealedLink, SealedServer
 from ..split.boundary import Link
-from .messages import Late
+from .messages import LateReply
 
 
-# Client, bytes up, bytes down.
-Count = Callable[[str, int, int], None]
+# Arguments: client id, bytes sent, bytes received.
+RecordBytes = Callable[[str, int, int], None]
 
 
-class CountedLink:
+class ByteCountingLink:
     """
-    A link that counts what it carries.
+    A link that counts the bytes of its messages.
 
     Args:
-        link ([`~split.Link`]): What carries it.
-        client_id (`str`): Whose messages they are.
-        count (`Callable[[str, int, int], None]`): Is told the client, and the bytes up and down of each exchange.
+        link ([`~split.Link`]): The link that transfers the messages.
+        client_id (`str`): The client that uses the link.
+        record_bytes (`Callable[[str, int, int], None]`): Called after each exchange with the client id, the bytes sent
+            and the bytes received.
     """
 
-    def __init__(self, link: Link, client_id: str, count: Count) -> None:
+    def __init__(self, link: Link, client_id: str, record_bytes: RecordBytes) -> None:
         self.link = link
         self.client_id = client_id
-        self.count = count
+        self.record_bytes = record_bytes
 
     def exchange(self, blob: bytes) -> bytes:
-        """Carry a message and its answer."""
+        """Send a message and return the answer."""
         answer = self.link.exchange(blob)
-        self.count(self.client_id, len(blob), len(answer))
+        self.record_bytes(self.client_id, len(blob), len(answer))
         return answer
 
     def end_step(self) -> None:
-        """An optimizer step ended."""
+        """Report the end of an optimizer step."""
         self.link.end_step()
 
 
-class _CountedEnd:
-    """The server's end of a sealed link, or what carries messages to it, where what is sealed is counted."""
+class _ByteCountingServer:
+    """The server side of an encrypted link, with a count of the encrypted bytes."""
 
-    def __init__(self, server: SealedCarrier, client_id: str, count: Count) -> None:
+    def __init__(self, server: SealedCarrier, client_id: str, record_bytes: RecordBytes) -> None:
         self.server = server
         self.client_id = client_id
-        self.count = count
+        self.record_bytes = record_bytes
 
     def hello(self, hello: bytes) -> bytes:
         reply = self.server.hello(hello)
-        self.count(self.client_id, len(hello), len(reply))
+        self.record_bytes(self.client_id, len(hello), len(reply))
         return reply
 
     def finish(self, finish: bytes) -> None:
         self.server.finish(finish)
-        self.count(self.client_id, len(finish), 0)
+        self.record_bytes(self.client_id, len(finish), 0)
 
-    def exchange(self, sealed: bytes) -> bytes:
-        answer = self.server.exchange(sealed)
-        self.count(self.client_id, len(sealed), len(answer))
+    def exchange(self, encrypted: bytes) -> bytes:
+        answer = self.server.exchange(encrypted)
+        self.record_bytes(self.client_id, len(encrypted), len(answer))
         return answer
 
     def check_size(self, num_bytes: int) -> None:
         self.server.check_size(num_bytes)
 
 
-def counted(link: Link, client_id: str, count: Count) -> Link:
+def with_byte_counting(link: Link, client_id: str, record_bytes: RecordBytes) -> Link:
     """
-    A link that counts what crosses: of a sealed one what is sealed, and the handshakes.
+    Count the bytes of a link. For an encrypted link the count includes the encrypted messages and the handshakes.
 
     Args:
-        link ([`~split.Link`]): A client's.
-        client_id (`str`): Whose it is.
-        count (`Callable[[str, int, int], None]`): As of [`CountedLink`].
+        link ([`~split.Link`]): The link of a client.
+        client_id (`str`): The client.
+        record_bytes (`Callable[[str, int, int], None]`): As in [`ByteCountingLink`].
     """
     if isinstance(link, SealedLink):
-        return SealedLink(link.session, _CountedEnd(link.server, client_id, count))
-    return CountedLink(link, client_id, count)
+        return SealedLink(link.session, _ByteCountingServer(link.server, client_id, record_bytes))
+    return ByteCountingLink(link, client_id, record_bytes)
 
 
-def sealed(link: Link, client_id: str, server: Identity, rotate_every: int) -> SealedLink:
+def with_encryption(link: Link, client_id: str, server_identity: Identity, rotate_every: int) -> SealedLink:
     """
-    A sealed link to what another link leads to, with keys of its own.
+    Encrypt a link between a client and a server in the same process, with new keys.
 
     Args:
-        link ([`~split.Link`]): What carries a message once it is opened.
-        client_id (`str`): Whose it is.
-        server ([`~split.encryption.Identity`]): The server's.
-        rotate_every (`int`): Steps for which keys last.
+        link ([`~split.Link`]): The link that transfers the decrypted messages.
+        client_id (`str`): The client.
+        server_identity ([`~split.encryption.Identity`]): The identity of the server.
+        rotate_every (`int`): Number of optimizer steps after which the keys are replaced.
 
     Raises:
-        ImportError: Without the extra `split`.
+        ImportError: If the extra `split` is not installed.
     """
-    client = Identity.generate(client_id)
-    there = ServerSession(server, client_id, client.fingerprint, rotate_every=rotate_every)
-    here = ClientSession(client, server.name, server.fingerprint, rotate_every=rotate_every)
-    return SealedLink(here, SealedServer(there, link.exchange))
+    client_identity = Identity.generate(client_id)
+    server_session = ServerSession(server_identity, client_id, client_identity.fingerprint, rotate_every=rotate_every)
+    client_session = ClientSession(
+        client_identity, server_identity.name, server_identity.fingerprint, rotate_every=rotate_every
+    )
+    return SealedLink(client_session, SealedServer(server_session, link.exchange))
 
 
 class LateError(RuntimeError):
-    """The others waited for this client as long as they may, and the step went on without it."""
+    """The deadline of a step passed, and the step continues without this client."""
 
 
 class RunLink:
     """
-    A client's link to the server of a run, for passages and for what is said about the run.
+    A client's link to the server of a networked run, for hidden states, gradients and control messages.
 
     Args:
-        link ([`~split.Link`]): What carries messages.
+        link ([`~split.Link`]): The link that transfers the messages.
     """
 
     def __init__(self, link: Link) -> None:
@@ -118,20 +121,20 @@ class RunLink:
 
     def exchange(self, blob: bytes) -> bytes:
         """
-        Carry a message and its answer.
+        Send a message and return the answer.
 
         Raises:
-            LateError: If the step went on without this client.
+            LateError: If the step continues without this client.
         """
         answer = self.link.exchange(blob)
-        if packed_kind(answer) == Late.kind:
-            raise LateError("The step went on without this client.")
+        if packed_kind(answer) == LateReply.kind:
+            raise LateError("The deadline of the step passed, and the step continues without this client.")
         return answer
 
     def end_step(self) -> None:
-        """An optimizer step ended."""
+        """Report the end of an optimizer step."""
         self.link.end_step()
 
-    def ask(self, message: Any, answer: type[Any]) -> Any:
-        """The answer to what is said about the run."""
+    def request(self, message: Any, answer: type[Any]) -> Any:
+        """Send a control message and return its deserialized answer."""
         return answer.from_bytes(self.exchange(message.to_bytes()))

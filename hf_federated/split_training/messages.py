@@ -1,7 +1,9 @@
-"""What clients and server of a networked run say to each other beside hidden states and gradients.
+"""Messages of a networked run, apart from hidden states and their gradients.
 
-Every message names the client that sends it or that is answered; each field is checked. What clients send one another
-is sealed (`split/envelope.py`): the server carries it and knows its size.
+Control messages coordinate the run between a client and the server. Each names the client that sends it or that
+receives the answer, and the type of each field is checked. [`PartParameters`] carries trained parameters from one
+client to another. In a networked run the clients encrypt it for each other (`security/envelope.py`), and the server
+relays it without access to the content. The server sees its size.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from ..split.messages import REQUESTS
 
 
 @dataclass(frozen=True)
-class Control(Packed):
+class ControlMessage(Packed):
     """
-    Base of what clients and server say about the run.
+    Base class of the control messages.
 
     Args:
-        client_id (`str`): The client at one end.
+        client_id (`str`): The client that sends the message or receives the answer.
+
+    Raises:
+        ValueError: If a field has a wrong type, or a negative value where a count or a norm is expected.
     """
 
     client_id: str
@@ -31,43 +36,44 @@ class Control(Packed):
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if not _fits(item.name, value):
-                raise ValueError(f"{self.kind}: {item.name} is no such value: {type(value).__name__}.")
+            if not _is_valid_field(item.name, value):
+                raise ValueError(f"{self.kind}: {item.name} has an invalid value of type {type(value).__name__}.")
 
 
-# What each field holds, whatever message it is in.
-_TEXTS = {"client_id", "digest", "recipient", "sender"}
-_COUNTS = {"step", "num_steps", "num_rows", "num_batches", "resume_step"}
-_BYTES = {"introduction", "sealed"}
+# A field has the same type in all messages.
+_STRING_FIELDS = {"client_id", "digest", "recipient", "sender"}
+_COUNT_FIELDS = {"step", "num_steps", "num_rows", "num_batches", "resume_step"}
+_BYTE_FIELDS = {"introduction", "sealed"}
 
 
-def _fits(name: str, value: Any) -> bool:
-    if name in _TEXTS:
+def _is_valid_field(name: str, value: Any) -> bool:
+    if name in _STRING_FIELDS:
         return type(value) is str
-    if name in _COUNTS:
+    if name in _COUNT_FIELDS:
         return type(value) is int and value >= 0
-    if name in _BYTES:
+    if name in _BYTE_FIELDS:
         return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
     if name == "checkpoints":
-        return isinstance(value, list) and all(type(own) is int and own > 0 for own in value)
+        return isinstance(value, list) and all(type(item) is int and item > 0 for item in value)
     if name == "steps_of":
-        return isinstance(value, dict) and all(type(own) is int and own > 0 for own in value.values())
+        return isinstance(value, dict) and all(type(item) is int and item > 0 for item in value.values())
     if name == "introductions":
-        return isinstance(value, dict) and all(_fits("sealed", own) for own in value.values())
-    # A squared norm, or a norm: NaN is for the server to see.
+        return isinstance(value, dict) and all(_is_valid_field("sealed", item) for item in value.values())
+    # A norm or a squared norm. NaN passes this check; the server rejects it with a more specific error.
     return type(value) is float and not value < 0
 
 
 @dataclass(frozen=True)
-class Join(Control):
+class Join(ControlMessage):
     """
-    Client to server: it will train.
+    Client to server: join the run.
 
     Args:
-        digest (`str`): Of all settings that parties must have in common.
-        num_steps (`int`): Optimizer steps that its rows make in an epoch.
-        checkpoints (`list[int]`): Steps of the checkpoints that it can go on from.
-        introduction (`torch.Tensor`): To other clients; uint8, empty where nothing is sealed for them.
+        digest (`str`): Digest of the settings that all parties share, see [`~split_training.config.run_digest`].
+        num_steps (`int`): Optimizer steps of this client in an epoch.
+        checkpoints (`list[int]`): Steps of the checkpoints from which this client can resume.
+        introduction (`torch.Tensor`): Signed public key for the other clients; uint8 of shape `(num_bytes,)`. Empty if
+            the client exchanges no encrypted parameters.
     """
 
     kind: ClassVar[str] = "split_join"
@@ -79,14 +85,14 @@ class Join(Control):
 
 
 @dataclass(frozen=True)
-class Joined(Control):
+class JoinReply(ControlMessage):
     """
-    Server to client: everybody is there.
+    Server to client: all clients have joined.
 
     Args:
-        resume_step (`int`): The last step of which everybody has a checkpoint; 0 begins anew.
-        steps_of (`dict[str, int]`): Steps of each client in an epoch, in the clients' order.
-        introductions (`dict[str, torch.Tensor]`): By client.
+        resume_step (`int`): Latest step for which all parties have a checkpoint; 0 starts from scratch.
+        steps_of (`dict[str, int]`): Optimizer steps of each client in an epoch, in the order of the clients.
+        introductions (`dict[str, torch.Tensor]`): The introduction of each client, by client id.
     """
 
     kind: ClassVar[str] = "split_joined"
@@ -97,15 +103,15 @@ class Joined(Control):
 
 
 @dataclass(frozen=True)
-class Begin(Control):
+class BeginStep(ControlMessage):
     """
-    Client to server: it will train in this step, and asks whether it is time.
+    Client to server: wait for a step, and take part in it.
 
     Args:
-        step (`int`): Optimizer steps done before it.
-        num_batches (`int`): Passages that it will make; 0 only waits until it is time.
-        num_rows (`int`): Its rows in the step, by which replicas of the body are averaged: no more than those of its
-            passages.
+        step (`int`): Number of optimizer steps before this one.
+        num_batches (`int`): Micro-batches of this client in the step; 0 waits for the step without taking part.
+        num_rows (`int`): Examples of this client in the step, which weight the average of the body replicas. At most
+            the number of examples in its micro-batches.
     """
 
     kind: ClassVar[str] = "split_begin"
@@ -116,8 +122,8 @@ class Begin(Control):
 
 
 @dataclass(frozen=True)
-class Begun(Control):
-    """Server to client: it is time."""
+class BeginStepReply(ControlMessage):
+    """Server to client: the step has begun."""
 
     kind: ClassVar[str] = "split_begun"
 
@@ -125,13 +131,13 @@ class Begun(Control):
 
 
 @dataclass(frozen=True)
-class Step(Control):
+class EndStep(ControlMessage):
     """
-    Client to server: all gradients of the step are there.
+    Client to server: the client has all gradients of the step.
 
     Args:
-        step (`int`): Which.
-        squared_norm (`float`): Of the gradients of its head and tail.
+        step (`int`): Number of optimizer steps before this one.
+        squared_norm (`float`): Squared norm of the gradients of the client's head and tail.
     """
 
     kind: ClassVar[str] = "split_step"
@@ -141,13 +147,13 @@ class Step(Control):
 
 
 @dataclass(frozen=True)
-class Stepped(Control):
+class EndStepReply(ControlMessage):
     """
-    Server to client: the server has stepped.
+    Server to client: the server has updated its parameters.
 
     Args:
-        step (`int`): Which.
-        norm (`float`): Of the gradients of everybody who shares the step, by which each clips.
+        step (`int`): Number of optimizer steps before this one.
+        norm (`float`): Norm of the gradients of all parties that share the step. Each party clips its gradients by it.
     """
 
     kind: ClassVar[str] = "split_stepped"
@@ -157,8 +163,8 @@ class Stepped(Control):
 
 
 @dataclass(frozen=True)
-class Late(Control):
-    """Server to client: others waited for it as long as they may, and the step goes on without it."""
+class LateReply(ControlMessage):
+    """Server to client: the deadline has passed, and the step continues without this client."""
 
     kind: ClassVar[str] = "split_late"
 
@@ -166,14 +172,14 @@ class Late(Control):
 
 
 @dataclass(frozen=True)
-class Send(Control):
+class SendEnvelope(ControlMessage):
     """
-    Client to server: an envelope for another client.
+    Client to server: an encrypted message for another client.
 
     Args:
-        step (`int`): Optimizer steps done before.
-        recipient (`str`): For whom.
-        sealed (`torch.Tensor`): The envelope; uint8.
+        step (`int`): Number of optimizer steps so far.
+        recipient (`str`): The client that can decrypt the message.
+        sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
     """
 
     kind: ClassVar[str] = "split_send"
@@ -184,8 +190,8 @@ class Send(Control):
 
 
 @dataclass(frozen=True)
-class Sent(Control):
-    """Server to client: it keeps the envelope until it is fetched."""
+class SendEnvelopeReply(ControlMessage):
+    """Server to client: the server stores the encrypted message until its recipient fetches it."""
 
     kind: ClassVar[str] = "split_sent"
 
@@ -193,13 +199,13 @@ class Sent(Control):
 
 
 @dataclass(frozen=True)
-class Fetch(Control):
+class FetchEnvelope(ControlMessage):
     """
-    Client to server: it waits for an envelope.
+    Client to server: wait for an encrypted message of another client.
 
     Args:
-        step (`int`): Optimizer steps done before.
-        sender (`str`): From whom.
+        step (`int`): Number of optimizer steps so far.
+        sender (`str`): The client that sends the message.
     """
 
     kind: ClassVar[str] = "split_fetch"
@@ -209,14 +215,14 @@ class Fetch(Control):
 
 
 @dataclass(frozen=True)
-class Fetched(Control):
+class FetchEnvelopeReply(ControlMessage):
     """
-    Server to client: the envelope.
+    Server to client: an encrypted message of another client.
 
     Args:
-        step (`int`): Optimizer steps done before.
-        sender (`str`): From whom.
-        sealed (`torch.Tensor`): The envelope; uint8.
+        step (`int`): Number of optimizer steps so far.
+        sender (`str`): The client that sent the message.
+        sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
     """
 
     kind: ClassVar[str] = "split_fetched"
@@ -227,59 +233,68 @@ class Fetched(Control):
 
 
 @dataclass(frozen=True)
-class Finish(Control):
-    """Client to server: it is done, and asks for nothing any more."""
+class Finish(ControlMessage):
+    """Client to server: the client has finished and sends no further requests."""
 
     kind: ClassVar[str] = "split_finish"
 
     step: int
 
 
-CONTROLS: dict[str, type[Control]] = {own.kind: own for own in (Join, Begin, Step, Send, Fetch, Finish)}
+CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {
+    message.kind: message for message in (Join, BeginStep, EndStep, SendEnvelope, FetchEnvelope, Finish)
+}
 
 
 def read_message(blob: bytes) -> Any:
     """
-    What a client sent: of the run, or a passage.
+    Deserialize a message of a client: a control message, or hidden states or gradients.
+
+    Args:
+        blob (`bytes`): The serialized message.
 
     Raises:
-        ValueError: If it is damaged, of another kind, or holds a field that is not declared.
+        ValueError: If the message is damaged, has an unknown kind, or has a field that is not declared.
     """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    kinds: dict[str, Any] = {**CONTROLS, **REQUESTS}
+    kinds: dict[str, Any] = {**CONTROL_MESSAGES, **REQUESTS}
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"A server takes messages of the kinds {sorted(kinds)}, got {kind!r}.")
+        raise ValueError(f"The message has kind {kind!r}. A server accepts the kinds {sorted(kinds)}.")
     return kinds[kind]._from_tree(tree)
 
 
 def as_tensor(value: bytes) -> torch.Tensor:
-    """Bytes as a field of a message."""
+    """Convert bytes to a uint8 tensor, which a message can hold."""
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
 
 
 def as_bytes(value: torch.Tensor) -> bytes:
-    """What `as_tensor` made a tensor of."""
+    """Convert a tensor of `as_tensor` back to bytes."""
     return value.numpy().tobytes()
 
 
-# By which parts are weighed: with any number of clients the sums of a mean stay numbers, also those of half precision.
-MAX_ROWS = 10**9
+# Limit of an averaging weight. It keeps the sums of a weighted mean finite, also in half precision.
+MAX_NUM_EXAMPLES = 10**9
 
 
 @dataclass(frozen=True)
 class PartParameters(Packed):
     """
-    Client to client, or to whoever averages: what trains of a head and a tail.
+    Client to client: the trained parameters of a head and a tail.
 
-    It is not for the server that holds the body: with a client's head it could read that client's hidden states.
+    The server that holds the body must not receive this message. With the head of a client it could reconstruct the
+    client's input from the hidden states.
 
     Args:
-        client_id (`str`): Whose.
-        step (`int`): Optimizer steps done before.
-        num_rows (`int`): Rows trained since the parts were averaged last, at most `MAX_ROWS`. Clients take each
-            other's word for it: who averages does not see the rows.
+        client_id (`str`): The client that trained the parameters; empty for an average.
+        step (`int`): Number of optimizer steps so far.
+        num_rows (`int`): Examples trained since the last average, at most `MAX_NUM_EXAMPLES`. The number is not
+            verified: the client that averages does not see the examples.
         state (`dict[str, torch.Tensor]`): The parameters, by name.
+
+    Raises:
+        ValueError: If a field has a wrong type, `num_rows` is out of range, or a parameter is not finite.
     """
 
     kind: ClassVar[str] = "split_parameters"
@@ -292,17 +307,17 @@ class PartParameters(Packed):
     def __post_init__(self) -> None:
         for name, kind in (("client_id", str), ("step", int), ("num_rows", int), ("state", dict)):
             if type(getattr(self, name)) is not kind:
-                raise ValueError(f"{self.kind}: {name} must be {kind.__name__}.")
-        if not 0 <= self.num_rows <= MAX_ROWS:
+                raise ValueError(f"{self.kind}: {name} must have type {kind.__name__}.")
+        if not 0 <= self.num_rows <= MAX_NUM_EXAMPLES:
             raise ValueError(
-                f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}, which is to be from 0 to "
-                f"{MAX_ROWS}."
+                f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}. It must be between 0 and "
+                f"{MAX_NUM_EXAMPLES}."
             )
         for name, value in self.state.items():
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{self.kind}: {name!r} is no tensor.")
+                raise ValueError(f"{self.kind}: {name!r} is not a tensor.")
             if value.is_floating_point() and not value.isfinite().all():
                 raise ValueError(
-                    f"{self.kind}: {name!r} of client {self.client_id!r} holds NaN or infinite values at step "
+                    f"{self.kind}: {name!r} of client {self.client_id!r} has NaN or infinite values at step "
                     f"{self.step}. Lower the learning rate, or set max_grad_norm."
                 )

@@ -1,7 +1,7 @@
-"""Those who own parts of a split model: each has its own parameters and its own optimizer.
+"""Parties of a split model, each with own parameters and an own optimizer, and their joint step.
 
-What a step needs of several parties at once is one number, the norm of all their gradients together, by which each
-clips its own: `√Σ‖g_part‖²`, as of the unsplit model.
+The parties share one number per step: the norm of all their gradients, `√Σ‖g_part‖²`. Each party clips its gradients
+by this norm, as if the model were not split.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from transformers.trainer_utils import IntervalStrategy
 
 class Party:
     """
-    Someone who trains a part of the model.
+    A party that trains a part of the model: a client or the server.
 
     Args:
-        name (`str`): Unique among the parties of a run.
-        module (`torch.nn.Module`): What it owns.
-        optimizer (`torch.optim.Optimizer`, *optional*): Of what it trains; none where all is frozen.
+        name (`str`): Name, unique among the parties of a run.
+        module (`torch.nn.Module`): The part that the party owns.
+        optimizer (`torch.optim.Optimizer`, *optional*): Optimizer of the trained parameters; `None` if all parameters
+            are frozen.
     """
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -32,60 +33,62 @@ class Party:
         self.module = module
         self.optimizer = optimizer
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """What it trains, by name; a shared parameter once."""
-        return {name: own for name, own in self.module.named_parameters() if own.requires_grad}
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by name. A shared parameter is listed once."""
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The values of what it trains; not copies."""
-        return {name: own.detach() for name, own in self.trained().items()}
+        """Values of the trained parameters, without a copy."""
+        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
 
     def check(self, state: Mapping[str, torch.Tensor], origin: str = "a state") -> None:
         """
-        Compare values with what it trains.
+        Compare the names and shapes of values with the trained parameters.
 
         Args:
             state (`Mapping[str, torch.Tensor]`): The values, by name.
-            origin (`str`, *optional*, defaults to `"a state"`): Where they come from, for errors.
+            origin (`str`, *optional*, defaults to `"a state"`): Source of the values, for the error message.
 
         Raises:
-            ValueError: If a name or a shape is another one.
+            ValueError: If a name or a shape differs.
         """
-        own = self.trained()
-        if own.keys() != state.keys():
-            different = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"{self.name!r} trains other parameters than {origin} holds: {different[:3]}.")
-        for name, parameter in own.items():
+        parameters = self.trained_parameters()
+        if parameters.keys() != state.keys():
+            mismatched = sorted(parameters.keys() ^ state.keys())
+            raise ValueError(
+                f"The trained parameters of {self.name!r} and {origin} have different names: {mismatched[:3]}."
+            )
+        for name, parameter in parameters.items():
             if parameter.shape != state[name].shape:
                 raise ValueError(
-                    f"{name} of {self.name!r} has shape {tuple(parameter.shape)}, and {tuple(state[name].shape)} in "
-                    f"{origin}."
+                    f"{name} has shape {tuple(parameter.shape)} in {self.name!r}, but shape "
+                    f"{tuple(state[name].shape)} in {origin}."
                 )
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """
-        Go on from other values of what it trains.
+        Replace the values of the trained parameters.
 
         Raises:
-            ValueError: If a name or a shape is another one.
+            ValueError: If a name or a shape differs.
         """
         self.check(state)
-        for name, parameter in self.trained().items():
+        for name, parameter in self.trained_parameters().items():
             parameter.copy_(state[name])
 
     def squared_norm(self) -> float:
-        """The square of the norm of its gradients."""
-        gradients = [own.grad for own in self.module.parameters() if own.grad is not None]
+        """Squared norm of the gradients."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, norm: float, max_norm: float) -> None:
         """
-        Clip, step, and forget the gradients.
+        Clip the gradients, run the optimizer, and reset the gradients.
 
         Args:
-            norm (`float`): Of the gradients of all parties that share a model.
-            max_norm (`float`): `max_grad_norm` of the training arguments; 0 clips nothing.
+            norm (`float`): Norm of the gradients of all parties that share a model.
+            max_norm (`float`): `max_grad_norm` of the training arguments; 0 disables clipping.
         """
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, torch.tensor(norm))
@@ -94,30 +97,31 @@ class Party:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
 
 def total_norm(squared_norms: Iterable[float]) -> float:
-    """The norm of all parties' gradients together."""
+    """Norm of the gradients of several parties, from their squared norms."""
     return math.sqrt(math.fsum(squared_norms))
 
 
 class JointOptimizer(torch.optim.Optimizer):
     """
-    In a trainer's place for an optimizer: those of all parties, which step together.
+    Optimizer of a trainer that runs the optimizers of all parties together.
 
     Args:
-        parties (`Mapping[str, Party]`): All parties.
+        parties (`Mapping[str, Party]`): All parties, by name.
         max_grad_norm (`float`): As in the training arguments.
-        shared_norm (`Callable[[float], float | None]`, *optional*): From the squared norm of a group's gradients here,
-            that of everybody who shares its model, some of whom are elsewhere; `None` where it must not step.
+        shared_norm (`Callable[[float], float | None]`, *optional*): Computes the norm of a group from the squared norm
+            of its parties in this process. In a networked run it adds the gradients of the remote parties. It returns
+            `None` if the group must not take the step.
 
     Attributes:
-        groups (`list[list[str]]`): Who steps next: parties that clip by one norm, which share a model. What trains
-            sets it.
-        norm (`float`): Of the last step that a party took, before clipping: the mean over the groups.
+        groups (`list[list[str]]`): Names of the parties that take the next step. The parties of a group share a model
+            and clip by one norm. The training step sets this attribute.
+        norm (`float`): Norm of the gradients of the last step before clipping, averaged over the groups.
     """
 
     def __init__(
@@ -132,33 +136,32 @@ class JointOptimizer(torch.optim.Optimizer):
         self.groups: Sequence[Sequence[str]] = []
         self.norm = 0.0
         optimizers = [party.optimizer for party in parties.values() if party.optimizer is not None]
-        # The same dictionaries as theirs: a schedule that sets a learning rate here sets it there.
-        groups = self._param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}]
-        # Schedules read the first learning rate there; all were made from one set of arguments.
+        # The parties' optimizers share these dictionaries, so a schedule also sets their learning rates.
+        groups = self._collect_param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}]
+        # Schedules read the initial learning rate from the defaults, which are equal for all parties.
         super().__init__(groups, optimizers[0].defaults if optimizers else {"lr": 0.0})
 
-    def _param_groups(self) -> list[dict[str, Any]]:
-        own = [party.optimizer for party in self.parties.values() if party.optimizer is not None]
-        return [group for optimizer in own for group in optimizer.param_groups]
+    def _collect_param_groups(self) -> list[dict[str, Any]]:
+        optimizers = [party.optimizer for party in self.parties.values() if party.optimizer is not None]
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
         """
-        Clip and step, every group of parties by its own norm.
+        Clip the gradients of each group by the norm of the group, and run the optimizers.
 
         Raises:
-            ValueError: If a party's gradients are not finite, by which the others of its group would clip theirs.
-                Nobody has stepped then.
+            ValueError: If the gradients of a party are not finite. In this case no party takes the step.
         """
         groups = [[self.parties[name] for name in names] for names in self.groups]
-        squares = [[member.squared_norm() for member in members] for members in groups]
-        # Before anybody steps: of a run that ends here nobody is a step ahead of the others.
-        for members, own_squares in zip(groups, squares, strict=True):
-            for member, square in zip(members, own_squares, strict=True):
+        squared_norms = [[member.squared_norm() for member in members] for members in groups]
+        # Check all parties before the first update. If the run ends here, all parties are at the same step.
+        for members, member_squares in zip(groups, squared_norms, strict=True):
+            for member, square in zip(members, member_squares, strict=True):
                 if not math.isfinite(square):
-                    raise ValueError(f"The gradients of {member.name!r} are not finite: lower the learning rate.")
+                    raise ValueError(f"The gradients of {member.name!r} are not finite. Lower the learning rate.")
         norms = []
-        for members, own_squares in zip(groups, squares, strict=True):
-            norm = self.shared_norm(math.fsum(own_squares))
+        for members, member_squares in zip(groups, squared_norms, strict=True):
+            norm = self.shared_norm(math.fsum(member_squares))
             if norm is None:
                 continue
             norms.append(norm)
@@ -169,44 +172,44 @@ class JointOptimizer(torch.optim.Optimizer):
             self.norm = math.fsum(norms) / len(norms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget everybody's gradients."""
+        """Reset the gradients of all parties."""
         for party in self.parties.values():
             party.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: each party's state lies with its own part."""
+        """Empty dictionary. The state of each party's optimizer is saved with its part."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the parties' optimizers as they are now."""
-        self.param_groups = self._param_groups() or self.param_groups
+        """Refresh the parameter groups after the states of the parties' optimizers were loaded."""
+        self.param_groups = self._collect_param_groups() or self.param_groups
 
 
-def number_of_steps(args: TrainingArguments, steps_in_epoch: int) -> int:
-    """Optimizer steps of a run, as `Trainer` counts them."""
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_in_epoch)
+def num_training_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
+    """Number of optimizer steps of a run, as `Trainer` computes it."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
 
 
 def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_steps: int) -> list[Any]:
     """
-    Give every party that trains anything the optimizer that `Trainer` would make.
+    Create the optimizer of every party that has trained parameters, as `Trainer` does.
 
     Returns:
-        `list[LRScheduler]`: The schedule of each.
+        `list[LRScheduler]`: The learning rate schedule of each optimizer.
     """
     args = copy.copy(args)
-    # A trainer that may push creates its repository when it is built, and one that evaluates asks for rows.
+    # `Trainer` creates a repository if it pushes to the Hub, and requires a dataset if it evaluates.
     args.push_to_hub = False
     args.eval_strategy = IntervalStrategy.NO
     schedulers = []
     for party in parties:
-        if not party.trained():
+        if not party.trained_parameters():
             continue
-        trainer = Trainer(_Unused(), args)
+        trainer = Trainer(_PlaceholderModel(), args)
         party.optimizer = trainer.create_optimizer(party.module)
         schedulers.append(trainer.create_scheduler(max_steps, party.optimizer))
     return schedulers
 
 
-class _Unused(nn.Module):
-    """In the place of a model: an optimizer is made for a part."""
+class _PlaceholderModel(nn.Module):
+    """Model of a `Trainer` that only creates optimizers for other modules."""

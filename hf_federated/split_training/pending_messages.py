@@ -1,7 +1,12 @@
-"""What clients said that they would send in a step of a networked run, and what of it came.
+"""What the server of a networked run keeps about messages that are not complete yet.
 
-A client sends hidden states and then their gradient, once for each batch, and then ends the step. What comes otherwise
-is refused before anybody waits for it: where clients meet, one that skips a passage would stop all of them.
+- [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
+- [`RequestBatch`]: Requests of several clients that the server answers together.
+- [`EnvelopeStore`]: Encrypted messages between clients until their recipients fetch them.
+
+For each micro-batch a client sends hidden states and then their gradient. After the last micro-batch it ends the
+step. The server rejects any other order at once. With `"client_batch"` all clients would otherwise wait for a client
+that skips a micro-batch.
 """
 
 from __future__ import annotations
@@ -11,171 +16,186 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..split.messages import Backward, Forward
-from .messages import Begin, Fetch, Send, Step
+from .messages import BeginStep, EndStep, FetchEnvelope, SendEnvelope
 
 
-# Answers the messages of clients that meet, in their order.
-Answer = Callable[[Sequence[Any]], Sequence[Any]]
+# Answers the requests of several clients, in their order.
+BatchHandler = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class Passages:
+class StepProgress:
     """
-    The passages of one step.
+    Progress of the clients within one optimizer step.
 
     Args:
-        meets (`bool`): Whether clients meet at every passage, so that each is over before the client's next one.
+        is_batched (`bool`): Whether the server batches the micro-batches of all clients. A client then finishes a
+            micro-batch before it starts the next one.
     """
 
-    def __init__(self, meets: bool) -> None:
-        self._meets = meets
-        self._begun: dict[str, Begin] = {}
-        # Rows of the passages that went up, in their order, and those of which the gradient came.
-        self._rows: dict[str, list[int]] = {}
-        self._returned: dict[str, set[int]] = {}
+    def __init__(self, is_batched: bool) -> None:
+        self._is_batched = is_batched
+        self._announced: dict[str, BeginStep] = {}
+        # For each client: the examples of its micro-batches in order, and the micro-batches with a gradient.
+        self._num_examples: dict[str, list[int]] = {}
+        self._with_gradient: dict[str, set[int]] = {}
 
-    def begin(self, message: Begin) -> None:
+    def begin(self, message: BeginStep) -> None:
         """
-        A client takes part.
+        Record that a client takes part in the step.
 
         Raises:
-            ValueError: If it said so before, perhaps otherwise.
+            ValueError: If the client began this step before.
         """
-        if message.client_id in self._begun:
-            raise ValueError(f"Client {message.client_id!r} began step {message.step} already.")
-        self._begun[message.client_id] = message
+        if message.client_id in self._announced:
+            raise ValueError(f"Client {message.client_id!r} began step {message.step} twice.")
+        self._announced[message.client_id] = message
 
-    def may_come(self, client_id: str, micro_step: int) -> bool:
-        """Whether a client may make a passage: it said so, or has said nothing yet."""
-        return client_id not in self._begun or self._begun[client_id].num_batches > micro_step
+    def may_send(self, client_id: str, micro_step: int) -> bool:
+        """Whether a client may send a micro-batch: it announced the micro-batch, or did not begin the step yet."""
+        return client_id not in self._announced or self._announced[client_id].num_batches > micro_step
 
-    def num_rows(self, client_id: str) -> int:
-        """Rows that a client trains in the step."""
-        return self._begun[client_id].num_rows
+    def num_examples(self, client_id: str) -> int:
+        """Number of examples of a client in the step."""
+        return self._announced[client_id].num_rows
 
-    def check(self, message: Forward | Backward | Step) -> None:
+    def check(self, message: Forward | Backward | EndStep) -> None:
         """
-        Refuse what does not follow on what came before.
+        Reject a message that does not follow the announced sequence.
 
         Raises:
-            ValueError: If the client takes no part in the step, or sends more, less or in another order than it said.
+            ValueError: If the client did not begin the step, or sends more messages than announced, fewer messages, or
+                messages in another order.
         """
-        client_id, begun = message.client_id, self._begun.get(message.client_id)
-        if begun is None:
-            raise ValueError(f"Client {client_id!r} did not begin step {message.step}.")
-        said = f"Client {client_id!r} began step {message.step} with"
-        rows, returned = self._rows.get(client_id, []), self._returned.get(client_id, set())
-        if isinstance(message, Step):
-            if not len(rows) == len(returned) == begun.num_batches:
-                raise ValueError(
-                    f"{said} {begun.num_batches} passages and ends it after {len(rows)}, of which {len(returned)} had"
-                    " a gradient: the loss of every batch is one of what the model says, and its gradient is sent."
-                )
-            if begun.num_rows > sum(rows):
-                raise ValueError(
-                    f"{said} {begun.num_rows} rows, and {sum(rows)} crossed: the rows of a batch are those on which "
-                    "the loss calls the model."
-                )
-        elif message.micro_step >= begun.num_batches:
+        client_id, announced = message.client_id, self._announced.get(message.client_id)
+        if announced is None:
             raise ValueError(
-                f"{said} {begun.num_batches} passages, and another came: a loss calls the model once for each batch."
+                f"Client {client_id!r} sent a message of step {message.step}, but did not begin this step."
+            )
+        announcement = f"Client {client_id!r} began step {message.step} with"
+        num_examples, with_gradient = self._num_examples.get(client_id, []), self._with_gradient.get(client_id, set())
+        if isinstance(message, EndStep):
+            if not len(num_examples) == len(with_gradient) == announced.num_batches:
+                raise ValueError(
+                    f"{announcement} {announced.num_batches} micro-batches, but ended it after {len(num_examples)}, "
+                    f"{len(with_gradient)} of them with a gradient. Compute the loss of every batch from the output "
+                    "of the model, and run its backward pass."
+                )
+            if announced.num_rows > sum(num_examples):
+                raise ValueError(
+                    f"{announcement} {announced.num_rows} examples, but sent {sum(num_examples)}. The loss must call "
+                    "the model on all examples of a batch."
+                )
+        elif message.micro_step >= announced.num_batches:
+            raise ValueError(
+                f"{announcement} {announced.num_batches} micro-batches, but sent another one. The loss must call the "
+                "model once per batch."
             )
         elif isinstance(message, Forward):
-            if message.micro_step != len(rows):
+            if message.micro_step != len(num_examples):
                 raise ValueError(
-                    f"Passage {message.micro_step} of client {client_id!r} came at step {message.step}, and "
-                    f"{len(rows)} is the next."
+                    f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step}, but "
+                    f"micro-batch {len(num_examples)} is next."
                 )
-            if self._meets and len(rows) != len(returned):
+            if self._is_batched and len(num_examples) != len(with_gradient):
                 raise ValueError(
-                    f"Passage {message.micro_step} of client {client_id!r} came at step {message.step} before the "
-                    "gradient of the one before it."
+                    f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step} before the "
+                    "gradient of the previous micro-batch."
                 )
-        elif message.micro_step >= len(rows) or message.micro_step in returned:
+        elif message.micro_step >= len(num_examples) or message.micro_step in with_gradient:
             raise ValueError(
-                f"No passage {message.micro_step} of client {client_id!r} waits for its gradient at step "
-                f"{message.step}."
+                f"Client {client_id!r} sent a gradient of micro-batch {message.micro_step} at step {message.step}, "
+                "but no such micro-batch waits for a gradient."
             )
 
-    def count(self, message: Forward | Backward) -> None:
-        """A passage was answered."""
+    def record(self, message: Forward | Backward) -> None:
+        """Record a message that was answered."""
         if isinstance(message, Forward):
-            self._rows.setdefault(message.client_id, []).append(message.num_sequences)
+            self._num_examples.setdefault(message.client_id, []).append(message.num_sequences)
         else:
-            self._returned.setdefault(message.client_id, set()).add(message.micro_step)
+            self._with_gradient.setdefault(message.client_id, set()).add(message.micro_step)
 
 
-class Gathering:
-    """Messages of one kind that are answered together."""
+class RequestBatch:
+    """Requests of one kind, at most one per client, that the server answers together."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.messages: dict[str, Any] = {}
         self.answers: dict[str, Any] | None = None
         self.error: str | None = None
 
     @property
-    def settled(self) -> bool:
+    def is_answered(self) -> bool:
+        """Whether the requests have been answered, or the handler raised an error."""
         return self.answers is not None or self.error is not None
 
-    def settle(self, messages: Sequence[Any], answer: Answer) -> None:
+    def answer_all(self, messages: Sequence[Any], handler: BatchHandler) -> None:
         """
-        Answer them, or keep what those that sent them are told is wrong.
+        Answer the requests, or keep the message of a `ValueError` for the clients.
+
+        Args:
+            messages (`Sequence[Any]`): The requests.
+            handler (`Callable`): Returns one answer per request, in the same order.
 
         Raises:
-            Exception: Of another class than `ValueError`.
+            Exception: If the handler raises an exception other than `ValueError`.
         """
         try:
-            answers = answer(messages)
+            replies = handler(messages)
         except ValueError as error:
             self.error = str(error)
             return
-        self.answers = {own.client_id: one for own, one in zip(messages, answers, strict=True)}
+        self.answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
 
 
-class Mailbox:
+class EnvelopeStore:
     """
-    Keeps envelopes, at most one from each client for each other.
+    Encrypted messages between clients, at most one per pair of sender and recipient.
 
     Args:
-        client_ids (`Sequence[str]`): Who takes part.
+        client_ids (`Sequence[str]`): The clients of the run.
 
     Attributes:
-        waiting (`set[str]`): Clients that wait for an envelope.
+        waiting_clients (`set[str]`): Clients that wait for a message.
     """
 
     def __init__(self, client_ids: Sequence[str]) -> None:
-        self.waiting: set[str] = set()
+        self.waiting_clients: set[str] = set()
         self._client_ids = client_ids
         self._envelopes: dict[tuple[str, str, int], Any] = {}
 
-    def put(self, message: Send) -> None:
+    def put(self, message: SendEnvelope) -> None:
         """
-        Keep an envelope.
+        Store a message.
 
         Raises:
-            ValueError: If the recipient takes no part, or one waits for it already.
+            ValueError: If the recipient is not a client of the run, or a message of the same sender and recipient is
+                stored.
         """
-        own, recipient = message.client_id, message.recipient
+        sender, recipient = message.client_id, message.recipient
         if recipient not in self._client_ids:
-            raise ValueError(f"{own!r} sent an envelope to {recipient!r}, who takes no part.")
-        if any(key[:2] == (own, recipient) for key in self._envelopes):
-            raise ValueError(f"An envelope from {own!r} for {recipient!r} waits to be fetched.")
-        self._envelopes[own, recipient, message.step] = message.sealed
+            raise ValueError(f"Client {sender!r} sent a message to {recipient!r}, which is not a client of this run.")
+        if any(key[:2] == (sender, recipient) for key in self._envelopes):
+            raise ValueError(f"Client {recipient!r} did not fetch the previous message of client {sender!r} yet.")
+        self._envelopes[sender, recipient, message.step] = message.sealed
 
-    def check(self, message: Fetch) -> None:
+    def check_fetch(self, message: FetchEnvelope) -> None:
         """
+        Reject a request for a message that no client sends.
+
         Raises:
-            ValueError: If nobody writes the envelope that a client waits for.
+            ValueError: If the sender is not a client of the run, or is the client itself.
         """
         if message.sender not in self._client_ids or message.sender == message.client_id:
             raise ValueError(
-                f"Client {message.client_id!r} waits for an envelope of {message.sender!r}, who writes none to it."
+                f"Client {message.client_id!r} requested a message of {message.sender!r}, which is not another client "
+                "of this run."
             )
 
-    def has(self, message: Fetch) -> bool:
-        """Whether the envelope is there."""
+    def has(self, message: FetchEnvelope) -> bool:
+        """Whether the message has arrived."""
         return (message.sender, message.client_id, message.step) in self._envelopes
 
-    def take(self, message: Fetch) -> Any:
-        """Hand the envelope out."""
+    def take(self, message: FetchEnvelope) -> Any:
+        """Remove and return the message."""
         return self._envelopes.pop((message.sender, message.client_id, message.step))

@@ -1,10 +1,12 @@
-"""What a split trainer saves: the whole model or this client's part, checkpoints of all parties, a card.
+"""Files that a split trainer saves: the model or a client's part, checkpoints of all parties, and the model card.
 
-Beside the files of `Trainer`, whose weights are the model as it is evaluated, `federated/` of a checkpoint holds
+A checkpoint contains the files of `Trainer`, whose weights are the evaluated model. Its folder `federated/` contains:
 
-- `split.safetensors`: which run it is, who holds head and tail, rows since the last average, the ledger;
-- `parties/<name>/`, one a party: its part under the whole model's names and numbers ([`save_parts`]), and
-  `training.safetensors`, its optimizer's state and, of an adapter, what it trains as it is trained.
+- `split.safetensors`: the configuration and the clients of the run, the client that trained last, the number of
+  examples since the last average, and the ledger.
+- `parties/<name>/`: the part of a party under the names and block numbers of the whole model ([`save_parts`]), and
+  `training.safetensors` with the state of its optimizer. With an adapter, `training.safetensors` also contains the
+  trained parameters.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from .optimization import Party
 
 
 if TYPE_CHECKING:
-    from .networked_client import RemoteFederation
+    from .networked_client import NetworkedFederation
 
 
 RUN_FILE = "split.safetensors"
@@ -57,15 +59,15 @@ PARTIES_DIR = "parties"
 
 
 def save_parties(
-    federation: SplitFederation | RemoteFederation, checkpoint: Path, run_and_step: Mapping[str, Any]
+    federation: SplitFederation | NetworkedFederation, checkpoint: Path, run_and_step: Mapping[str, Any]
 ) -> None:
     """
-    Write every party's part and state into a checkpoint that is being made.
+    Write the part and the state of every party into a checkpoint.
 
     Args:
-        federation ([`SplitFederation`] or [`RemoteFederation`]): Its parties.
-        checkpoint (`Path`): The directory.
-        run_and_step (`Mapping[str, Any]`): Of which run and step it is: `config.run_and_step`.
+        federation ([`SplitFederation`] or [`NetworkedFederation`]): The parties.
+        checkpoint (`Path`): The directory of the checkpoint.
+        run_and_step (`Mapping[str, Any]`): Run and step of the parts, see `config.run_and_step`.
     """
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
@@ -78,34 +80,41 @@ def save_parties(
 
 def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
     """
+    Check that a directory is a checkpoint of a split training run.
+
     Raises:
-        ValueError: If it is no checkpoint of a split training run. The message says what is missing.
+        ValueError: If the directory is not such a checkpoint. The message names the missing file.
     """
     if not (Path(checkpoint) / FEDERATED_DIR / RUN_FILE).is_file():
         raise ValueError(
-            f"{os.fspath(checkpoint)!r} is no checkpoint of a split training run: {FEDERATED_DIR}/{RUN_FILE} is "
-            "missing. It may stem from another trainer or have been saved with `save_only_model=True`."
+            f"{os.fspath(checkpoint)!r} is not a checkpoint of a split training run: {FEDERATED_DIR}/{RUN_FILE} is "
+            "missing. The checkpoint may belong to another trainer, or may be saved with `save_only_model=True`."
         )
     check_weights(checkpoint)
 
 
 def resumable_checkpoints(output_dir: str | os.PathLike[str]) -> dict[int, str]:
-    """The checkpoints in a directory that hold parties, by step: not those of `save_only_model=True`."""
-    found = [path for path in list_checkpoints(output_dir) if (path / FEDERATED_DIR / RUN_FILE).is_file()]
-    return {step_of(path): os.fspath(path) for path in found}
-
-
-def load_parties(federation: SplitFederation | RemoteFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
     """
-    Take back what `save_parties` wrote.
+    Find the checkpoints in a directory that contain the state of the parties, by step.
+
+    Checkpoints saved with `save_only_model=True` are not included.
+    """
+    checkpoints = [path for path in list_checkpoints(output_dir) if (path / FEDERATED_DIR / RUN_FILE).is_file()]
+    return {step_of(path): os.fspath(path) for path in checkpoints}
+
+
+def load_parties(federation: SplitFederation | NetworkedFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
+    """
+    Load the parts and states that `save_parties` wrote.
 
     Returns:
-        `Ledger`: The run's until then.
+        `Ledger`: The ledger of the run up to the checkpoint.
 
     Raises:
-        ValueError: If it is no checkpoint of a split training run, of another one, or damaged.
+        ValueError: If the directory is not a checkpoint of a split training run, belongs to another run, or is
+            damaged.
     """
-    run = _read(Path(checkpoint) / FEDERATED_DIR / RUN_FILE)
+    run = _read_file(Path(checkpoint) / FEDERATED_DIR / RUN_FILE)
     ledger = Ledger.from_dict(run.pop("ledger"))
     federation.load_state(run)
     adapter = federation.model.adapter_config is not None
@@ -115,7 +124,7 @@ def load_parties(federation: SplitFederation | RemoteFederation, checkpoint: str
 
 
 def party_directory(checkpoint: str | os.PathLike[str], name: str) -> Path:
-    """Where a party's files lie in a checkpoint."""
+    """Directory of a party's files in a checkpoint."""
     return Path(checkpoint) / FEDERATED_DIR / PARTIES_DIR / escape_client_id(name)
 
 
@@ -128,111 +137,128 @@ def save_party(
     state: dict[str, Any] | None = None,
 ) -> None:
     """
-    Write one party's part and state.
+    Write the part and the state of one party.
 
     Args:
         party ([`Party`]): The party.
-        config (`PretrainedConfig`): The whole model's.
-        directory (`Path`): Where to. It is created.
-        adapter (`PeftConfig`, *optional*): What its adapters were made from.
-        run_and_step (`Mapping[str, Any]`): Of which run and step they are: `config.run_and_step`.
-        state (`dict[str, Any]`, *optional*): What else it keeps.
+        config (`PretrainedConfig`): Config of the whole model.
+        directory (`Path`): The directory of the party, which is created.
+        adapter (`PeftConfig`, *optional*): Config of the party's adapters.
+        run_and_step (`Mapping[str, Any]`): Run and step of the part, see `config.run_and_step`.
+        state (`dict[str, Any]`, *optional*): Additional state of the party.
     """
     save_parts(parts_of(party), config, directory, adapter, run=run_and_step)
     optimizer = None if party.optimizer is None else party.optimizer.state_dict()
     training: dict[str, Any] = {"optimizer": optimizer, "run": state}
-    # What is saved of an adapter may be made from what is trained, and cannot be turned back.
+    # The saved adapter may be computed from the trained parameters, which cannot be recovered from it.
     training["trained"] = party.state() if adapter is not None else None
     (directory / TRAINING_FILE).write_bytes(pack(training))
 
 
 def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
     """
-    Take one party's part and state.
+    Load the part and the state of one party.
 
     Returns:
-        `dict[str, Any]`: What else it kept.
+        `dict[str, Any]`: The additional state of the party.
 
     Raises:
-        ValueError: If a file is missing or damaged, or of another party.
+        ValueError: If a file is missing or damaged, or belongs to a different party.
     """
-    training = _read(directory / TRAINING_FILE)
+    training = _read_file(directory / TRAINING_FILE)
     if adapter:
         party.load(training["trained"])
     else:
         load_saved_parts(parts_of(party), directory)
     if (party.optimizer is None) != (training["optimizer"] is None):
-        raise ValueError(f"{directory} is of a party that trained otherwise: other parameters are frozen there.")
+        raise ValueError(
+            f"{directory} belongs to a party with other frozen parameters. Freeze the same parameters as in the "
+            "checkpoint."
+        )
     if party.optimizer is not None:
         party.optimizer.load_state_dict(training["optimizer"])
     return training["run"] or {}
 
 
 def parts_of(party: Party) -> list[Part]:
-    """A client's head and tail, or a server's body."""
-    return [own for own in (party.module, *party.module.children()) if isinstance(own, Part)]
+    """Parts of a party: the head and tail of a client, or the body of a server."""
+    return [module for module in (party.module, *party.module.children()) if isinstance(module, Part)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing: this is no whole checkpoint of a split training run.")
+        raise ValueError(f"{path} is missing. The checkpoint of the split training run is not complete.")
     try:
         return dict(unpack(path.read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def saves_at(args: TrainingArguments, step: int, max_steps: int, steps_in_epoch: int) -> bool:
-    """Whether `Trainer` writes a checkpoint after so many steps."""
+def is_save_step(args: TrainingArguments, step: int, max_steps: int, steps_per_epoch: int) -> bool:
+    """Whether `Trainer` saves a checkpoint after a step."""
     if args.save_strategy == SaveStrategy.STEPS:
-        every = args.save_steps if args.save_steps >= 1 else math.ceil(max_steps * args.save_steps)
-        return step % int(every) == 0 or step >= max_steps
-    return args.save_strategy == SaveStrategy.EPOCH and (step % steps_in_epoch == 0 or step >= max_steps)
+        save_steps = args.save_steps if args.save_steps >= 1 else math.ceil(max_steps * args.save_steps)
+        return step % int(save_steps) == 0 or step >= max_steps
+    return args.save_strategy == SaveStrategy.EPOCH and (step % steps_per_epoch == 0 or step >= max_steps)
 
 
-def kept_checkpoints(args: TrainingArguments) -> int | None:
-    """`save_total_limit` of a networked run: two or more, for a party may break off before it has the newest too."""
+def num_kept_checkpoints(args: TrainingArguments) -> int | None:
+    """
+    Number of checkpoints that a party of a networked run keeps: `save_total_limit`, but at least 2.
+
+    Another party may stop before it writes the newest checkpoint. The run then resumes from the previous checkpoint.
+    """
     return args.save_total_limit and max(args.save_total_limit, 2)
 
 
 class SplitSavingMixin(LoopArgumentsMixin):
-    """The overrides that write to the output directory, and the model that they write."""
+    """Overrides of `Trainer` that write to the output directory, and the model that they write."""
 
     split: SplitConfig
     clients: FederatedDataset | None
     ledger: Ledger
     _resume_from: str | None
-    _federation: SplitFederation | RemoteFederation | None = None
-    _remote: RemoteFederation | None = None
-    # Whether the model that is evaluated and saved is older than what the parties trained.
-    _is_behind = False
+    _federation: SplitFederation | NetworkedFederation | None = None
+    _networked: NetworkedFederation | None = None
+    # Whether the parties trained since the last update of the evaluated and saved model.
+    _model_is_stale = False
 
     @property
-    def _kept_checkpoints(self) -> int | None:
+    def _num_kept_checkpoints(self) -> int | None:
         args = self._user_args
-        return args.save_total_limit if self._remote is None else kept_checkpoints(args)
+        return args.save_total_limit if self._networked is None else num_kept_checkpoints(args)
 
     @property
     def network(self) -> dict[str, Any] | None:
-        """Of a networked client, what a card says of the run beside this party; empty before it joined one."""
+        """
+        Facts about a networked run for the model card. `None` if all parties are in this process, and empty before the
+        client joins a run.
+        """
         if self.model.server_body is not None:
             return None
-        return {} if self._remote is None else self._remote.facts()
+        return {} if self._networked is None else self._networked.facts()
 
-    def catch_up(self) -> None:
-        """Let `model` be what the parties trained: their mean, or what is handed from one to the next."""
-        if self._is_behind and self._federation is not None:
+    def sync_model(self) -> None:
+        """
+        Copy the trained parameters into `model`: the mean of all parts, or the parts of the client that trained last.
+        """
+        if self._model_is_stale and self._federation is not None:
             self._federation.copy_into_model()
-            self._is_behind = False
+            self._model_is_stale = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`: the ordinary whole model or adapter; `split_config.json` and the ledger beside it."""
-        self.catch_up()
+        """
+        `Trainer.save_model`. Saves the whole model or adapter in the standard format, `split_config.json` and the
+        ledger.
+
+        A client of a networked run saves its head and tail instead of the whole model.
+        """
+        self.sync_model()
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
             self.split.save_pretrained(output_dir)
             self.ledger.save(output_dir)
-        if self._remote is None:
+        if self._networked is None:
             with self._arguments(self._user_args):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
@@ -252,7 +278,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
         return run_and_step(model.config, self.split, self.run_args, model.adapter_config, step)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""
+        """`Trainer.create_model_card`. After a training run, a model card with the facts of the run."""
         if self.clients is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
@@ -260,7 +286,11 @@ class SplitSavingMixin(LoopArgumentsMixin):
             card.save(os.path.join(self.run_args.output_dir, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The parent's checkpoint and every party's part, written aside and put in place by one rename."""
+        """
+        Save the checkpoint of the parent class and the part of every party.
+
+        The files are written to a staging directory, which a single rename publishes.
+        """
         if self._federation is None:
             super()._save_checkpoint(model, trial)
             return
@@ -275,16 +305,16 @@ class SplitSavingMixin(LoopArgumentsMixin):
             if not self.args.save_only_model:
                 save_parties(self._federation, staged, self._run_and_step())
             publish(staged, final)
-            rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
+            rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Adapters come with the parties, as they are trained.
-        if self._remote is None and (self._resume_from is None or self.model.adapter_config is None):
-            given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
-            super()._load_from_checkpoint(*given)
+        # Adapters are loaded with the parties, from their trained parameters.
+        if self._networked is None and (self._resume_from is None or self.model.adapter_config is None):
+            positional = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+            super()._load_from_checkpoint(*positional)
 
     def _load_best_model(self) -> None:
         if self.model.adapter_config is None or self._federation is None:

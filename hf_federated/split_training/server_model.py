@@ -1,6 +1,6 @@
-"""What the server of a networked run trains: the body, or one for each client, its optimizers and checkpoints.
+"""The model that the server of a networked run trains: its body or bodies, their optimizers, and their checkpoints.
 
-It knows nothing of messages and waiting, which are `server.py`'s.
+The module does not handle messages. `server.py` receives the messages and waits for the clients.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from .config import SplitConfig, run_and_step
 from .in_process import SERVER
-from .optimization import Party, create_optimizers, number_of_steps, total_norm
-from .saving import kept_checkpoints, load_party, party_directory, save_party, saves_at
+from .optimization import Party, create_optimizers, num_training_steps, total_norm
+from .saving import is_save_step, load_party, num_kept_checkpoints, party_directory, save_party
 
 
-class ServerBodies:
+class ServerModel:
     """
-    The server's body, or with `"server_hierarchical"` a replica for each client, and what training them needs.
+    The server's body, or one replica per client with `"server_hierarchical"`, and the state of its training.
 
     Args:
-        body ([`Part`]): The server's blocks, with the adapters that they have.
-        config (`PretrainedConfig`): The whole model's.
-        wire ([`Wire`]): How states travel.
-        split ([`SplitConfig`]): As the clients have it.
-        args (`TrainingArguments`): As the clients have them; `output_dir` is the server's own.
-        client_ids (`Sequence[str]`): Who takes part, in their order.
-        adapter (`PeftConfig`, *optional*): What the body's adapters were made from.
+        body ([`Part`]): The server's blocks, with their adapters.
+        config (`PretrainedConfig`): Config of the whole model.
+        wire ([`Wire`]): Encoding of hidden states.
+        split ([`SplitConfig`]): Configuration, equal to that of the clients.
+        args (`TrainingArguments`): Training arguments, equal to those of the clients except for `output_dir`.
+        client_ids (`Sequence[str]`): The clients of the run, in their order.
+        adapter (`PeftConfig`, *optional*): Config of the body's adapters.
+
+    Attributes:
+        parties (`dict[str, Party]`): Each body with its optimizer, by name.
+        body_servers (`dict[str, BodyServer]`): The server of each client's messages, by client id.
+        max_steps (`int`): Number of optimizer steps of the run; 0 before `prepare`.
     """
 
     def __init__(
@@ -58,94 +63,107 @@ class ServerBodies:
         self.adapter = adapter
         self.max_steps = 0
         enable_checkpointing(body, args)
-        replicas = split.strategy == "server_hierarchical"
-        self._server_of = {own: f"{SERVER}/{own}" if replicas else SERVER for own in client_ids}
-        parts = {name: copy_model(body) if replicas else body for name in self._server_of.values()}
-        bodies = {name: BodyServer(own, wire, split.seed_of(args)) for name, own in parts.items()}
-        self.parties = {name: Party(name, own, None) for name, own in parts.items()}
-        self.of_client = {own: bodies[name] for own, name in self._server_of.items()}
-        # Rows trained since the bodies were averaged last.
-        self._rows = dict.fromkeys(client_ids, 0)
+        has_replicas = split.strategy == "server_hierarchical"
+        self._party_names = {
+            client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids
+        }
+        parts = {name: copy_model(body) if has_replicas else body for name in self._party_names.values()}
+        servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
+        self.parties = {name: Party(name, part, None) for name, part in parts.items()}
+        self.body_servers = {client_id: servers[name] for client_id, name in self._party_names.items()}
+        # Examples trained since the last average of the bodies.
+        self._num_examples = dict.fromkeys(client_ids, 0)
 
     def prepare(self, steps_per_epoch: int) -> None:
-        """Make the optimizers and schedules of a run."""
+        """
+        Create the optimizers and learning rate schedules of a run.
+
+        Args:
+            steps_per_epoch (`int`): Number of optimizer steps in an epoch.
+        """
         self._steps_per_epoch = steps_per_epoch
-        self.max_steps = number_of_steps(self.args, steps_per_epoch)
+        self.max_steps = num_training_steps(self.args, steps_per_epoch)
         self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
 
-    def check_alike(self, message: Forward | Backward) -> None:
+    def check_batchable(self, message: Forward | Backward) -> None:
         """
-        Refuse what cannot go through a body beside what other clients send.
+        Reject a message that the body cannot process in one batch with messages of other clients.
 
         Raises:
-            ValueError: If hidden states come without dropout or with another autocast than the arguments say, or a
-                gradient without the number of its targets.
+            ValueError: If hidden states are sent without dropout or with an autocast dtype that differs from the
+                training arguments, or a gradient is sent without its number of target tokens.
         """
         if isinstance(message, Backward):
             if message.num_targets is None:
-                raise ValueError(f"Client {message.client_id!r} does not say of how many targets its gradient is.")
+                raise ValueError(f"Client {message.client_id!r} sent a gradient without its number of target tokens.")
             return
         autocast = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
         if not message.training or message.autocast != autocast:
             raise ValueError(
-                f"Client {message.client_id!r} sends training={message.training} and autocast={message.autocast}; all "
-                f"that meet have training=True and autocast={autocast}."
+                f"Client {message.client_id!r} sent training={message.training} and autocast={message.autocast}. With "
+                f"strategy='client_batch' all clients must send training=True and autocast={autocast}."
             )
 
     def train_step(
-        self, step: int, squared_norms: Mapping[str, float], num_rows: Mapping[str, int]
+        self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
     ) -> dict[str, float]:
         """
-        Clip and step every body that was used, by one norm with its clients' parts; average where it is time.
+        Clip and update every body that the clients of the step used, and average the replicas if the averaging period
+        ends.
+
+        A body and the clients that use it clip their gradients by one norm.
 
         Args:
-            step (`int`): Optimizer steps before this one.
-            squared_norms (`Mapping[str, float]`): Of the gradients of each client that took part.
-            num_rows (`Mapping[str, int]`): Rows of each.
+            step (`int`): Number of optimizer steps before this one.
+            squared_norms (`Mapping[str, float]`): Squared norm of the gradients of each client that took part.
+            num_examples (`Mapping[str, int]`): Number of examples of each client that took part.
 
         Returns:
-            `dict[str, float]`: For each client the norm by which it clips too.
+            `dict[str, float]`: The norm by which each client clips its gradients.
 
         Raises:
-            ValueError: If the gradients of a body, or of the clients that it answers, are not finite. No body has
-                stepped then.
+            ValueError: If the gradients of a body or of its clients are not finite. In this case no body is updated.
         """
         norms: dict[str, float] = {}
-        names = list(dict.fromkeys(self._server_of[own] for own in squared_norms))
+        names = list(dict.fromkeys(self._party_names[client_id] for client_id in squared_norms))
         for name in names:
             party = self.parties[name]
-            members = [own for own in squared_norms if self._server_of[own] == name]
-            self.of_client[members[0]].average_gradients()
-            norm = total_norm([party.squared_norm(), *(squared_norms[own] for own in members)])
+            members = [client_id for client_id in squared_norms if self._party_names[client_id] == name]
+            self.body_servers[members[0]].average_gradients()
+            norm = total_norm([party.squared_norm(), *(squared_norms[client_id] for client_id in members)])
             if not math.isfinite(norm):
                 raise ValueError(
-                    f"The gradients of {name!r} for {', '.join(members)} are not finite at step {step}: lower the "
+                    f"The gradients of {name!r} for {', '.join(members)} are not finite at step {step}. Lower the "
                     "learning rate."
                 )
             norms |= dict.fromkeys(members, norm)
-        # After all norms: of replicas none is a step ahead of the others where a run ends here.
+        # Update the bodies after all norms are checked. If the run ends here, all bodies are at the same step.
         for name in names:
-            member = next(own for own in squared_norms if self._server_of[own] == name)
+            member = next(client_id for client_id in squared_norms if self._party_names[client_id] == name)
             self.parties[name].step(norms[member], self.args.max_grad_norm)
         for scheduler in self._schedulers:
             scheduler.step()
-        for own in squared_norms:
-            self._rows[own] += num_rows[own]
-        ended, every = step + 1, self.split.average_every
-        # Clients evaluate in the end what is saved.
-        if len(self.parties) > 1 and (ended == self.max_steps or (every is not None and ended % every == 0)):
-            mean = self._mean()
+        for client_id in squared_norms:
+            self._num_examples[client_id] += num_examples[client_id]
+        num_steps, average_every = step + 1, self.split.average_every
+        # After the last step the clients evaluate the average, which is also saved.
+        if len(self.parties) > 1 and (
+            num_steps == self.max_steps or (average_every is not None and num_steps % average_every == 0)
+        ):
+            mean = self._average_bodies()
             for party in self.parties.values():
                 party.load(mean)
-            self._rows = dict.fromkeys(self._rows, 0)
+            self._num_examples = dict.fromkeys(self._num_examples, 0)
         return norms
 
-    def _mean(self) -> dict[str, Any]:
-        """The mean of all bodies, weighted by the rows of their clients since the last time."""
-        weights = {own: rows for own, rows in self._rows.items() if rows} or dict.fromkeys(self._rows, 1)
+    def _average_bodies(self) -> dict[str, Any]:
+        """Mean of all bodies, weighted by the examples of their clients since the last average."""
+        weights = {
+            client_id: num_examples for client_id, num_examples in self._num_examples.items() if num_examples
+        } or dict.fromkeys(self._num_examples, 1)
         mean = WeightedMean()
-        for own, rows in weights.items():
-            mean.add(self.parties[self._server_of[own]].state(), rows)
+        for client_id, num_examples in weights.items():
+            mean.add(self.parties[self._party_names[client_id]].state(), num_examples)
         return mean.finalize()
 
     # ---- Files
@@ -156,40 +174,40 @@ class ServerBodies:
         return self.args.output_dir
 
     def checkpoints(self) -> dict[int, Path]:
-        """What there is to go on from, by step."""
+        """Checkpoints from which the server can resume, by step."""
         return {step_of(path): path for path in list_checkpoints(self._directory)}
 
     def save_checkpoint(self, step: int) -> None:
-        """Write a checkpoint, where one of these many steps is due."""
-        if not saves_at(self.args, step, self.max_steps, self._steps_per_epoch):
+        """Save a checkpoint if the training arguments request one at this step."""
+        if not is_save_step(self.args, step, self.max_steps, self._steps_per_epoch):
             return
-        state = {"rows": self._rows, "schedulers": [own.state_dict() for own in self._schedulers]}
+        state = {"rows": self._num_examples, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
         run = self._run_and_step(step)
         with staged_directory(self._directory) as staging:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, run, state)
             publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        rotate(self._directory, kept_checkpoints(self.args), None, step)
+        rotate(self._directory, num_kept_checkpoints(self.args), None, step)
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """
-        Go back to a checkpoint.
+        Load a checkpoint.
 
         Raises:
-            ValueError: If it is not whole, or not one of this run's.
+            ValueError: If the checkpoint is incomplete, or belongs to another run.
         """
         state: Mapping[str, Any] = {}
         for party in self.parties.values():
             state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
-        self._rows = dict(state["rows"])
-        for scheduler, own in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(own)
+        self._num_examples = dict(state["rows"])
+        for scheduler, scheduler_state in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
 
     def save(self) -> None:
-        """Write the body: the only one, or the mean of all."""
+        """Save the body, or the mean of all replicas."""
         first = next(iter(self.parties.values()))
         if len(self.parties) > 1:
-            first.load(self._mean())
+            first.load(self._average_bodies())
         assert isinstance(first.module, Part)
         run = self._run_and_step(self.max_steps)
         save_parts([first.module], self.config, self._directory, self.adapter, run=run)
@@ -199,8 +217,8 @@ class ServerBodies:
 
 
 def enable_checkpointing(part: Part, args: TrainingArguments) -> None:
-    """Activation checkpointing as `Trainer` reads it from the arguments."""
+    """Enable activation checkpointing as the training arguments request it."""
     if args.activation_checkpointing:
         settings = dict(args.activation_checkpointing_kwargs or {})
-        every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
-        part.enable_checkpointing(settings or None, every_n_layers=every, offload=offload)
+        every_n_layers, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+        part.enable_checkpointing(settings or None, every_n_layers=every_n_layers, offload=offload)

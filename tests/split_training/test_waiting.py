@@ -1,4 +1,4 @@
-"""Who waits for whom in a networked run, how long, and what the server says of it."""
+"""Waiting for clients in a networked run: warnings of the server and deadlines."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import threading
 import time
 
 import pytest
-from networked import Direct, Run
+from networked import DirectLink, Run
 from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
-from hf_federated.split_training.messages import Join, Step, read_message
+from hf_federated.split_training.messages import EndStep, Join, read_message
 
 
 NOTICE_AFTER = 0.2
 
 
-def holding(run_of, is_held, monkeypatch):
+def collect_notices(create_run, is_held, monkeypatch):
     """
-    The notices of a run from when a message is held back, which is until two were given. Before, a busy machine may
-    have been slow.
+    Collect the warnings of a run from the time when a message is held back until the second warning.
+
+    Earlier warnings are not collected, because they may result from a slow machine.
 
     Args:
-        run_of: Makes the run of a function that makes links.
-        is_held: Whether a message is the one.
+        create_run: Creates the run from a function that creates links.
+        is_held: Whether a message is held back.
     """
     notices: list[str] = []
-    held, told = threading.Event(), threading.Event()
+    held, enough_notices = threading.Event(), threading.Event()
 
     def warning(text):
         if held.is_set():
             notices.append(text)
         if len(notices) == 2:
-            told.set()
+            enough_notices.set()
 
     monkeypatch.setattr("hf_federated.split_training.server.logger.warning", warning)
 
@@ -40,11 +41,11 @@ def holding(run_of, is_held, monkeypatch):
         def watch(blob):
             if is_held(read_message(blob)):
                 held.set()
-                assert told.wait(30)
+                assert enough_notices.wait(30)
 
-        return Direct(server, client_id, watch)
+        return DirectLink(server, client_id, watch)
 
-    run = run_of(links)
+    run = create_run(links)
     watcher = threading.Thread(target=run.server.wait, args=(NOTICE_AFTER,))
     watcher.start()
     run.train()
@@ -54,29 +55,37 @@ def holding(run_of, is_held, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "step", "found"), [(Join, None, "Step 0 waits for client 1,"), (Step, 1, "Step 1 waits for client 1,")]
+    ("kind", "step", "expected"),
+    [
+        (Join, None, "Step 0 has been waiting for client 1 for"),
+        (EndStep, 1, "Step 1 has been waiting for client 1 for"),
+    ],
 )
-def test_who_holds_a_run_up_is_named(kind, step, found, tmp_path, monkeypatch):
+def test_client_that_delays_the_run_is_named_in_log(kind, step, expected, tmp_path, monkeypatch):
     def is_held(message):
         mine = isinstance(message, kind) and message.client_id == "client 1"
         return mine and (step is None or message.step == step)
 
-    split = SplitConfig(strategy="client_batch")
-    notices = holding(lambda links: Run(tmp_path, clients_of(4, 4), split, LORA, links=links), is_held, monkeypatch)
-    assert sum(found in notice for notice in notices) >= 2
-    assert not any("client 0" in notice for notice in notices if found in notice)
+    def create_run(links):
+        return Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA, links=links)
+
+    notices = collect_notices(create_run, is_held, monkeypatch)
+    assert sum(expected in notice for notice in notices) >= 2
+    assert not any("client 0" in notice for notice in notices if expected in notice)
 
 
-def test_who_has_its_turn_is_named(tmp_path, monkeypatch):
+def test_serial_client_whose_turn_it_is_is_named_in_log(tmp_path, monkeypatch):
     def is_held(message):
-        return isinstance(message, Step) and message.client_id == "client 0"
+        return isinstance(message, EndStep) and message.client_id == "client 0"
 
-    split = SplitConfig(steps_per_turn=1)
-    notices = holding(lambda links: Run(tmp_path, clients_of(2, 2), split, LORA, links=links), is_held, monkeypatch)
-    assert all("Step 0 waits for client 0," in notice for notice in notices[:2])
+    def create_run(links):
+        return Run(tmp_path, clients_of(2, 2), SplitConfig(steps_per_turn=1), LORA, links=links)
+
+    notices = collect_notices(create_run, is_held, monkeypatch)
+    assert all("Step 0 has been waiting for client 0 for" in notice for notice in notices[:2])
 
 
-def test_a_run_that_goes_on_is_not_spoken_of(tmp_path, monkeypatch):
+def test_run_without_delay_logs_no_warning(tmp_path, monkeypatch):
     notices: list[str] = []
     monkeypatch.setattr("hf_federated.split_training.server.logger.warning", notices.append)
     run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA)
@@ -87,53 +96,53 @@ def test_a_run_that_goes_on_is_not_spoken_of(tmp_path, monkeypatch):
     assert not watcher.is_alive() and not notices
 
 
-def test_a_step_goes_on_without_a_straggler(tmp_path):
+def test_step_continues_without_late_client_after_deadline(tmp_path):
     clients = clients_of(8, 8)
     slow = {"at": 1}
 
     def links(server, client_id):
         def wait(blob):
             message = read_message(blob)
-            # Its gradient comes too late, once.
+            # The gradient is late once.
             if client_id == "client 1" and type(message).kind == "split_backward" and message.step == slow["at"]:
                 slow["at"] = -1
                 time.sleep(1.5)
 
-        return Direct(server, client_id, wait)
+        return DirectLink(server, client_id, wait)
 
     run = Run(tmp_path, clients, SplitConfig(strategy="client_batch"), LORA, deadline=0.5, links=links)
     run.train()
     assert not run.errors
-    assert run.trainers["client 1"]._remote.num_late >= 1 and run.trainers["client 0"]._remote.num_late == 0
-    assert run.server.step == 4 and run.server.bodies._rows["client 0"] == 8
-    # What it did not train is not counted.
-    assert run.server.bodies._rows["client 1"] == 8 - 2 * run.trainers["client 1"]._remote.num_late
+    assert run.trainers["client 1"]._networked.num_late >= 1 and run.trainers["client 0"]._networked.num_late == 0
+    assert run.server.step == 4 and run.server.server_model._num_examples["client 0"] == 8
+    # Examples of skipped steps are not counted.
+    assert run.server.server_model._num_examples["client 1"] == 8 - 2 * run.trainers["client 1"]._networked.num_late
 
 
-def test_who_waits_for_a_straggler_is_none(tmp_path):
+def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
     clients = {"client 0": rows_of(0, 2), "client 1": rows_of(1, 4), "client 2": rows_of(2, 4)}
 
     def links(server, client_id):
         def wait(blob):
             message = read_message(blob)
-            # The first waits for the others' second passage, at which the second waits for the third.
+            # Client 0 waits at the end of the step. Client 1 waits for the second micro-batch of client 2.
             if client_id == "client 2" and getattr(message, "micro_step", 0) == 1:
-                given_up.wait(20)
+                step_ended.wait(20)
 
-        return Direct(server, client_id, wait)
+        return DirectLink(server, client_id, wait)
 
-    split, given_up = SplitConfig(strategy="client_batch"), threading.Event()
+    split, step_ended = SplitConfig(strategy="client_batch"), threading.Event()
     run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
-    end_step = run.server._step_together
+    end_step = run.server._train_step
 
-    def end_and_tell(messages):
-        given_up.set()
+    def end_step_and_signal(messages):
+        step_ended.set()
         return end_step(messages)
 
-    run.server._step_together = end_and_tell
+    run.server._train_step = end_step_and_signal
     run.train()
     assert not run.errors
-    assert {own: trainer._remote.num_late for own, trainer in run.trainers.items()} == {
+    assert {own: trainer._networked.num_late for own, trainer in run.trainers.items()} == {
         "client 0": 0,
         "client 1": 0,
         "client 2": 1,
