@@ -82,7 +82,9 @@ def split_trainer(
 
 def trained_values(model: SplitModel) -> dict[str, torch.Tensor]:
     """Copy the trained parameters of the model after a run."""
-    return {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
+    return {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -35,22 +35,22 @@ def test_client_batch_step_has_the_gradient_of_all_examples(options, monkeypatch
     input_ids = torch.cat([BENCHMARK["batch"](options, seed)["input_ids"] for seed in range(3)])
     whole(input_ids=input_ids, labels=input_ids).loss.backward()
     expected = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
-    found = []
+    gradients = []
     step = torch.optim.AdamW.step
 
     def spy(optimizer, *args, **kwargs):
-        found.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
+        gradients.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
         return step(optimizer, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     BENCHMARK["client_batch_stepper"](options, 3)()
     # Blocks 1 and 2 are the body, which has one gradient for all clients. Each client has its own head and tail.
     body = [gradient for name, gradient in expected.items() if ".layers.1." in name or ".layers.2." in name]
-    assert len(body) == len(expected) // 2 and len(found) == len(body) + 3 * (len(expected) - len(body))
+    assert len(body) == len(expected) // 2 and len(gradients) == len(body) + 3 * (len(expected) - len(body))
     for expected_gradient in body:
         assert any(
             gradient.shape == expected_gradient.shape and torch.allclose(gradient, expected_gradient, rtol=1e-4)
-            for gradient in found
+            for gradient in gradients
         )
 
 

@@ -144,7 +144,7 @@ def check_split_arguments(
     ]
     for is_unsupported, argument, alternative in unsupported:
         if is_unsupported:
-            raise ValueError(f"{argument} is not supported by a split trainer. Use {alternative}.")
+            raise ValueError(f"A split trainer does not support {argument}. Use {alternative}.")
 
 
 def check_sampling(trainer_class: type, mixin: type) -> None:

@@ -1,6 +1,6 @@
 """Split training with all parties in one process.
 
-Each client has an own head and tail, and a link to the server that transfers serialized messages only. The clients
+Each client has its own head and tail, and a link to the server that transfers serialized messages only. The clients
 share their frozen parameters. The server has one body, or with `"server_hierarchical"` one replica of the body per
 client. The strategies differ in the clients that take part in a step and in how the server batches their requests.
 """

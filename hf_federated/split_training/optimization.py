@@ -1,4 +1,4 @@
-"""Parties of a split model, each with own parameters and an own optimizer, and their joint step.
+"""Parties of a split model, each with its own parameters and optimizer, and their joint step.
 
 The parties share one number per step: the norm of all their gradients, `√Σ‖g_part‖²`. Each party clips its gradients
 by this norm, as if the model were not split.

@@ -1,4 +1,4 @@
-"""What the server of a networked run keeps about messages that are not complete yet.
+"""State of the pending messages on the server of a networked run.
 
 - [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
 - [`RequestBatch`]: Requests of several clients that the server answers together.

@@ -76,7 +76,7 @@ def split_federate(trainer_class: type[Trainer]) -> type[Any]:
     An example is `Seq2SeqTrainer` for tasks that are evaluated on generated text.
 
     Args:
-        trainer_class (`type[transformers.Trainer]`): A trainer class, for example a custom class with an own
+        trainer_class (`type[transformers.Trainer]`): A trainer class, for example a custom class with its own
             `compute_loss`, or TRL's `SFTTrainer`. The dataset of each client is prepared (tokenized, packed) as the
             constructor of this class does.
 

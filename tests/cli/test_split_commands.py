@@ -134,17 +134,17 @@ def test_resume_after_kill_gives_identical_adapters(killed, split_recipe, certif
 
     def start(output: str, *more: str) -> dict[str, subprocess.Popen[str]]:
         commands = commands_of(split_recipe, certificates, free_port(), "--output-dir", str(tmp_path / output))
-        found = {}
+        processes = {}
         for party, line in commands.items():
             extra = more if party != "server" else ("--heartbeat-timeout", "50")
-            found[party] = subprocess.Popen(
+            processes[party] = subprocess.Popen(
                 [sys.executable, "-m", "hf_federated.cli.main", *line, *extra],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        return found
+        return processes
 
     def end(parties: dict[str, subprocess.Popen[str]]) -> dict[str, tuple[int, str]]:
         return {party: (process.wait(300), process.stdout.read()) for party, process in parties.items()}
@@ -193,13 +193,15 @@ def test_networked_run_with_dropout_equals_run_in_one_process(split_recipe, cert
         # Networked parties draw the initial values of their adapters separately.
         client = load_client_model(name, trainer.split, "0", adapter, trainer.args.seed)
         _, body, _ = load_server_body(name, trainer.split, adapter, trainer.args.seed)
-        for part, own in zip(trainer.model.parts, (client.client_head, body, client.client_tail), strict=True):
-            load_adapter([part], adapter_state(own))
+        for part, networked_part in zip(
+            trainer.model.parts, (client.client_head, body, client.client_tail), strict=True
+        ):
+            load_adapter([part], adapter_state(networked_part))
         trainer.train()
         trainer.save_model(str(tmp_path / "one"))
-        one = load_file(tmp_path / "one" / "adapter_model.safetensors")
-        assert networked.keys() == one.keys()
-        assert all(torch.equal(networked[name], one[name]) for name in one) == is_equal
+        reference = load_file(tmp_path / "one" / "adapter_model.safetensors")
+        assert networked.keys() == reference.keys()
+        assert all(torch.equal(networked[name], reference[name]) for name in reference) == is_equal
 
 
 @pytest.mark.parametrize("adapter", ["lora={r: 2, lora_alpha: 4}", "lora=null"], ids=["lora", "whole"])
@@ -227,14 +229,16 @@ def test_parties_load_the_parts_of_the_model_that_train_loads(adapter, kwargs, s
     assert client.generation_config.to_dict() == whole.generation_config.to_dict()
     assert client.generation_config.max_new_tokens == 5
     # The trainer disables the cache.
-    settings = [{**own.to_dict(), "use_cache": None} for own in (config, client.config, whole.config)]
+    settings = [
+        {**model_config.to_dict(), "use_cache": None} for model_config in (config, client.config, whole.config)
+    ]
     assert settings[0] == settings[1] == settings[2]
     assert wire == client.boundary.wire == whole.boundary.wire
-    for part, own in zip(whole.parts, (client.client_head, body, client.client_tail), strict=True):
+    for part, loaded_part in zip(whole.parts, (client.client_head, body, client.client_tail), strict=True):
         expected = {name: (value.dtype, value.requires_grad) for name, value in part.named_parameters()}
-        assert {name: (value.dtype, value.requires_grad) for name, value in own.named_parameters()} == expected
-        assert own.model.config._attn_implementation == part.model.config._attn_implementation
-        assert own.model.config.attention_dropout == part.model.config.attention_dropout
+        assert {name: (value.dtype, value.requires_grad) for name, value in loaded_part.named_parameters()} == expected
+        assert loaded_part.model.config._attn_implementation == part.model.config._attn_implementation
+        assert loaded_part.model.config.attention_dropout == part.model.config.attention_dropout
 
 
 @pytest.mark.parametrize(
@@ -299,14 +303,16 @@ def test_rejection_by_server_is_reported_in_one_line(split_recipe, certificates,
     with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
         port = int(server.address.rpartition(":")[2])
         error = "hf-federated: error: split-client: "
-        own = [*commands_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
-        other = [*commands_of(split_recipe, other_certificates, port)["0"], "--connect-timeout", "2"]
-        assert last_error_line(other, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")
-        assert "split.encryption: True at the server, False at the client" in last_error_line(own, capsys)
+        unencrypted_client = [*commands_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
+        unknown_client = [*commands_of(split_recipe, other_certificates, port)["0"], "--connect-timeout", "2"]
+        assert last_error_line(unknown_client, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")
+        assert "split.encryption: True at the server, False at the client" in last_error_line(
+            unencrypted_client, capsys
+        )
     terms = dataclasses.replace(terms, more=run_settings(dataclasses.replace(split, encryption=False), args))
     with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
-        own[own.index("--address") + 1] = server.address
-        assert last_error_line(own, capsys).startswith(f"{error}The server failed")
+        unencrypted_client[unencrypted_client.index("--address") + 1] = server.address
+        assert last_error_line(unencrypted_client, capsys).startswith(f"{error}The server failed")
 
 
 def test_unknown_client_id_is_reported(split_recipe, certificates):

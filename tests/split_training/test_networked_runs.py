@@ -26,7 +26,7 @@ def config_of(strategy, **changes):
 @pytest.mark.parametrize(
     ("split", "adapter", "tied"),
     [
-        *((config_of(own), LORA, False) for own in STRATEGIES),
+        *((config_of(strategy), LORA, False) for strategy in STRATEGIES),
         (config_of("client_batch"), None, False),
         (config_of("client_batch"), None, True),
         (SplitConfig(average_every=2, steps_per_turn=1), LORA, False),
@@ -50,16 +50,18 @@ def test_networked_run_gives_identical_weights_to_run_in_one_process(split, adap
             assert torch.equal(value, expected[name]), name
     for name, value in run.server.server_model.parties[next(iter(run.server.server_model.parties))].state().items():
         assert torch.equal(value, expected[f"server_body.{name}"]), name
-    assert all(own.state.global_step == trainer.state.global_step for own in run.trainers.values())
+    assert all(
+        client_trainer.state.global_step == trainer.state.global_step for client_trainer in run.trainers.values()
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_networked_run_gives_identical_weights_in_mixed_precision(strategy, tmp_path):
     expected = []
     for bf16 in (True, False):
-        one = split_trainer(tmp_path / f"bf16 {bf16}", clients_of(4, 4), config_of(strategy), LORA, bf16=bf16)
-        one.train()
-        expected.append(dict(one.model.named_parameters()))
+        reference = split_trainer(tmp_path / f"bf16 {bf16}", clients_of(4, 4), config_of(strategy), LORA, bf16=bf16)
+        reference.train()
+        expected.append(dict(reference.model.named_parameters()))
     run = Run(tmp_path, clients_of(4, 4), config_of(strategy), LORA, bf16=True)
     run.train()
     assert not run.errors and run.server.step == run.server.server_model.max_steps
@@ -106,29 +108,31 @@ def test_resume_after_kill_gives_identical_weights(strategy, tmp_path):
     again = Run(tmp_path / "broken", clients, split, LORA, **changes)
     again.train(resume=True)
     assert not again.errors and again.server._resume_step == 4
-    expected, found = whole.values(), again.values()
-    for party in expected:
-        for name, value in expected[party].items():
-            assert torch.equal(value, found[party][name]), (party, name)
+    whole_values, resumed_values = whole.values(), again.values()
+    for party in whole_values:
+        for name, value in whole_values[party].items():
+            assert torch.equal(value, resumed_values[party][name]), (party, name)
 
 
 def test_client_logs_losses_of_its_own_steps(tmp_path):
     clients, split = clients_of(4, 4), config_of("serial")
-    one = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
-    one.train()
-    losses = [own["loss"] for own in one.state.log_history if "loss" in own]
+    reference = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
+    reference.train()
+    losses = [log["loss"] for log in reference.state.log_history if "loss" in log]
     run = Run(tmp_path, clients, split, LORA, num_train_epochs=2, logging_steps=3)
     run.train()
     assert not run.errors
     logged = {
-        own: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-        for own, trainer in run.trainers.items()
+        client_id: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+        for client_id, trainer in run.trainers.items()
     }
     # The first client trains steps 1, 2, 5 and 6.
     means = {"client 0": {3: (0, 1), 6: (4, 5)}, "client 1": {3: (2,), 6: (3,)}}
-    for own, expected in means.items():
-        found = {step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()}
-        assert logged[own] == pytest.approx(found, rel=1e-6)
+    for client_id, expected in means.items():
+        mean_losses = {
+            step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()
+        }
+        assert logged[client_id] == pytest.approx(mean_losses, rel=1e-6)
     assert run.trainers["client 0"].state.log_history[-1]["train_loss"] == pytest.approx(
         sum(losses[number] for number in (0, 1, 4, 5)) / 4, rel=1e-6
     )
@@ -147,11 +151,11 @@ def test_waiting_client_saves_checkpoints_with_the_training_client(tmp_path):
 
     trainer.training_step = killed
     run.train()
-    kept = {
-        own: {int(path.name[11:]) for path in (tmp_path / own).glob("checkpoint-*")}
-        for own in ("server", *run.trainers)
+    checkpoint_steps = {
+        party: {int(path.name[11:]) for path in (tmp_path / party).glob("checkpoint-*")}
+        for party in ("server", *run.trainers)
     }
-    assert all(max(own) == 3 and len(own) == 2 for own in kept.values()), kept
+    assert all(max(steps) == 3 and len(steps) == 2 for steps in checkpoint_steps.values()), checkpoint_steps
 
 
 class StopAfter(TrainerCallback):
@@ -218,21 +222,21 @@ def test_server_optimizer_creates_no_hub_repository(tmp_path, monkeypatch):
 
 def test_clients_of_replicas_evaluate_the_saved_average(tmp_path):
     clients, split = clients_of(6, 6), config_of("server_hierarchical")
-    one = split_trainer(tmp_path / "one", clients, split, LORA)
-    one.train()
+    reference = split_trainer(tmp_path / "one", clients, split, LORA)
+    reference.train()
     run = Run(tmp_path, clients, split, LORA)
-    found = []
+    losses = []
     for trainer in run.trainers.values():
         leave = trainer.leave
 
         def evaluate_and_leave(trainer=trainer, leave=leave):
-            found.append(trainer.evaluate(rows_of(9))["eval_loss"])
+            losses.append(trainer.evaluate(rows_of(9))["eval_loss"])
             leave()
 
         trainer.leave = evaluate_and_leave
     run.train()
     assert not run.errors
-    assert found == [one.evaluate(rows_of(9))["eval_loss"]] * 2
+    assert losses == [reference.evaluate(rows_of(9))["eval_loss"]] * 2
 
 
 def test_serial_clients_cannot_evaluate_during_training(tmp_path):
@@ -255,14 +259,14 @@ def test_evaluation_during_networked_run_equals_evaluation_in_one_process(
 ):
     split = SplitConfig(strategy=strategy, average_every=average_every)
     settings = {"num_train_epochs": 2, "learning_rate": 0.1, **changes}
-    one = split_trainer(tmp_path / "one", clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
-    one.train()
+    reference = split_trainer(tmp_path / "one", clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
+    reference.train()
     run = Run(tmp_path, clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
     run.train()
     assert not run.errors
     losses, *client_losses = [
         {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
-        for trainer in (one, *run.trainers.values())
+        for trainer in (reference, *run.trainers.values())
     ]
     values = sorted(losses.values())
     assert len(values) > 1 and min(high - low for low, high in zip(values, values[1:], strict=False)) > 1e-5
@@ -298,7 +302,7 @@ def test_no_replica_is_updated_if_gradients_of_one_are_not_finite(tmp_path):
     server_model = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.server_model
     server_model.prepare(1)
     before = {
-        name: {own: value.clone() for own, value in party.state().items()}
+        name: {key: value.clone() for key, value in party.state().items()}
         for name, party in server_model.parties.items()
     }
     for party, gradient in zip(server_model.parties.values(), (1.0, float("inf")), strict=True):
@@ -307,7 +311,7 @@ def test_no_replica_is_updated_if_gradients_of_one_are_not_finite(tmp_path):
     with pytest.raises(ValueError, match="'server/client 1' for client 1 are not finite at step 0"):
         server_model.train_step(0, {"client 0": 1.0, "client 1": 1.0}, {"client 0": 2, "client 1": 2})
     for name, party in server_model.parties.items():
-        assert all(torch.equal(value, before[name][own]) for own, value in party.state().items()), name
+        assert all(torch.equal(value, before[name][key]) for key, value in party.state().items()), name
 
 
 def test_server_stores_one_encrypted_message_per_pair_of_clients(tmp_path):
@@ -369,8 +373,8 @@ def test_custom_optimizer_of_networked_client_is_rejected_before_joining(tmp_pat
         def get_decay_parameter_names(self, model):
             return []
 
-    other = run.trainers["client 1"]
-    other.__class__ = NoDecayTrainer
+    second_trainer = run.trainers["client 1"]
+    second_trainer.__class__ = NoDecayTrainer
     with pytest.raises(ValueError, match=r"NoDecayTrainer\.get_decay_parameter_names of a client"):
-        other.train()
+        second_trainer.train()
     assert run.server.step == 0

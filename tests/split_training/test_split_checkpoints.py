@@ -48,11 +48,11 @@ def test_resumed_run_gives_identical_weights_and_logs(strategy, adapter, tmp_pat
         tmp_path, clients, config_of(strategy), adapter, **changes, model=whole_model(attention_dropout=0.2)
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    expected, found = trained_values(whole.model), trained_values(resumed.model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, resumed_values = trained_values(whole.model), trained_values(resumed.model)
+    assert all(torch.equal(expected[name], resumed_values[name]) for name in expected)
     assert resumed.ledger.to_dict() == whole.ledger.to_dict()
     logs = [
-        [(own["loss"], own["grad_norm"]) for own in trainer.state.log_history if "loss" in own]
+        [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         for trainer in (whole, resumed)
     ]
     assert logs[0] == logs[1]
@@ -66,8 +66,8 @@ def test_resuming_a_finished_run_gives_identical_weights(adapter, tmp_path):
             split_trainer(tmp_path, clients_of(2, 2), config_of("client_batch"), adapter, save_strategy="epoch")
         )
         trainers[-1].train(resume_from_checkpoint=resume)
-    expected, found = (trained_values(own.model) for own in trainers)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, resumed_values = (trained_values(trainer.model) for trainer in trainers)
+    assert all(torch.equal(expected[name], resumed_values[name]) for name in expected)
 
 
 def test_each_party_saves_its_part_with_block_numbers_of_whole_model(tmp_path):
@@ -81,7 +81,10 @@ def test_each_party_saves_its_part_with_block_numbers_of_whole_model(tmp_path):
         for party in ("client/client 0", "client/client 1", "server")
     }
     assert names["client/client 0"] == names["client/client 1"]
-    blocks = {party: {name.split(".")[2] for name in own if ".layers." in name} for party, own in names.items()}
+    blocks = {
+        party: {name.split(".")[2] for name in parameter_names if ".layers." in name}
+        for party, parameter_names in names.items()
+    }
     assert blocks["client/client 0"] == {"0", "3"} and blocks["server"] == {"1", "2"}
     assert not any("embed" in name or "lm_head" in name for name in names["server"])
     merge_parts(
@@ -136,7 +139,7 @@ def test_best_model_is_loaded_at_the_end_and_kept(adapter, save_only_model, tmp_
     trainer.save_model(str(tmp_path / "final"))
     final = load_file(tmp_path / "final" / name)
     assert all(torch.equal(best[name], final[name]) for name in best)
-    assert sorted(own.name for own in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("damage", ["run", "party", "other clients", "other strategy"])

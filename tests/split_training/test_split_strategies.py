@@ -51,7 +51,9 @@ def values_of(party: Party) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("strategy", "encryption"), [(own, False) for own in STRATEGIES] + [("client_batch", True)])
+@pytest.mark.parametrize(
+    ("strategy", "encryption"), [(strategy, False) for strategy in STRATEGIES] + [("client_batch", True)]
+)
 def test_single_client_gives_weights_of_unsplit_model(strategy, encryption, tied, tmp_path):
     changes = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     plain = Trainer(whole_model(tie_word_embeddings=tied), arguments(tmp_path, **changes), train_dataset=rows_of(0, 7))
@@ -65,12 +67,12 @@ def test_single_client_gives_weights_of_unsplit_model(strategy, encryption, tied
     )
     assert abs(trainer.train().training_loss - loss) <= 1e-6
     trainer.save_model(str(tmp_path / "whole"))
-    found = type(plain.model).from_pretrained(tmp_path / "whole")
+    split_model = type(plain.model).from_pretrained(tmp_path / "whole")
     # `client_batch` divides the gradients after the sum. Adam amplifies the rounding error in its first steps.
     bound = 1e-5 if strategy == "client_batch" else 1e-6
-    assert_close(dict(found.named_parameters()), dict(plain.model.named_parameters()), bound)
-    logs = [(own["grad_norm"], own["learning_rate"]) for own in trainer.state.log_history if "grad_norm" in own]
-    expected = [(own["grad_norm"], own["learning_rate"]) for own in plain.state.log_history if "grad_norm" in own]
+    assert_close(dict(split_model.named_parameters()), dict(plain.model.named_parameters()), bound)
+    logs = [(log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history if "grad_norm" in log]
+    expected = [(log["grad_norm"], log["learning_rate"]) for log in plain.state.log_history if "grad_norm" in log]
     # All gradients are clipped. A tied matrix counts once in the norm.
     assert len(logs) == 4 and min(norm for norm, _ in expected) > changes["max_grad_norm"]
     assert all(a == pytest.approx(b, rel=1e-5) for a, b in zip(logs, expected, strict=True))
@@ -82,7 +84,9 @@ def test_mixed_precision_gives_losses_of_unsplit_model(strategy, tmp_path):
     plain.train()
     trainer = split_trainer(tmp_path, rows_of(0), SplitConfig(strategy=strategy), bf16=True)
     trainer.train()
-    losses = [[own["loss"] for own in each.state.log_history if "loss" in own] for each in (plain, trainer)]
+    losses = [
+        [log["loss"] for log in each_trainer.state.log_history if "loss" in log] for each_trainer in (plain, trainer)
+    ]
     # `client_batch` sums the gradients in bfloat16 before it divides them.
     assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], abs=2e-3)
 
@@ -100,8 +104,8 @@ def test_target_tokens_are_counted_as_in_trainer(tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "whole"))
     Trainer(model, arguments(tmp_path, **changes), train_dataset=rows_of(0)).train()
-    found = GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
-    assert_close(dict(found.named_parameters()), dict(model.named_parameters()), 1e-6)
+    split_model = GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    assert_close(dict(split_model.named_parameters()), dict(model.named_parameters()), 1e-6)
 
 
 def test_client_batch_rejects_loss_that_calls_model_twice(tmp_path):
@@ -137,8 +141,8 @@ def test_serial_clients_train_one_model_sequentially(tmp_path):
     trainer = split_trainer(tmp_path, clients, **changes)
     trainer.train()
     trainer.save_model(str(tmp_path / "whole"))
-    found = type(whole).from_pretrained(tmp_path / "whole")
-    assert_close(dict(found.named_parameters()), dict(whole.named_parameters()), 1e-6)
+    split_model = type(whole).from_pretrained(tmp_path / "whole")
+    assert_close(dict(split_model.named_parameters()), dict(whole.named_parameters()), 1e-6)
 
 
 def test_next_client_continues_after_steps_per_turn(tmp_path):
@@ -155,8 +159,8 @@ def test_parts_are_averaged_every_period_or_never(strategy, every, expected, tmp
     equal_at = []
 
     def callback_function(trainer, step):
-        own = [values_of(party) for party in trainer._federation.clients.values()]
-        if all(torch.equal(own[0][name], other[name]) for other in own[1:] for name in own[0]):
+        values = [values_of(party) for party in trainer._federation.clients.values()]
+        if all(torch.equal(values[0][name], other_values[name]) for other_values in values[1:] for name in values[0]):
             equal_at.append(step)
 
     clients = clients_of(6, 6) if strategy == "serial" else clients_of(12, 12)
@@ -175,7 +179,7 @@ def test_parts_are_averaged_every_period_or_never(strategy, every, expected, tmp
         (SplitConfig(strategy="client_batch", average_every=3), ("client",)),
         (SplitConfig(average_every=8, steps_per_turn=2), ("client",)),
     ],
-    ids=lambda own: getattr(own, "strategy", ""),
+    ids=lambda value: getattr(value, "strategy", ""),
 )
 def test_average_is_weighted_by_number_of_examples(split, kinds, tmp_path, monkeypatch):
     seen = []
@@ -193,9 +197,11 @@ def test_average_is_weighted_by_number_of_examples(split, kinds, tmp_path, monke
     assert rows == {"client 0": 6, "client 1": 3, "client 2": 5}
     for kind in kinds:
         for name in before[f"{kind}/client 0"]:
-            mean = sum(before[f"{kind}/{own}"][name].double() * rows[own] for own in rows) / sum(rows.values())
-            for own in rows:
-                assert (after[f"{kind}/{own}"][name] - mean).abs().max() <= 1e-6
+            mean = sum(before[f"{kind}/{client_id}"][name].double() * rows[client_id] for client_id in rows) / sum(
+                rows.values()
+            )
+            for client_id in rows:
+                assert (after[f"{kind}/{client_id}"][name] - mean).abs().max() <= 1e-6
         different = before[f"{kind}/client 0"], before[f"{kind}/client 1"]
         assert any(not torch.equal(different[0][name], different[1][name]) for name in different[0])
 
@@ -213,11 +219,11 @@ def test_replicas_on_equal_data_train_as_one_client(average_every, tmp_path):
     # Sequential sampling, because each client shuffles in its own order.
     changes = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.1}
     config = SplitConfig(strategy="server_hierarchical", average_every=average_every)
-    one = split_trainer(tmp_path, rows_of(0, 8), config, **changes)
-    one.train()
-    three = split_trainer(tmp_path, {str(own): rows_of(0, 8) for own in range(3)}, config, **changes)
+    single = split_trainer(tmp_path, rows_of(0, 8), config, **changes)
+    single.train()
+    three = split_trainer(tmp_path, {str(number): rows_of(0, 8) for number in range(3)}, config, **changes)
     three.train()
-    assert_close(trained_values(three.model), trained_values(one.model), 1e-6)
+    assert_close(trained_values(three.model), trained_values(single.model), 1e-6)
 
 
 def test_client_batch_clips_by_joint_norm_of_server_and_clients(tmp_path):
@@ -227,7 +233,11 @@ def test_client_batch_clips_by_joint_norm_of_server_and_clients(tmp_path):
     class Norms(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
             for name, party in trainer._federation.parties.items():
-                gradients = [own.grad.double().flatten() for own in party.module.parameters() if own.grad is not None]
+                gradients = [
+                    parameter.grad.double().flatten()
+                    for parameter in party.module.parameters()
+                    if parameter.grad is not None
+                ]
                 squares[name] = float(torch.cat(gradients).square().sum())
 
     trainer.add_callback(Norms())
@@ -238,15 +248,15 @@ def test_client_batch_clips_by_joint_norm_of_server_and_clients(tmp_path):
 
 def test_random_numbers_of_a_client_do_not_depend_on_other_clients(tmp_path):
     # With dropout in every block, the dataset of client a must not change the part of client b.
-    own = []
+    values = []
     for seed in (0, 9):
         clients = {"a": rows_of(seed, 4), "b": rows_of(1, 4)}
         config = SplitConfig(strategy="server_hierarchical")
         trainer = split_trainer(tmp_path, clients, config, model=whole_model(attention_dropout=0.5))
-        with_step_callback(trainer, lambda trainer, step: own.append(values_of(trainer._federation.clients["b"])))
+        with_step_callback(trainer, lambda trainer, step: values.append(values_of(trainer._federation.clients["b"])))
         trainer.train()
-    assert len(own) == 4
-    assert all(torch.equal(own[1][name], own[3][name]) for name in own[1])
+    assert len(values) == 4
+    assert all(torch.equal(values[1][name], values[3][name]) for name in values[1])
 
 
 def num_bytes_of_steps(tmp_path, strategy, num_epochs=1, **settings):
@@ -255,7 +265,7 @@ def num_bytes_of_steps(tmp_path, strategy, num_epochs=1, **settings):
 
     An epoch of a client has two steps, each with 16 examples of 60 tokens.
     """
-    clients = {str(own): rows_of(own, 32, 60) for own in range(2)}
+    clients = {str(number): rows_of(number, 32, 60) for number in range(2)}
     config = SplitConfig(strategy=strategy, **settings)
     changes = {"per_device_train_batch_size": 16, "num_train_epochs": num_epochs}
     trainer = split_trainer(tmp_path, clients, config, LORA, **changes)
@@ -282,10 +292,10 @@ def test_encryption_adds_28_bytes_per_message_and_a_handshake_per_rotation(strat
     participants = 1 if strategy == "serial" else 2
     for number, steps in enumerate(zip(plain, encrypted, strict=True)):
         # Index of the step among the client's steps. With the serial strategy each turn has two steps.
-        own = {0: 0, 1: 1, 2: 0, 3: 1, 4: 2, 5: 3, 6: 2, 7: 3}[number] if strategy == "serial" else number
+        client_step = {0: 0, 1: 1, 2: 0, 3: 1, 4: 2, 5: 3, 6: 2, 7: 3}[number] if strategy == "serial" else number
         for before, after in zip(*steps, strict=True):
             added = after - before
-            if own % 3:
+            if client_step % 3:
                 assert added == participants * 2 * 28, number
             else:  # two keys, signatures and fingerprints with RSA-3072
                 assert 5_000 < added / participants < 9_500, number
@@ -298,14 +308,17 @@ def test_only_trained_parameters_are_copied_and_exchanged(tmp_path):
     def callback_function(trainer, step):
         first, second = trainer._federation.clients.values()
         frozen = [p for p in first.module.parameters() if not p.requires_grad]
-        others = {id(p) for p in second.module.parameters()}
+        second_ids = {id(p) for p in second.module.parameters()}
         seen.append(
-            (all(id(p) in others for p in frozen), [id(p) in others for p in first.trained_parameters().values()])
+            (
+                all(id(p) in second_ids for p in frozen),
+                [id(p) in second_ids for p in first.trained_parameters().values()],
+            )
         )
         assert set(first.state()) == set(first.trained_parameters()) and all("lora" in name for name in first.state())
 
     with_step_callback(trainer, callback_function).train()
-    assert seen and all(shared and not any(own) for shared, own in seen)
+    assert seen and all(shared and not any(is_copied) for shared, is_copied in seen)
     frozen = nn.ModuleList(trainer.model.parts)
     before = whole_model()
     weights = {name: value for name, value in before.named_parameters()}
@@ -315,7 +328,7 @@ def test_only_trained_parameters_are_copied_and_exchanged(tmp_path):
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_loss_of_a_step_is_the_loss_of_all_examples(strategy, tmp_path):
     clients = clients_of(2, 1)
-    pooled = torch.tensor([row["input_ids"] for own in clients.values() for row in own])
+    pooled = torch.tensor([row["input_ids"] for dataset in clients.values() for row in dataset])
     trainer = split_trainer(tmp_path, clients, SplitConfig(strategy=strategy), max_steps=1)
     expected = whole_model()(pooled, labels=pooled).loss.item()
     assert trainer.train().training_loss == pytest.approx(expected, rel=1e-6)
@@ -326,9 +339,9 @@ def test_body_draws_new_dropout_masks_for_every_micro_batch():
     boundary = model.boundary
     boundary.link = LocalLink(BodyServer(model.server_body, boundary.wire, seed=0))
     hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
-    found = []
+    outputs = []
     for step in (0, 0, 1):
         boundary.begin_step(step)
-        found.append([boundary.cross(hidden, None, None, training=True) for _ in range(2)])
-    assert all(torch.equal(*own) for own in zip(found[0], found[1], strict=True))
-    assert not torch.equal(*found[0]) and not torch.equal(found[0][0], found[2][0])
+        outputs.append([boundary.cross(hidden, None, None, training=True) for _ in range(2)])
+    assert all(torch.equal(*pair) for pair in zip(outputs[0], outputs[1], strict=True))
+    assert not torch.equal(*outputs[0]) and not torch.equal(outputs[0][0], outputs[2][0])

@@ -131,11 +131,14 @@ def test_no_party_is_updated_if_gradients_of_one_are_not_finite():
         parties[name] = Party(name, module, torch.optim.SGD(module.parameters(), lr=0.1))
     joint = JointOptimizer(parties, max_grad_norm=1.0)
     joint.groups = [["server/a", "a"], ["server/b", "b"]]
-    before = {name: [own.detach().clone() for own in party.module.parameters()] for name, party in parties.items()}
+    before = {
+        name: [parameter.detach().clone() for parameter in party.module.parameters()]
+        for name, party in parties.items()
+    }
     with pytest.raises(ValueError, match="gradients of 'b' are not finite"):
         joint.step()
     for name, party in parties.items():
-        assert all(torch.equal(*own) for own in zip(party.module.parameters(), before[name], strict=True)), name
+        assert all(torch.equal(*pair) for pair in zip(party.module.parameters(), before[name], strict=True)), name
 
 
 def test_exchanged_parameters_are_validated():
@@ -176,12 +179,14 @@ def test_every_example_is_used_once_per_epoch_in_a_new_order():
     for epoch in (0, 1, 0):
         steps.set_epoch(epoch)
         epochs.append([steps[number] for number in range(len(steps))])
-        seen = [x for step in epochs[-1] for own in step.values() for batch in own for x in batch]
+        seen = [
+            x for step in epochs[-1] for client_batches in step.values() for batch in client_batches for x in batch
+        ]
         assert sorted(seen) == list(range(10))
     assert epochs[0] == epochs[2] != epochs[1]
-    orders = [[x for step in epochs[0] for batch in step[own] for x in batch] for own in rows]
+    orders = [[x for step in epochs[0] for batch in step[client_id] for x in batch] for client_id in rows]
     assert orders[0] != [x - 5 for x in orders[1]]
-    assert [len(own) for step in epochs[0] for own in step.values()] == [2, 2, 1, 1]
+    assert [len(client_batches) for step in epochs[0] for client_batches in step.values()] == [2, 2, 1, 1]
 
 
 def test_federated_dataset_can_be_trained_on_and_evaluated(tmp_path):
@@ -231,7 +236,7 @@ def test_random_numbers_of_loss_differ_between_steps_and_clients(tmp_path):
 
     for _ in range(2):
         Drawing(whole_model(), arguments(tmp_path), train_dataset=clients_of(4, 4)).train()
-    assert drawn[:4] == drawn[4:] and all(len(set(own)) == 4 for own in zip(*drawn, strict=True))
+    assert drawn[:4] == drawn[4:] and all(len(set(values)) == 4 for values in zip(*drawn, strict=True))
 
 
 def test_create_optimizer_of_split_subclass_is_rejected(tmp_path):
@@ -254,7 +259,7 @@ def test_custom_create_optimizer_is_used_for_every_party(tmp_path):
 
     class RecordOptimizers(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            optimizer_types.append([type(own.optimizer) for own in trainer._federation.parties.values()])
+            optimizer_types.append([type(party.optimizer) for party in trainer._federation.parties.values()])
 
     trainer = split_federate(CustomTrainer)(whole_model(), arguments(tmp_path), train_dataset=clients_of(2, 2))
     trainer.add_callback(RecordOptimizers())

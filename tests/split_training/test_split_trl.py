@@ -97,14 +97,14 @@ def assert_same_training(split: Any, plain: Any, directory) -> None:
     """Check that a split trainer gives the weights and logs of a plain trainer."""
     split.model.save_pretrained(directory)
     if isinstance(plain.model, PeftModel):
-        found = get_peft_model_state_dict(PeftModel.from_pretrained(whole_model(), directory))
+        split_weights = get_peft_model_state_dict(PeftModel.from_pretrained(whole_model(), directory))
     else:
-        found = dict(LlamaForCausalLM.from_pretrained(directory).named_parameters())
+        split_weights = dict(LlamaForCausalLM.from_pretrained(directory).named_parameters())
     # TRL's kernel sums the loss in another order. Adam amplifies the difference if a gradient is nearly zero.
-    assert_close(found, weights(plain), 1e-4)
+    assert_close(split_weights, weights(plain), 1e-4)
     for name in LOGGED:
         split_values, plain_values = (
-            [own[name] for own in one.state.log_history if name in own] for one in (split, plain)
+            [log[name] for log in trainer.state.log_history if name in log] for trainer in (split, plain)
         )
         assert split_values == pytest.approx(plain_values, abs=2e-5), name
         assert split_values or name == "eval_loss"
@@ -163,10 +163,10 @@ def test_assistant_only_loss_is_that_of_plain_sft_trainer(tmp_path):
     changes = {"assistant_only_loss": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     runs = []
     for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer)):
-        own = tokenizer()
-        own.chat_template = template
+        own_tokenizer = tokenizer()
+        own_tokenizer.chat_template = template
         args = arguments(tmp_path / kind.__name__, **changes)
-        runs.append(kind(model=whole_model(), args=args, train_dataset=rows, processing_class=own))
+        runs.append(kind(model=whole_model(), args=args, train_dataset=rows, processing_class=own_tokenizer))
         runs[-1].train()
     assert_same_training(runs[1], runs[0], tmp_path / "saved")
 
@@ -175,7 +175,7 @@ def test_assistant_only_loss_is_that_of_plain_sft_trainer(tmp_path):
     "changes", [{}, {"loss_type": "dft"}, {"packing": True, "max_length": 12}], ids=["nll", "dft", "packed"]
 )
 def test_client_batch_step_equals_plain_step_on_all_examples(changes, tmp_path):
-    rows = {own: prompts(own, 8) for own in CLIENTS}
+    rows = {client_id: prompts(client_id, 8) for client_id in CLIENTS}
     step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, **changes}
     split = SplitConfig("client_batch", average_every=1)
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -183,9 +183,9 @@ def test_client_batch_step_equals_plain_step_on_all_examples(changes, tmp_path):
     simultaneous = concatenate_datasets(list(rows.values()))
     plain = trained(trl.SFTTrainer, tmp_path / "all", rows=simultaneous, per_device_train_batch_size=16, **step)
     batched.model.save_pretrained(tmp_path / "saved")
-    found = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
-    assert_close(found, weights(plain), 1e-6)
-    moved = {name: (own - weights(plain)[name]).abs().max() for name, own in whole_model().named_parameters()}
+    split_weights = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    assert_close(split_weights, weights(plain), 1e-6)
+    moved = {name: (value - weights(plain)[name]).abs().max() for name, value in whole_model().named_parameters()}
     assert max(moved.values()) > 5e-5
 
 
@@ -196,7 +196,7 @@ def test_padding_free_batches_have_the_weight_of_padded_batches(networked_run, s
     rows = {"north": texts("north", 8), "south": texts("south", 1)}
     step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "per_device_train_batch_size": 8, "max_length": None}
     split = SplitConfig(strategy, average_every=1)
-    found = []
+    weights_by_run = []
     for padding_free in (False, True):
         changes = {**step, "padding_free": padding_free}
         if networked_run:
@@ -206,11 +206,11 @@ def test_padding_free_batches_have_the_weight_of_padded_batches(networked_run, s
             run = networked.Run(tmp_path / str(padding_free), rows, split, model=whole_model(), **changes)
             run.train()
             assert not run.errors
-            found.append({own: value for party in run.values().values() for own, value in party.items()})
+            weights_by_run.append({name: value for party in run.values().values() for name, value in party.items()})
         else:
             run = trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, split=split, **changes)
-            found.append(dict(run.model.named_parameters()))
-    assert_close(found[1], found[0], 1e-6)
+            weights_by_run.append(dict(run.model.named_parameters()))
+    assert_close(weights_by_run[1], weights_by_run[0], 1e-6)
 
 
 def test_best_model_can_be_selected_by_trl_metric(tmp_path):
@@ -228,12 +228,12 @@ def test_best_model_can_be_selected_by_trl_metric(tmp_path):
         for kind in (trl.SFTTrainer, split_federate(RecordingTrainer))
     )
     assert split.state.best_metric == pytest.approx(plain.state.best_metric) and split.state.best_metric > 0
-    assert len(seen) == 2 and not any(name.startswith("federated/") for own in seen for name in own)
+    assert len(seen) == 2 and not any(name.startswith("federated/") for metrics in seen for name in metrics)
 
 
 def test_federated_dataset_is_evaluated_and_predicted_as_one_dataset(tmp_path):
     tokens = {"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]}
-    both = FederatedDataset.from_dict({own: Dataset.from_dict(tokens) for own in CLIENTS})
+    both = FederatedDataset.from_dict({client_id: Dataset.from_dict(tokens) for client_id in CLIENTS})
     trainer = trained(split_federate(trl.SFTTrainer), tmp_path, max_steps=1)
     assert trainer.predict(both).label_ids.tolist() == [[3, 4, 5]] * 2
     assert trainer.evaluate({"both": both})["eval_both_loss"] == trainer.evaluate(both)["eval_loss"]
@@ -247,11 +247,11 @@ def test_loss_of_the_whole_model_is_rejected(tmp_path):
     class Regularized(trl.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return loss + sum(own.square().sum() for own in self.model.parameters())
+            return loss + sum(parameter.square().sum() for parameter in self.model.parameters())
 
-    for own in (WholeModelLoss, Regularized):
+    for trainer_class in (WholeModelLoss, Regularized):
         with pytest.raises(ValueError, match="has gradients in `self.model`"):
-            trained(split_federate(own), tmp_path)
+            trained(split_federate(trainer_class), tmp_path)
 
 
 def test_gradients_from_before_training_are_ignored(tmp_path):
@@ -301,10 +301,10 @@ def test_model_can_be_passed_by_name(dtype, tmp_path):
         kind(args=arguments(tmp_path / kind.__name__, **args), **settings)
         for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
-    for own in (plain, split):
-        assert {value.dtype for value in own.model.parameters()} == {getattr(torch, dtype)}
-        own.train()
-    losses = [[log["loss"] for log in own.state.log_history if "loss" in log] for own in (plain, split)]
+    for trainer in (plain, split):
+        assert {value.dtype for value in trainer.model.parameters()} == {getattr(torch, dtype)}
+        trainer.train()
+    losses = [[log["loss"] for log in trainer.state.log_history if "loss" in log] for trainer in (plain, split)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-5 if dtype == "float32" else 2e-2)
     with pytest.raises(ValueError, match="A quantized model cannot be split"):
         split_federate(trl.SFTTrainer)(**settings, args=arguments(tmp_path), quantization_config=object())
@@ -338,9 +338,9 @@ def test_dataset_of_each_client_is_prepared_once_and_separately(strategy, tmp_pa
     )
     assert sorted(trainer.prepared) == [("eval", 5), ("train", 6), ("train", 10)]
     history = trainer.state.log_history
-    assert [own["eval_loss"] for own in history if "eval_loss" in own][1] < history[0]["loss"]
-    assert all(0 <= own["mean_token_accuracy"] <= 1 for own in history if "loss" in own)
-    assert all("eval_mean_token_accuracy" in own for own in history if "eval_loss" in own)
+    assert [log["eval_loss"] for log in history if "eval_loss" in log][1] < history[0]["loss"]
+    assert all(0 <= log["mean_token_accuracy"] <= 1 for log in history if "loss" in log)
+    assert all("eval_mean_token_accuracy" in log for log in history if "eval_loss" in log)
     assert trainer.model.adapter_config.peft_type == "LORA"
     assert trainer.evaluate(eval_rows)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
 
@@ -371,21 +371,21 @@ def test_networked_run_gives_identical_weights_to_run_in_one_process(strategy, t
         torch.manual_seed(1)
         model.add_adapter(copy.deepcopy(LORA))
     args = arguments(tmp_path / "one", **packed)
-    one = sft(model=model, args=args, train_dataset=CLIENTS, split=split)
-    one.train()
-    expected = dict(one.model.named_parameters())
-    for own in CLIENTS:
-        assert all(torch.equal(value, expected[name]) for name, value in run.values()[own].items())
+    reference = sft(model=model, args=args, train_dataset=CLIENTS, split=split)
+    reference.train()
+    expected = dict(reference.model.named_parameters())
+    for client_id in CLIENTS:
+        assert all(torch.equal(value, expected[name]) for name, value in run.values()[client_id].items())
 
 
 def test_adapter_from_config_is_determined_by_the_seed(tmp_path):
-    one, same, other = (
+    first, same, other = (
         trained(split_federate(trl.SFTTrainer), tmp_path / str(number), peft_config=LORA, seed=seed, max_steps=1)
         for number, seed in enumerate((0, 0, 1))
     )
-    of = [dict(trainer.model.named_parameters()) for trainer in (one, same, other)]
-    assert_close(of[0], of[1], 0.0)
-    assert any(not torch.equal(of[0][name], of[2][name]) for name in of[0] if "lora_A" in name)
+    parameters = [dict(trainer.model.named_parameters()) for trainer in (first, same, other)]
+    assert_close(parameters[0], parameters[1], 0.0)
+    assert any(not torch.equal(parameters[0][name], parameters[2][name]) for name in parameters[0] if "lora_A" in name)
     with pytest.raises(ValueError, match="one adapter"):
         trained(split_federate(trl.SFTTrainer), tmp_path, lora_model, peft_config=LORA)
 
@@ -417,17 +417,21 @@ def test_target_scores_equal_scores_of_full_logits():
     torch.manual_seed(0)
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     labels = torch.tensor([[1, 2, -100, 4], [0, -100, -100, -100]])
-    found = score_targets(logits, labels)
+    scores = score_targets(logits, labels)
     probabilities = logits.softmax(-1)
-    assert found.label_mask.tolist() == [[True, False, True], [False, False, False]]
+    assert scores.label_mask.tolist() == [[True, False, True], [False, False, False]]
     for position, target in ((0, 2), (2, 4)):
-        own = probabilities[0, position]
-        assert found.log_probs[0, position].item() == pytest.approx(own[target].log().item(), abs=1e-5)
-        assert found.entropy[0, position].item() == pytest.approx(-(own * own.log()).sum().item(), abs=1e-5)
-        assert found.is_top1[0, position].item() == float(own.argmax() == target)
-    assert found.log_probs[~found.label_mask].abs().sum() == 0 == found.entropy[~found.label_mask].sum()
-    assert found.loss.item() == pytest.approx(-found.log_probs.sum().item() / 2)
-    assert score_targets(logits, labels, num_items_in_batch=8).loss.item() == pytest.approx(found.loss.item() / 4)
+        position_probabilities = probabilities[0, position]
+        assert scores.log_probs[0, position].item() == pytest.approx(
+            position_probabilities[target].log().item(), abs=1e-5
+        )
+        assert scores.entropy[0, position].item() == pytest.approx(
+            -(position_probabilities * position_probabilities.log()).sum().item(), abs=1e-5
+        )
+        assert scores.is_top1[0, position].item() == float(position_probabilities.argmax() == target)
+    assert scores.log_probs[~scores.label_mask].abs().sum() == 0 == scores.entropy[~scores.label_mask].sum()
+    assert scores.loss.item() == pytest.approx(-scores.log_probs.sum().item() / 2)
+    assert score_targets(logits, labels, num_items_in_batch=8).loss.item() == pytest.approx(scores.loss.item() / 4)
     shifted = score_targets(logits, None, labels)
     assert shifted.log_probs[0, 1].item() == pytest.approx(probabilities[0, 1, 2].log().item(), abs=1e-5)
     assert score_targets(logits, torch.full_like(labels, -100)).loss == 0

@@ -111,8 +111,8 @@ def test_message_that_cannot_be_batched_fails_for_its_sender_only(kind, changes,
 
     run = train_with_replaced_messages(tmp_path, "client_batch", change, clients=3)
     assert error in str(run.errors["client 1"])
-    for other in ("client 0", "client 2"):
-        assert "client 'client 1' disconnected" in str(run.errors[other])
+    for client_id in ("client 0", "client 2"):
+        assert "client 'client 1' disconnected" in str(run.errors[client_id])
 
 
 @pytest.mark.parametrize("disconnects_at_once", [False, True])
@@ -222,8 +222,8 @@ def test_pending_message_cannot_be_sent_again(tmp_path):
 def test_run_ends_if_all_clients_wait_at_the_deadline(tmp_path):
     """The protocol excludes this state. If it occurred, the server would restart the deadline forever."""
     server = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, deadline=1.0).server
-    for number, own in enumerate(server.client_ids):
+    for number, client_id in enumerate(server.client_ids):
         server._batches["forward", number] = RequestBatch()
-        server._batches["forward", number].messages[own] = None
+        server._batches["forward", number].messages[client_id] = None
     with server._condition, pytest.raises(RunFailedError, match="client 0, client 1 wait for each other at step 0"):
         server._continue_without(server.client_ids)

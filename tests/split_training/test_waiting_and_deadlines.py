@@ -142,7 +142,7 @@ def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
     run.server._train_step = end_step_and_signal
     run.train()
     assert not run.errors
-    assert {own: trainer._networked.num_late for own, trainer in run.trainers.items()} == {
+    assert {client_id: trainer._networked.num_late for client_id, trainer in run.trainers.items()} == {
         "client 0": 0,
         "client 1": 0,
         "client 2": 1,

@@ -81,8 +81,8 @@ def test_nan_gradient_norm_is_rejected_before_the_step(tmp_path):
 def test_parameters_with_wrong_names_or_shapes_are_not_averaged(state, tmp_path):
     def send_others(run, trainer, *args):
         client = trainer._federation.client
-        own = {"w": torch.ones(1)} if state == "names" else dict.fromkeys(client.state(), torch.ones(1))
-        client.state = lambda: own
+        wrong_state = {"w": torch.ones(1)} if state == "names" else dict.fromkeys(client.state(), torch.ones(1))
+        client.state = lambda: wrong_state
         return type(trainer).training_step(trainer, *args)
 
     run = train_with_attack(tmp_path, "client_batch", send_others)
@@ -109,7 +109,7 @@ def test_client_cannot_report_more_examples_than_it_sent(strategy, tmp_path):
         run_step = trainer._federation.run_step
 
         def run_step_with_more(step, batches, num_rows, *rest):
-            return run_step(step, batches, {own: rows + 1 for own, rows in num_rows.items()}, *rest)
+            return run_step(step, batches, {client_id: rows + 1 for client_id, rows in num_rows.items()}, *rest)
 
         trainer._federation.run_step = run_step_with_more
         return type(trainer).training_step(trainer, *args)
@@ -147,7 +147,7 @@ def test_invalid_control_messages_are_rejected(message, error, tmp_path, monkeyp
     with pytest.raises(ValueError, match=error):
         run.server.answer("client 0", message.to_bytes())
     # The other clients wait for a client that cannot join, so the server logs the reason.
-    assert ["cannot join" in own for own in warnings] == [True] * isinstance(message, Join)
+    assert ["cannot join" in warning for warning in warnings] == [True] * isinstance(message, Join)
     run.train()
     assert not run.errors
 
@@ -308,8 +308,8 @@ def test_missing_fingerprint_of_peer_is_reported_before_the_first_step(tmp_path)
 
 def test_fingerprints_of_clients_outside_the_run_are_ignored(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA)
-    for own, trainer in run.trainers.items():
-        known = {name: identity(name).fingerprint for name in ("client 0", "client 1", "client 7")}
-        trainer._envelopes = PeerEnvelopes(identity(own), known, 2048)
+    for client_id, trainer in run.trainers.items():
+        fingerprints = {name: identity(name).fingerprint for name in ("client 0", "client 1", "client 7")}
+        trainer._envelopes = PeerEnvelopes(identity(client_id), fingerprints, 2048)
     run.train()
     assert not run.errors
