@@ -1,15 +1,20 @@
-"""What it costs to split a language model, in one process: against the unsplit model, and for clients that meet.
+"""Cost of splitting a language model, in one process: compared with the unsplit model, and for several clients.
 
-    python benchmarks/split.py                                    # SmolLM2-135M's size, LoRA
+    python benchmarks/split.py                                    # size of SmolLM2-135M, LoRA
     python benchmarks/split.py --hidden-size 64 --num-heads 4 --num-blocks 6 --vocabulary 1000 --num-clients 2 4
     python benchmarks/split.py --device cuda --dtype bfloat16 --wire-dtype bfloat16
 
-A step is a forward and a backward pass and one of AdamW on the adapters. All sides take turns in this process, and
-ratios are of medians. `split` is a step of `"serial"`; `sealed` is the same with every message encrypted; `meeting` is
-a step of `"client_batch"`, whose clients' rows go through the body together, and `replicas` one of
-`"server_hierarchical"`, each client before a body of its own. Their rows a second stand beside those of the same
-clients one after the other. Replicas would run on machines of their own: here they take turns. Bytes are those of the
-messages of a step.
+A step is a forward pass, a backward pass and an AdamW update of the adapters. All parties take turns in this process,
+and the ratios are ratios of medians.
+
+- `split` is a step of `"serial"`.
+- `sealed` is the same step with encrypted messages.
+- `meeting` is a step of `"client_batch"`: the body processes the examples of all clients as one batch.
+- `replicas` is a step of `"server_hierarchical"`: each client uses its own replica of the body. The replicas would run
+  on separate machines. Here they take turns.
+
+The throughput of `meeting` and `replicas` is compared with the same clients one after the other. The bytes are the
+sizes of all messages of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from hf_federated.split import ClientBatchRunner, LocalLink
 
 
 def build(options: argparse.Namespace) -> LlamaForCausalLM:
-    """The unsplit model with its adapters."""
+    """Build the unsplit model with its adapters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=options.vocabulary,
@@ -48,7 +53,7 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def split_model(options: argparse.Namespace, **kwargs: str) -> SplitModel:
-    """The same model in three parts."""
+    """Build the same model in three parts."""
     return SplitModel.from_model(build(options), wire_dtype=options.wire_dtype, **kwargs)
 
 
@@ -60,7 +65,7 @@ def batch(options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
 
 
 def stepper(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """A step of one model on one batch."""
+    """Step of one model on one batch."""
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
 
     def step() -> None:
@@ -71,39 +76,41 @@ def stepper(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Callable
     return step
 
 
-def sealed_stepper(options: argparse.Namespace) -> Callable[[], None]:
-    """A step whose messages are encrypted."""
+def encrypted_stepper(options: argparse.Namespace) -> Callable[[], None]:
+    """Step of a split model with encrypted messages."""
     split = split_model(options, client_id="client")
-    client, server = Identity.generate("client"), Identity.generate("server")
-    there = ServerSession(server, "client", client.fingerprint, rotate_every=None)
-    here = ClientSession(client, "server", server.fingerprint, rotate_every=None)
-    split.boundary.link = EncryptedLink(here, EncryptedServer(there, split.boundary.link.server.answer))
+    client_identity, server_identity = Identity.generate("client"), Identity.generate("server")
+    server_session = ServerSession(server_identity, "client", client_identity.fingerprint, rotate_every=None)
+    client_session = ClientSession(client_identity, "server", server_identity.fingerprint, rotate_every=None)
+    split.boundary.link = EncryptedLink(
+        client_session, EncryptedServer(server_session, split.boundary.link.server.answer)
+    )
     return stepper(split, batch(options, 0))
 
 
 def replicas_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
-    """A step of clients that each have a body of their own."""
-    steps = [stepper(split_model(options), batch(options, own)) for own in range(num_clients)]
+    """Step of several clients, each with its own replica of the body."""
+    steps = [stepper(split_model(options), batch(options, seed)) for seed in range(num_clients)]
 
     def step() -> None:
-        for own in steps:
-            own()
+        for step_of_client in steps:
+            step_of_client()
 
     return step
 
 
-def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
-    """A step of a server whose clients meet, with heads and tails of their own."""
+def client_batch_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[], None]:
+    """Step of a server that batches several clients, which have their own heads and tails."""
     clients = {str(number): split_model(options, client_id=str(number)) for number in range(num_clients)}
     server = clients["0"].boundary.link.server
-    meeting = ClientBatchRunner(server)
+    client_batch = ClientBatchRunner(server)
     inputs = {name: batch(options, int(name)) for name in clients}
     for name, client in clients.items():
         if name != "0":
             client.server_body = None
-        client.boundary.link = meeting.link(name)
+        client.boundary.link = client_batch.link(name)
         client.boundary.defers_backward = True
-    # The first client's model has the body that all of them meet in.
+    # The model of the first client has the body that all clients share.
     trained = [p for client in clients.values() for p in client.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
@@ -113,7 +120,7 @@ def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[
         clients[name].boundary.finish_backward()
 
     def step() -> None:
-        meeting.run({name: lambda name=name: work(name) for name in clients})
+        client_batch.run({name: lambda name=name: work(name) for name in clients})
         server.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,8 +128,8 @@ def meeting_stepper(options: argparse.Namespace, num_clients: int) -> Callable[[
     return step
 
 
-def bytes_of_a_step(options: argparse.Namespace, split: SplitModel) -> tuple[int, int]:
-    """Bytes of all messages of a step, and those of the formula without headers."""
+def num_bytes_of_step(options: argparse.Namespace, split: SplitModel) -> tuple[int, int]:
+    """Number of bytes of all messages of a step, and the number that the formula without headers gives."""
     sizes: list[int] = []
     link = split.boundary.link
     split.boundary.link = LocalLink(link.server, lambda *blobs: sizes.extend(map(len, blobs)))
@@ -143,18 +150,18 @@ def main() -> None:
     parser.add_argument("--num-clients", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda; all sides are on the same")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for all parties")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--wire-dtype", default="auto", help="auto (that of the model), bfloat16, float16 or int8")
-    parser.add_argument("--output", help="a JSON file for the numbers")
+    parser.add_argument("--wire-dtype", default="auto", help="auto (dtype of the model), bfloat16, float16 or int8")
+    parser.add_argument("--output", help="JSON file for the results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     whole, split = build(options), split_model(options)
     steps = {"unsplit": stepper(whole, batch(options, 0)), "split": stepper(split, batch(options, 0))}
-    steps["sealed"] = sealed_stepper(options)
+    steps["sealed"] = encrypted_stepper(options)
     steps |= {f"replicas of {number}": replicas_stepper(options, number) for number in options.num_clients[:1]}
-    steps |= {f"meeting of {number}": meeting_stepper(options, number) for number in options.num_clients}
+    steps |= {f"meeting of {number}": client_batch_stepper(options, number) for number in options.num_clients}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(1 + options.repetitions):
         for name, step in steps.items():
@@ -163,21 +170,21 @@ def main() -> None:
             if options.device != "cpu":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
-    # The first step of each builds its optimizer's state and warms caches.
+    # Skip the first step of each variant, which creates the state of the optimizer and fills caches.
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     print(f"split / unsplit: {medians['split'] / medians['unsplit']:.3f}  ({medians['split']:.3f} s a step)")
     print(f"sealed / split: {medians['sealed'] / medians['split']:.3f}")
     for number in options.num_clients[:1]:
         ratio = number * medians["split"] / medians[f"replicas of {number}"]
-        print(f"rows a second, {number} clients with replicas / one after the other: {ratio:.2f}")
+        print(f"examples per second, {number} clients with replicas / one after the other: {ratio:.2f}")
     for number in options.num_clients:
         ratio = number * medians["split"] / medians[f"meeting of {number}"]
-        print(f"rows a second, {number} clients that meet / one after the other: {ratio:.2f}")
-    sent, formula = bytes_of_a_step(options, split)
-    print(f"bytes of a step / formula without headers: {sent / formula:.4f}  ({sent} / {formula})")
+        print(f"examples per second, {number} clients in one batch / one after the other: {ratio:.2f}")
+    num_bytes, formula = num_bytes_of_step(options, split)
+    print(f"bytes of a step / formula without headers: {num_bytes / formula:.4f}  ({num_bytes} / {formula})")
     if options.output:
         with open(options.output, "w", encoding="utf-8") as file:
-            json.dump({"medians": medians, "seconds": seconds, "bytes": sent, "formula": formula}, file, indent=2)
+            json.dump({"medians": medians, "seconds": seconds, "bytes": num_bytes, "formula": formula}, file, indent=2)
 
 
 if __name__ == "__main__":

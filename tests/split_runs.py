@@ -81,8 +81,10 @@ def split_trainer(
 
 
 def trained_values(model: SplitModel) -> dict[str, torch.Tensor]:
-    """What is trained of the model that a run ends with."""
-    return {name: own.detach().clone() for name, own in model.named_parameters() if own.requires_grad}
+    """Copy the trained parameters of the model after a run."""
+    return {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:

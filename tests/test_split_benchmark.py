@@ -1,4 +1,4 @@
-"""What `benchmarks/split.py` times is what it says: clients that meet take one step over all rows, sealed messages."""
+"""The steps that `benchmarks/split.py` measures: one batch over all clients, and encrypted messages."""
 
 from __future__ import annotations
 
@@ -30,42 +30,45 @@ def options() -> argparse.Namespace:
     )
 
 
-def test_clients_that_meet_take_a_step_with_the_gradient_of_all_rows(options, monkeypatch):
+def test_client_batch_step_has_the_gradient_of_all_examples(options, monkeypatch):
     whole = BENCHMARK["build"](options)
-    rows = torch.cat([BENCHMARK["batch"](options, seed)["input_ids"] for seed in range(3)])
-    whole(input_ids=rows, labels=rows).loss.backward()
-    wanted = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
-    found = []
+    input_ids = torch.cat([BENCHMARK["batch"](options, seed)["input_ids"] for seed in range(3)])
+    whole(input_ids=input_ids, labels=input_ids).loss.backward()
+    expected = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+    gradients = []
     step = torch.optim.AdamW.step
 
     def spy(optimizer, *args, **kwargs):
-        found.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
+        gradients.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
         return step(optimizer, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    BENCHMARK["meeting_stepper"](options, 3)()
-    # Blocks one and two, the body, are trained once by all; heads and tails are each client's own.
-    body = [gradient for name, gradient in wanted.items() if ".layers.1." in name or ".layers.2." in name]
-    assert len(body) == len(wanted) // 2 and len(found) == len(body) + 3 * (len(wanted) - len(body))
-    for theirs in body:
-        assert any(ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4) for ours in found)
+    BENCHMARK["client_batch_stepper"](options, 3)()
+    # Blocks 1 and 2 are the body, which has one gradient for all clients. Each client has its own head and tail.
+    body = [gradient for name, gradient in expected.items() if ".layers.1." in name or ".layers.2." in name]
+    assert len(body) == len(expected) // 2 and len(gradients) == len(body) + 3 * (len(expected) - len(body))
+    for expected_gradient in body:
+        assert any(
+            gradient.shape == expected_gradient.shape and torch.allclose(gradient, expected_gradient, rtol=1e-4)
+            for gradient in gradients
+        )
 
 
-def test_messages_of_a_sealed_step_are_sealed(options, monkeypatch):
-    sealed, plain = [], []
+def test_encrypted_step_encrypts_its_messages(options, monkeypatch):
+    encrypted, plain = [], []
     exchange = EncryptedServer.exchange
 
     def spy(server, blob):
         answer = server.answer
         server.answer = lambda message: plain.append(message) or answer(message)
         try:
-            sealed.append(blob)
+            encrypted.append(blob)
             return exchange(server, blob)
         finally:
             server.answer = answer
 
     monkeypatch.setattr(EncryptedServer, "exchange", spy)
-    BENCHMARK["sealed_stepper"](options)()
-    assert len(sealed) == len(plain) == 2
-    for blob, message in zip(sealed, plain, strict=True):
+    BENCHMARK["encrypted_stepper"](options)()
+    assert len(encrypted) == len(plain) == 2
+    for blob, message in zip(encrypted, plain, strict=True):
         assert message[-64:] not in blob and len(blob) > len(message)

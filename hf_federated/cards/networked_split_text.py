@@ -1,7 +1,7 @@
 """Text of split model cards that a networked client writes about its own part.
 
 The texts describe the fields of the messages in `hf_federated.split.messages` and
-`hf_federated.split_training.control`.
+`hf_federated.split_training.messages`.
 """
 
 from __future__ import annotations

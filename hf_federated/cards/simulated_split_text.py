@@ -1,7 +1,7 @@
 """Text of split model cards for runs that simulate all parties in one process.
 
 The texts describe the fields of the messages in `hf_federated.split.messages` and
-`hf_federated.split_training.transfer`.
+`hf_federated.split_training.messages`.
 """
 
 from __future__ import annotations

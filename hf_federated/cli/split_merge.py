@@ -1,4 +1,4 @@
-"""`hf-federated split-merge`: the ordinary whole model, or adapter, from what a split model's parties saved."""
+"""`hf-federated split-merge`: merge the saved parts of a split model into the ordinary whole model or adapter."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from hf_federated.split import merge_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("folders", metavar="DIR", nargs="+", help="what a party saved; together all parts")
-    parser.add_argument("--output-dir", required=True, help="where the whole model or adapter is written")
+    """Add the options of the command."""
+    parser.add_argument(
+        "folders", metavar="DIR", nargs="+", help="folder with the saved part of a party; together all parts"
+    )
+    parser.add_argument("--output-dir", required=True, help="folder for the whole model or adapter")
 
 
 def split_merge(arguments: argparse.Namespace) -> None:
     """
-    Carries the command out.
+    Run the command.
 
     Raises:
-        CommandError: If the folders do not hold the parts of one cut of one model.
+        CommandError: If the folders do not contain the parts of one cut of one model.
     """
     with command_errors(arguments.output_dir):
         merge_parts(arguments.folders, arguments.output_dir)
-    print(f"Written to {arguments.output_dir}.")
+    print(f"Saved the model to {arguments.output_dir}.")

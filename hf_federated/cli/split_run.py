@@ -1,7 +1,7 @@
-"""`hf-federated split-server` and `split-client`: a recipe with a split model, trained by several machines.
+"""`hf-federated split-server` and `split-client`: train a recipe with a split model on several machines.
 
-Every party reads the same recipe. The server loads the blocks of the body and no rows; a client loads its head and
-tail and its own rows. Who is who stands in the certificates of `hf-federated certificates`.
+All parties use the same recipe. The server loads the blocks of the body and no dataset. A client loads its head and
+tail and its own dataset. The certificates of `hf-federated certificates` identify the parties.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hf_federated.security.keys import check_fingerprint, fingerprint
 from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split import ModelFingerprint, SplitModel, SplitSessionConfig, Wire
 from hf_federated.split.parts import Part
-from hf_federated.split_training import ServerBodies, SplitConfig, TrainingServer, split_federate
-from hf_federated.split_training.digest import run_digest, run_settings
+from hf_federated.split_training import ServerModel, SplitConfig, TrainingServer, split_federate
+from hf_federated.split_training.config import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
 from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
@@ -38,127 +38,146 @@ from hf_federated.utils.client_names import escape_client_id
 
 
 RESULTS_NAME = "results.json"
-# A client may wait for all others' turns; that the server lives is seen from its heartbeats.
+# A client may wait for the turns of all other clients. Heartbeats detect a failed server earlier.
 ANSWER_TIMEOUT = 7 * 24 * 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
-    """The commands' options."""
-    parser.add_argument("recipe", metavar="RECIPE", help="the YAML file, the same for all parties")
+    """Add the options of the commands."""
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, the same for all parties")
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         dest="overrides",
         action="append",
         default=[],
-        help="change a field, for example training.learning_rate=5e-4; the value is YAML; may be repeated",
+        help="change a field, for example training.learning_rate=5e-4; the value is YAML; can be repeated",
     )
-    parser.add_argument("--output-dir", metavar="DIR", help="instead of the recipe's training.output_dir")
-    parser.add_argument("--certificates", metavar="DIR", required=True, help="ca.pem, and this party's .pem and .key")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="output directory instead of training.output_dir of the recipe"
+    )
+    parser.add_argument(
+        "--certificates", metavar="DIR", required=True, help="folder with ca.pem, and the .pem and .key of this party"
+    )
     parser.add_argument(
         "--peer",
         metavar="ID=FINGERPRINT",
         action="append",
         default=[],
-        help="a client's fingerprint, where its certificate is not in the folder; may be repeated",
+        help="fingerprint of a client whose certificate is not in the folder; can be repeated",
     )
     parser.add_argument(
         "--max-message-bytes",
         type=int,
         metavar="BYTES",
         default=DEFAULT_MAX_MESSAGE_BYTES,
-        help="the largest message that is taken from the other side (default: 1 GiB)",
+        help="size of the largest accepted message (default: 1 GiB)",
     )
     if server:
-        parser.add_argument("--address", default="127.0.0.1:50051", help="where to listen (default: %(default)s)")
         parser.add_argument(
-            "--client", metavar="ID", action="append", required=True, help="who takes part, in order; repeated"
+            "--address", default="127.0.0.1:50051", help="address of the server (default: %(default)s)"
         )
         parser.add_argument(
-            "--deadline", type=float, metavar="SECONDS", help="for client_batch: how long clients wait for one another"
+            "--client",
+            metavar="ID",
+            action="append",
+            required=True,
+            help="id of a client, in the order of the clients; repeat it",
         )
         parser.add_argument(
-            "--heartbeat-timeout", type=float, default=60.0, help="silence after which a client is gone (%(default)s)"
+            "--deadline", type=float, metavar="SECONDS", help="for client_batch: how long clients wait for each other"
+        )
+        parser.add_argument(
+            "--heartbeat-timeout",
+            type=float,
+            default=60.0,
+            help="seconds without a heartbeat after which a client is lost (default: %(default)s)",
         )
         return
-    parser.add_argument("--client", metavar="ID", required=True, help="who this is")
-    parser.add_argument("--address", required=True, help="the server's, as its certificate names it: host:port")
+    parser.add_argument("--client", metavar="ID", required=True, help="id of this client")
+    parser.add_argument(
+        "--address", required=True, help="address of the server, with the host name of its certificate: host:port"
+    )
     parser.add_argument(
         "--rows",
         metavar="PATH",
-        help="this client's own rows, with the recipe's splits; by default the part that the recipe's partition gives",
+        help="dataset of this client, with the splits of the recipe (default: its part of the recipe's partition)",
     )
     parser.add_argument(
         "--server-fingerprint",
         metavar="FINGERPRINT",
-        help="with split.encryption, where the server's certificate is not in the folder",
+        help="fingerprint of the server for split.encryption, if its certificate is not in the folder",
     )
     parser.add_argument(
         "--connect-timeout",
         type=float,
         metavar="SECONDS",
         default=60.0,
-        help="how long to try, where the server may start later (default: %(default)s)",
+        help="how long to wait for the server to start (default: %(default)s)",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the last step of which all have a checkpoint"
+        "--resume", action="store_true", help="resume from the latest step for which all parties have a checkpoint"
     )
 
 
 def split_server(arguments: argparse.Namespace) -> None:
     """
-    Serves a run to its end.
+    Serve a run until it ends.
 
     Raises:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
     _check_options(arguments)
-    recipe, split, args, adapter = _settings(arguments, "server")
+    recipe, split, args, adapter = _load_settings(arguments, "server")
     with command_errors("split-server"):
         config, body, wire = server_body(recipe, split, adapter, args.seed)
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)
-        bodies = ServerBodies(body, config, wire, split, args, arguments.client, adapter)
-        run = TrainingServer(bodies, digest, arguments.deadline)
+        server_model = ServerModel(body, config, wire, split, args, arguments.client, adapter)
+        training_server = TrainingServer(server_model, digest, arguments.deadline)
         terms = _terms(recipe, split, args, adapter, body.cut, wire)
         fingerprints = _fingerprints(arguments, arguments.client) if split.encryption else {}
         with SplitServer(
-            run.answer,
+            training_server.answer,
             TlsCredentials.of_server(arguments.certificates),
             arguments.client,
             terms,
             address=arguments.address,
             encryption=_server_sessions(arguments, split, fingerprints),
-            on_lost=run.client_lost,
-            on_left=run.client_lost,
+            on_lost=training_server.client_lost,
+            on_left=training_server.client_lost,
             heartbeat_timeout=arguments.heartbeat_timeout,
             max_message_bytes=arguments.max_message_bytes,
         ) as server:
             print(f"Listening at {server.address} for {', '.join(arguments.client)}.", flush=True)
-            failure = run.wait()
+            failure = training_server.wait()
     if failure is not None:
-        raise CommandError(f"the run ended at step {run.step} of {run.bodies.max_steps}: {failure}.")
-    print(f"{run.step} steps. The server's part is in {args.output_dir}.")
+        raise CommandError(
+            f"the run ended at step {training_server.step} of {training_server.server_model.max_steps}: {failure}."
+        )
+    print(f"Trained {training_server.step} steps. The server's part is in {args.output_dir}.")
 
 
 def split_client(arguments: argparse.Namespace) -> None:
     """
-    Trains as one client of a run to its end.
+    Train as one client of a run until it ends.
 
     Raises:
-        CommandError: If the recipe, the rows or the certificates cannot be used, or the run failed.
+        CommandError: If the recipe, the dataset or the certificates cannot be used, or the run failed.
     """
     _check_options(arguments)
     client_id = arguments.client
-    recipe, split, args, adapter = _settings(arguments, escape_client_id(client_id))
+    recipe, split, args, adapter = _load_settings(arguments, escape_client_id(client_id))
     tokenizer = load_tokenizer(recipe.model)
-    inputs = load_tokenized_data(_own_rows(recipe, arguments.rows), tokenizer)
-    own = "0" if arguments.rows is not None else client_id
-    if own not in inputs.train:
-        raise CommandError(f"--client {client_id!r}: the recipe's clients are {', '.join(list(inputs.train)[:10])}.")
+    inputs = load_tokenized_data(_with_local_dataset(recipe, arguments.rows), tokenizer)
+    dataset_id = "0" if arguments.rows is not None else client_id
+    if dataset_id not in inputs.train:
+        raise CommandError(
+            f"--client {client_id!r} is not in the recipe. Its clients are {', '.join(list(inputs.train)[:10])}."
+        )
     with command_errors("split-client"):
         model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)
-        identity = Identity.from_pem(client_id, _key(arguments, client_id))
+        identity = Identity.from_pem(client_id, _read_private_key(arguments, client_id))
         terms = _terms(recipe, split, args, adapter, model.cut, model.boundary.wire)
         credentials = TlsCredentials.of_client(arguments.certificates, client_id)
         with GrpcLink(
@@ -170,12 +189,12 @@ def split_client(arguments: argparse.Namespace) -> None:
             answer_timeout=ANSWER_TIMEOUT,
             max_answer_bytes=arguments.max_message_bytes,
         ) as link:
-            model.boundary.link = _sealed(arguments, split, identity, link) if split.encryption else link
+            model.boundary.link = _encrypt_link(arguments, split, identity, link) if split.encryption else link
             trainer_class: Any = inputs.task.trainer_class
             trainer = split_federate(trainer_class)(
                 model=model,
                 args=args,
-                train_dataset=inputs.train[own],
+                train_dataset=inputs.train[dataset_id],
                 eval_dataset=inputs.test,
                 split=split,
                 envelopes=PeerEnvelopes(identity, _fingerprints(arguments, [])),
@@ -185,52 +204,52 @@ def split_client(arguments: argparse.Namespace) -> None:
             )
             trainer.train(resume_from_checkpoint=arguments.resume or None)
             metrics = trainer.evaluate()
-            further = evaluate_further_splits(trainer, inputs)
+            extra_metrics = evaluate_further_splits(trainer, inputs)
             trainer.leave()
         trainer.save_model()
     trainer.create_model_card(**recipe.card)
     results: dict[str, Any] = {
         name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")
     }
-    if further:
-        results["further_tests"] = further
+    if extra_metrics:
+        results["further_tests"] = extra_metrics
     path = Path(str(args.output_dir)) / RESULTS_NAME
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     metric = inputs.task.main_metric
     print(
-        f"{trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The part and its card (README.md) are in"
-        f" {args.output_dir}."
+        f"Trained {trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The client's part and its model "
+        f"card (README.md) are in {args.output_dir}."
     )
 
 
-def _settings(
+def _load_settings(
     arguments: argparse.Namespace, party: str
 ) -> tuple[Recipe, SplitConfig, TrainingArguments, PeftConfig | None]:
-    """The recipe, and what of it all parties share."""
+    """Load the recipe and the settings that all parties share."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.split is None:
-        raise CommandError(f"{arguments.recipe} has no section split; `hf-federated train` trains it.")
+        raise CommandError(f"{arguments.recipe} has no section split. Train it with `hf-federated train`.")
     split: SplitConfig = build("split", SplitConfig, recipe.split)
     folder = arguments.output_dir or recipe.training.get("output_dir") or "outputs"
     training = {**recipe.training, "output_dir": str(Path(folder) / party)}
     if recipe.task.generates_text:
         training["predict_with_generate"] = True
     if split.strategy == "serial" and training.pop("eval_strategy", "no") != "no":
-        print("Clients take turns: they are evaluated when the run is over, not before.")
+        print("eval_strategy is ignored: with strategy=serial the clients are evaluated at the end of the run.")
     args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
     adapter: PeftConfig | None = None
-    kind = TaskType.CAUSAL_LM
+    task_type = TaskType.CAUSAL_LM
     if recipe.model.lora is not None:
-        adapter = build("model.lora", LoraConfig, {"task_type": kind, **recipe.model.lora})
+        adapter = build("model.lora", LoraConfig, {"task_type": task_type, **recipe.model.lora})
     elif recipe.model.prefix is not None:
-        adapter = build("model.prefix", PrefixTuningConfig, {"task_type": kind, **recipe.model.prefix})
+        adapter = build("model.prefix", PrefixTuningConfig, {"task_type": task_type, **recipe.model.prefix})
     return recipe, split, args, adapter
 
 
 def client_model(
     recipe: Recipe, split: SplitConfig, client_id: str, adapter: PeftConfig | None, seed: int, task: Task
 ) -> SplitModel:
-    """A client's parts of what `train` loads for the recipe."""
+    """Load a client's parts of the model that `train` loads for the recipe."""
     model = load_client_model(
         recipe.model.name_or_path, split, client_id, adapter, seed, **_model_arguments(recipe.model)
     )
@@ -240,24 +259,24 @@ def client_model(
 def server_body(
     recipe: Recipe, split: SplitConfig, adapter: PeftConfig | None, seed: int
 ) -> tuple[PretrainedConfig, Part, Wire]:
-    """The server's part of it, with the whole model's config, and how states travel."""
+    """Load the server's part of the model, with the config of the whole model and the encoding of hidden states."""
     return load_server_body(recipe.model.name_or_path, split, adapter, seed, **_model_arguments(recipe.model))
 
 
 def _model_arguments(model: ModelSection) -> dict[str, Any]:
-    """What a recipe says of its model beside the name, as `from_pretrained` takes it."""
-    given = dict(model.kwargs or {})
-    # transformers' earlier name.
-    earlier = given.pop("torch_dtype", None)
-    return {**given, "dtype": given.get("dtype") or earlier or "auto", "revision": model.revision}
+    """Arguments of `from_pretrained` from a recipe, apart from the name of the model."""
+    kwargs = dict(model.kwargs or {})
+    # The deprecated name of `dtype` in transformers.
+    deprecated_dtype = kwargs.pop("torch_dtype", None)
+    return {**kwargs, "dtype": kwargs.get("dtype") or deprecated_dtype or "auto", "revision": model.revision}
 
 
-def _own_rows(recipe: Recipe, rows: str | None) -> Recipe:
-    """The recipe with one client, which has all rows of a path."""
-    if rows is None:
+def _with_local_dataset(recipe: Recipe, path: str | None) -> Recipe:
+    """Replace the dataset of the recipe by a local dataset, which belongs to a single client."""
+    if path is None:
         return recipe
-    alone = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=rows), partition=alone)
+    single_client = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path), partition=single_client)
 
 
 def _terms(
@@ -269,42 +288,48 @@ def _terms(
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse, before anything is loaded, what no run could use."""
+    """Check the options before any file is loaded."""
     if not Path(arguments.certificates).is_dir():
-        raise CommandError(f"--certificates: there is no folder {arguments.certificates}.")
+        raise CommandError(f"--certificates: the folder {arguments.certificates} does not exist.")
     for name in ("max_message_bytes", "deadline", "heartbeat_timeout", "connect_timeout"):
         value = getattr(arguments, name, None)
         if value is not None and not value > 0:
-            raise CommandError(f"--{name.replace('_', '-')} is more than 0, got {value}.")
-    for given in arguments.peer:
-        _peer(given)
-    expected = getattr(arguments, "server_fingerprint", None)
-    if expected is not None:
+            raise CommandError(f"--{name.replace('_', '-')} is {value}, but must be more than 0.")
+    for peer in arguments.peer:
+        _parse_peer(peer)
+    server_fingerprint = getattr(arguments, "server_fingerprint", None)
+    if server_fingerprint is not None:
         with command_errors("--server-fingerprint"):
-            check_fingerprint(expected, "server")
+            check_fingerprint(server_fingerprint, "server")
 
 
-def _peer(given: str) -> tuple[str, str]:
-    """A client's id and fingerprint."""
-    client_id, equals, value = given.rpartition("=")
-    if not equals or not client_id:
-        raise CommandError(f"--peer {given!r} is not of the form ID=FINGERPRINT.")
-    with command_errors(f"--peer {given}"):
+def _parse_peer(option: str) -> tuple[str, str]:
+    """Parse a `--peer` option into a client id and a fingerprint."""
+    client_id, separator, value = option.rpartition("=")
+    if not separator or not client_id:
+        raise CommandError(f"--peer {option!r} does not have the form ID=FINGERPRINT.")
+    with command_errors(f"--peer {option}"):
         check_fingerprint(value, client_id)
     return client_id, value
 
 
-def _key(arguments: argparse.Namespace, client_id: str) -> bytes:
+def _read_private_key(arguments: argparse.Namespace, client_id: str) -> bytes:
     return client_certificate(arguments.certificates, client_id).with_suffix(".key").read_bytes()
 
 
-def _fingerprints(arguments: argparse.Namespace, needed: list[str]) -> dict[str, str]:
-    """Clients' fingerprints: those that are given, and of certificates that are here."""
-    found = {**client_fingerprints(arguments.certificates), **dict(_peer(given) for given in arguments.peer)}
-    missing = [client_id for client_id in needed if client_id not in found]
+def _fingerprints(arguments: argparse.Namespace, required: list[str]) -> dict[str, str]:
+    """Fingerprints of clients from the `--peer` options and from the certificates in the folder."""
+    fingerprints = {
+        **client_fingerprints(arguments.certificates),
+        **dict(_parse_peer(peer) for peer in arguments.peer),
+    }
+    missing = [client_id for client_id in required if client_id not in fingerprints]
     if missing:
-        raise CommandError(f"--peer: no fingerprint of {missing[0]!r} was given, and its certificate is not here.")
-    return found
+        raise CommandError(
+            f"The fingerprint of {missing[0]!r} is missing. Pass --peer {missing[0]}=FINGERPRINT, or add its "
+            "certificate to the folder."
+        )
+    return fingerprints
 
 
 def _server_sessions(arguments: argparse.Namespace, split: SplitConfig, fingerprints: dict[str, str]) -> Any:
@@ -317,12 +342,17 @@ def _server_sessions(arguments: argparse.Namespace, split: SplitConfig, fingerpr
     )
 
 
-def _sealed(arguments: argparse.Namespace, split: SplitConfig, identity: Identity, link: GrpcLink) -> EncryptedLink:
+def _encrypt_link(
+    arguments: argparse.Namespace, split: SplitConfig, identity: Identity, link: GrpcLink
+) -> EncryptedLink:
     expected = arguments.server_fingerprint
     if expected is None:
         path = Path(arguments.certificates) / "server.pem"
         if not path.is_file():
-            raise CommandError("--server-fingerprint: with split.encryption a client must know the server's.")
+            raise CommandError(
+                "The fingerprint of the server is missing, and split.encryption requires it. Pass "
+                "--server-fingerprint, or add server.pem to the folder."
+            )
         expected = fingerprint(path.read_bytes())
     session = ClientSession(identity, "server", expected, rotate_every=split.rotate_keys_every)
     return EncryptedLink(session, link)

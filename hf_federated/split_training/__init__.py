@@ -1,25 +1,26 @@
-"""Training of split language models: strategies, parties and their optimizers, checkpoints, the trainer (FL-GLM)."""
+"""Training of split language models (FL-GLM): the trainer, its strategies, and the parties of a networked run."""
 
-from .bodies import ServerBodies
 from .config import SplitConfig
-from .federation import ClientParty, SplitFederation
-from .parties import JointOptimizer, Party
-from .remote import LateError, RemoteFederation
+from .in_process import ClientParty, SplitFederation
+from .link_wrappers import LateError
+from .messages import PartParameters
+from .networked_client import NetworkedFederation
+from .optimization import JointOptimizer, Party
 from .server import RunFailedError, TrainingServer
-from .steps import SplitSteps, StepPlan
+from .server_model import ServerModel
+from .step_plan import SplitSteps, StepPlan
 from .trainer import SplitFederatedTrainer, split_federate
-from .transfer import PartParameters
 
 
 __all__ = [
     "ClientParty",
     "JointOptimizer",
     "LateError",
+    "NetworkedFederation",
     "PartParameters",
     "Party",
-    "RemoteFederation",
     "RunFailedError",
-    "ServerBodies",
+    "ServerModel",
     "SplitConfig",
     "SplitFederatedTrainer",
     "SplitFederation",

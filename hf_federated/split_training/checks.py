@@ -1,4 +1,4 @@
-"""What is refused when a split trainer is built or joins a networked run, and what to do instead."""
+"""Checks of the arguments of a split trainer and of the clients of a networked run. The errors name alternatives."""
 
 from __future__ import annotations
 
@@ -14,97 +14,122 @@ from transformers.training_args import OptimizerNames
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
-from .control import Join
+from .messages import Join
 
 
-# Their learning rate depends on evaluations.
+# Schedules whose learning rate depends on evaluation metrics.
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-# Methods of a trainer in whose place the clients' rows are planned for everybody at once.
-_SAMPLING = ("get_train_dataloader", "_get_train_sampler")
-# Methods of a trainer by which an optimizer is made.
-_OPTIMIZERS = ("create_optimizer", "create_scheduler", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
-# Steps of a client in an epoch, beyond which it does not say how many it has.
-MAX_STEPS = 10_000_000
+# Sampling methods of `Trainer`. A split trainer plans the examples of all clients together instead.
+_SAMPLING_METHODS = ("get_train_dataloader", "_get_train_sampler")
+# Methods of `Trainer` that create optimizers.
+_OPTIMIZER_METHODS = (
+    "create_optimizer",
+    "create_scheduler",
+    "get_decay_parameter_names",
+    "get_optimizer_cls_and_kwargs",
+)
+# Largest number of steps in an epoch that a client may report.
+MAX_STEPS_PER_EPOCH = 10_000_000
 
 
 def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
     """
-    The model, cut as the config says.
+    Split the model as the config requires. A [`SplitModel`] is returned unchanged.
 
     Raises:
-        ValueError: If there is none, it cannot be cut, or it is cut otherwise already.
+        ValueError: If `model` is missing, cannot be split, or is split differently from the config.
     """
     if isinstance(model, SplitModel):
         for name in ("head_blocks", "tail_blocks"):
-            given, said = getattr(model.cut, name), getattr(config, name)
-            if given != said:
+            model_value, config_value = getattr(model.cut, name), getattr(config, name)
+            if model_value != config_value:
                 raise ValueError(
-                    f"The SplitModel has {name}={given}, SplitConfig {said}: write the same in both, or pass the "
-                    "whole model."
+                    f"The SplitModel has {name}={model_value}, but SplitConfig has {name}={config_value}. Set equal "
+                    "values, or pass the whole model."
                 )
         if config.wire_dtype not in ("auto", model.boundary.wire.dtype):
             raise ValueError(
-                f"The SplitModel sends {model.boundary.wire.dtype}, SplitConfig says {config.wire_dtype}: write the "
-                "same in both, or pass the whole model."
+                f"The SplitModel has wire_dtype={model.boundary.wire.dtype}, but SplitConfig has {config.wire_dtype}. "
+                "Set equal values, or pass the whole model."
             )
         return model
     if not isinstance(model, (PreTrainedModel, PeftModel)):
         raise ValueError(
-            f"`model` is a SplitModel, or a model to be split, got {type(model).__name__}. SplitModel.from_model cuts "
-            "a checkpoint by its name."
+            f"`model` has type {type(model).__name__}, but must be a SplitModel, PreTrainedModel or PeftModel. To "
+            "split a checkpoint by its name, use SplitModel.from_model."
         )
     return SplitModel.from_model(model, config.head_blocks, config.tail_blocks, wire_dtype=config.wire_dtype)
 
 
 def check_split_arguments(
-    args: TrainingArguments | None, config: SplitConfig, clients: FederatedDataset | None, others: Mapping[str, Any]
+    args: TrainingArguments | None,
+    config: SplitConfig,
+    clients: FederatedDataset | None,
+    trainer_kwargs: Mapping[str, Any],
 ) -> None:
     """
-    Refuse arguments that cannot mean anything for several parties, or that were never tried.
+    Reject arguments that a split trainer does not support.
+
+    Args:
+        args (`TrainingArguments`, *optional*): The training arguments.
+        config ([`SplitConfig`]): The configuration.
+        clients ([`FederatedDataset`], *optional*): The training datasets of the clients.
+        trainer_kwargs (`Mapping[str, Any]`): Further arguments of the trainer.
 
     Raises:
-        ValueError: The message names the alternative.
+        ValueError: If an argument is not supported. The message names an alternative.
     """
-    if others.get("model_init") is not None:
-        raise ValueError("`model_init` is not supported in a split: pass the `model`.")
-    if others.get("optimizer_cls_and_kwargs") is not None:
-        check_optimizer_class(*others["optimizer_cls_and_kwargs"])
-    if any(part is not None for part in others.get("optimizers") or ()):
+    if trainer_kwargs.get("model_init") is not None:
+        raise ValueError("`model_init` is not supported by a split trainer. Pass `model` instead.")
+    if trainer_kwargs.get("optimizer_cls_and_kwargs") is not None:
+        check_optimizer_class(*trainer_kwargs["optimizer_cls_and_kwargs"])
+    if any(part is not None for part in trainer_kwargs.get("optimizers") or ()):
         raise ValueError(
-            "`optimizers=` holds one optimizer, and every party needs its own: use `optim` and `learning_rate` of the "
-            "arguments, or `optimizer_cls_and_kwargs`."
+            "`optimizers` has one optimizer, but every party needs its own. Use `optim` and `learning_rate` of the "
+            "training arguments, or `optimizer_cls_and_kwargs`."
         )
-    if others.get("compute_loss_func") is not None and config.strategy == "client_batch":
+    if trainer_kwargs.get("compute_loss_func") is not None and config.strategy == "client_batch":
         raise ValueError(
-            "`compute_loss_func` is not supported with strategy='client_batch', whose clients' models count target "
-            "tokens: override `compute_loss` and hand the labels to the model, or use another strategy."
+            "`compute_loss_func` is not supported with strategy='client_batch', because the clients' models must "
+            "count target tokens. Override `compute_loss` and pass the labels to the model, or use another strategy."
         )
     for client_id, num_rows in ({} if clients is None else clients.num_rows).items():
         if num_rows is None:
-            raise ValueError(f"The rows of client {client_id!r} are a stream, whose steps cannot be planned.")
+            raise ValueError(
+                f"The dataset of client {client_id!r} is a stream, and its number of steps is not known. Pass a "
+                "dataset with a length."
+            )
     if args is None:
         return
-    refused = [
+    unsupported = [
         (args.world_size > 1 or args.n_gpu > 1, "several processes or GPUs", "one process with one GPU"),
-        (args.fp16, "fp16=True", "bf16=True: gradients of several parties cannot share one loss scale"),
-        (bool(args.deepspeed or args.fsdp), "deepspeed and fsdp", "one process: parts have several owners"),
-        (args.auto_find_batch_size, "auto_find_batch_size", "a per_device_train_batch_size that fits"),
-        (args.torch_compile, "torch_compile", "no compilation: a boundary of bytes ends every graph"),
-        (args.lr_scheduler_type in _METRIC_SCHEDULES, f"lr_scheduler_type={args.lr_scheduler_type}", "another one"),
+        (args.fp16, "fp16=True", "bf16=True, because several parties cannot share one loss scale"),
         (
-            _steps_by_itself(OptimizerNames(args.optim).value),
+            bool(args.deepspeed or args.fsdp),
+            "deepspeed and fsdp",
+            "one process, because the parts have several owners",
+        ),
+        (args.auto_find_batch_size, "auto_find_batch_size", "a per_device_train_batch_size that fits"),
+        (args.torch_compile, "torch_compile", "no compilation, because the exchange of messages breaks the graph"),
+        (
+            args.lr_scheduler_type in _METRIC_SCHEDULES,
+            f"lr_scheduler_type={args.lr_scheduler_type}",
+            "another schedule",
+        ),
+        (
+            _is_unsupported_optimizer(OptimizerNames(args.optim).value),
             f"optim={OptimizerNames(args.optim).value!r}",
-            "one that steps when all parties do and has no mode of its own, as 'adamw_torch'",
+            "an optimizer that steps with all parties and has no evaluation mode, such as 'adamw_torch'",
         ),
         (
             (getattr(args, "generation_num_beams", None) or 1) > 1,
             "generation_num_beams",
-            "1: a split model generates greedily or by sampling",
+            "1, because a split model generates greedily or by sampling",
         ),
         (
             not args.accelerator_config.use_seedable_sampler,
             "use_seedable_sampler=False",
-            "True: the order of every client's rows follows from the seed",
+            "True, because the seed determines the order of each client's examples",
         ),
         (
             args.train_sampling_strategy not in ("random", "sequential"),
@@ -114,238 +139,250 @@ def check_split_arguments(
         (
             bool(args.label_smoothing_factor) and config.strategy == "client_batch",
             "label_smoothing_factor with strategy='client_batch'",
-            "no smoothing: the server weighs clients by their target tokens",
+            "no smoothing, because the server weights clients by their target tokens",
         ),
     ]
-    for wrong, what, instead in refused:
-        if wrong:
-            raise ValueError(f"{what} is not supported in a split: use {instead}.")
+    for is_unsupported, argument, alternative in unsupported:
+        if is_unsupported:
+            raise ValueError(f"A split trainer does not support {argument}. Use {alternative}.")
 
 
 def check_sampling(trainer_class: type, mixin: type) -> None:
     """
-    Refuse a class that draws rows in its own way.
+    Reject a trainer class that overrides the sampling of training examples.
 
     Args:
         trainer_class (`type`): The class of a split trainer.
-        mixin (`type`): What makes it one.
+        mixin (`type`): The mixin that split trainers derive from.
 
     Raises:
-        TypeError: If so.
+        TypeError: If the class overrides a sampling method.
     """
-    overridden = _overridden(trainer_class, mixin, _SAMPLING)
+    overridden = _find_overrides(trainer_class, mixin, _SAMPLING_METHODS)
     if overridden:
         raise TypeError(
-            f"{overridden[0]} draws rows in its own way, and a split plans those of all clients at once: use "
-            "train_sampling_strategy, or order each client's rows beforehand."
+            f"{overridden[0]} overrides the sampling of training examples, which a split trainer plans for all "
+            "clients together. Use train_sampling_strategy, or sort each client's dataset beforehand."
         )
 
 
-def _overridden(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
-    """Which of these methods of `Trainer` a user's class has of its own."""
+def _find_overrides(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
+    """Methods of a trainer class that override `Trainer`, out of the given names."""
     owners = [owner for owner in trainer_class.__mro__ if owner not in (mixin, Trainer)]
     return [f"{owner.__name__}.{name}" for owner in owners for name in names if name in vars(owner)]
 
 
 def check_trainer_class(trainer_class: type) -> None:
     """
-    Refuse trainers of TRL that do more with a model than to predict the next token.
+    Reject trainers of TRL other than `SFTTrainer`.
 
     Raises:
-        TypeError: If it is one.
+        TypeError: If the class is such a trainer.
     """
-    of_trl = _of_trl(trainer_class)
-    if of_trl and of_trl[0].__name__ != "SFTTrainer":
+    trl_classes = _trl_base_classes(trainer_class)
+    if trl_classes and trl_classes[0].__name__ != "SFTTrainer":
         raise TypeError(
-            f"{of_trl[0].__name__} is not supported in a split, whose clients have no reference model and no reward: "
-            "use federate() with one of the other families, or SFTTrainer."
+            f"{trl_classes[0].__name__} cannot be split, because split clients have no reference model and no reward. "
+            "Use federate(), or split SFTTrainer."
         )
 
 
-def loads_by_name(trainer_class: type) -> bool:
-    """Whether a trainer takes the name of a model too: TRL's do."""
-    return bool(_of_trl(trainer_class))
+def accepts_model_name(trainer_class: type) -> bool:
+    """Whether a trainer accepts the name of a model instead of a model, as the trainers of TRL do."""
+    return bool(_trl_base_classes(trainer_class))
 
 
-def _of_trl(trainer_class: type) -> list[type]:
+def _trl_base_classes(trainer_class: type) -> list[type]:
     return [owner for owner in trainer_class.__mro__ if owner.__module__.partition(".")[0] == "trl"]
 
 
 def check_forward(trainer_class: type, model: SplitModel) -> None:
     """
-    Undo or refuse a forward pass that a constructor gave the model: the models of other clients have none.
+    Remove or reject a forward method that the trainer's constructor set on the model. Models of other clients lack it.
 
     Raises:
-        TypeError: If it is not that of TRL's `SFTTrainer`, for which [`SplitModel`] has its own answer.
+        TypeError: If the trainer is not TRL's `SFTTrainer`. [`SplitModel`] implements the outputs that `SFTTrainer`
+            needs.
     """
     if "forward" not in vars(model):
         return
-    if not _of_trl(trainer_class):
+    if not _trl_base_classes(trainer_class):
         raise TypeError(
-            f"The constructor of {trainer_class.__name__} gives the model another forward pass, which the models of "
-            "other clients would not have: override `compute_loss` instead."
+            f"The constructor of {trainer_class.__name__} replaces the forward method of the model. The models of "
+            "other clients would lack it. Override `compute_loss` instead."
         )
     del model.forward
 
 
 def check_gradients(trainer_class: type, model: SplitModel) -> None:
     """
-    Refuse a loss of another model than the one that it was given: each client has a model of its own.
+    Reject a loss that is computed from `trainer.model` instead of the client's model.
 
     Raises:
-        ValueError: If the clients' blocks of the whole model, which nobody steps, got gradients.
+        ValueError: If the clients' blocks of the whole model have gradients. No optimizer updates these blocks.
     """
     parts = (model.client_head, model.client_tail)
     if any(parameter.grad is not None for part in parts for parameter in part.parameters()):
         raise ValueError(
-            f"The loss of {trainer_class.__name__} has gradients in `self.model`, which the parties of a split do not "
-            "train: compute it from the `model` that compute_loss() is given, the client's own."
+            f"The loss of {trainer_class.__name__} has gradients in `self.model`, which is not trained. Compute the "
+            "loss from the `model` argument of compute_loss(), which is the model of the client."
         )
 
 
-def check_revision(args: TrainingArguments | None, others: Mapping[str, Any]) -> None:
+def check_revision(args: TrainingArguments | None, trainer_kwargs: Mapping[str, Any]) -> None:
     """
-    Refuse a revision of a model by name that its tokenizer would not be of: the parent takes that of the main branch.
+    Reject a model revision without a tokenizer. The parent class would load the tokenizer of the main branch.
 
     Raises:
-        ValueError: If so.
+        ValueError: If `model_init_kwargs` has a revision, and `processing_class` is missing.
     """
     revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
-    if revision is not None and others.get("processing_class") is None:
-        raise ValueError(f"Of a model's revision {revision!r} give the tokenizer too, as `processing_class`.")
+    if revision is not None and trainer_kwargs.get("processing_class") is None:
+        raise ValueError(
+            f"The model has revision {revision!r}, but `processing_class` is missing. Pass the tokenizer of this "
+            "revision."
+        )
 
 
 def check_optimizer_class(optimizer_class: type, settings: Mapping[str, Any]) -> None:
     """
-    Refuse an optimizer that could not be made for each party, or not step with the others.
+    Reject an optimizer class that cannot be created for each party or that cannot step together with other optimizers.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the arguments name parameters or a model, or the optimizer has training and evaluation modes.
     """
-    named = sorted({"params", "model", "optimizer_dict"} & settings.keys())
-    if named:
-        raise ValueError(f"`optimizer_cls_and_kwargs` has {named[0]!r}: every party's optimizer is given its own.")
+    reserved = sorted({"params", "model", "optimizer_dict"} & settings.keys())
+    if reserved:
+        raise ValueError(
+            f"`optimizer_cls_and_kwargs` has {reserved[0]!r}, which differs between the parties. Leave it out."
+        )
     if hasattr(optimizer_class, "train"):
         raise ValueError(
-            f"{optimizer_class.__name__} has modes for training and evaluation, which parties that hand over their "
-            "parts cannot have: use another optimizer."
+            f"{optimizer_class.__name__} has training and evaluation modes, which are not supported by a split "
+            "trainer. Use another optimizer."
         )
 
 
-def _steps_by_itself(optim: str) -> bool:
-    """Whether an optimizer steps inside the backward pass, or has other values for evaluation than for training."""
+def _is_unsupported_optimizer(optim: str) -> bool:
+    """Whether an optimizer steps during the backward pass, or uses different weights in evaluation and training."""
     return optim in ("lomo", "adalomo") or optim.endswith("_layerwise") or optim.startswith("schedule_free")
 
 
 def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) -> None:
     """
-    Refuse losses of the wrong tokens, or of tokens that the server could not count.
+    Reject a loss over the wrong tokens, and a loss whose tokens the server cannot count.
 
     Raises:
-        ValueError: If `Trainer` does not know the model's class for one that predicts the next token, and is to smooth
-            its labels; or if clients meet whose model has a loss of its own.
+        ValueError: If labels are smoothed, and `Trainer` does not recognize the model as a causal language model; or
+            with `"client_batch"`, if the model has a custom loss function.
     """
     name = model._get_name()
     if args.label_smoothing_factor and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
-            f"label_smoothing_factor: Trainer does not know {name} for a causal language model, and would smooth the "
-            "loss of the same token in place of the next: leave it out, or override `compute_loss`."
+            f"label_smoothing_factor is set, but Trainer does not recognize {name} as a causal language model, and "
+            "would not shift the labels by one token. Leave it out, or override `compute_loss`."
         )
     if config.strategy == "client_batch" and "_loss_function" in vars(model.client_tail.model):
         raise ValueError(
-            "A `loss_function` of the model's own is not supported with strategy='client_batch', whose server weighs "
-            "clients by their target tokens: use another strategy."
+            "The model has a custom `loss_function`, which is not supported with strategy='client_batch', because the "
+            "server weights clients by their target tokens. Use another strategy."
         )
 
 
-def own_rows(client_id: str, rows: Any) -> dict[str, Any]:
+def select_own_dataset(client_id: str, train_dataset: Any) -> dict[str, Any]:
     """
-    The rows of a client whose server is elsewhere.
+    Training dataset of a client of a networked run, by client id.
 
     Raises:
-        ValueError: If others' rows are among them.
+        ValueError: If `train_dataset` is a mapping with other clients.
     """
-    if not isinstance(rows, Mapping):
-        return {client_id: rows}
-    if list(rows) != [client_id]:
+    if not isinstance(train_dataset, Mapping):
+        return {client_id: train_dataset}
+    if list(train_dataset) != [client_id]:
         raise ValueError(
-            f"This is client {client_id!r} of a networked run, and train_dataset has the rows of {sorted(rows)}: a "
-            "client has its own."
+            f"train_dataset has the clients {sorted(train_dataset)}, but this is client {client_id!r} of a networked "
+            "run. Pass the dataset of this client only."
         )
-    return {client_id: rows[client_id]}
+    return {client_id: train_dataset[client_id]}
 
 
 def check_networked_evaluation(
-    args: TrainingArguments, config: SplitConfig, steps_of: Mapping[str, int] | None = None
+    args: TrainingArguments, config: SplitConfig, steps_per_client: Mapping[str, int] | None = None
 ) -> None:
     """
-    Refuse evaluations inside a networked run in which the server's body would not be of one step: nobody waits for
-    a client that evaluates, but those whose next step it takes part in.
+    Reject evaluations during a networked run in which other clients could update the server's body.
+
+    A client that evaluates only holds up steps in which it takes part.
 
     Args:
-        args (`transformers.TrainingArguments`): The client's.
-        config ([`SplitConfig`]): The cut and the strategy.
-        steps_of (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, once they are known.
+        args (`transformers.TrainingArguments`): Training arguments of the client.
+        config ([`SplitConfig`]): The configuration.
+        steps_per_client (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, if they are known.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the training arguments request such evaluations.
     """
     if args.load_best_model_at_end:
-        raise ValueError("Every client of a networked run has results of its own: set load_best_model_at_end=False.")
+        raise ValueError(
+            "load_best_model_at_end=True is not supported in a networked run, because the clients have different "
+            "results. Set it to False."
+        )
     if config.strategy == "serial" and args.eval_strategy != IntervalStrategy.NO:
         raise ValueError(
-            "While a client of a networked run with strategy='serial' evaluates, another one trains the server's "
-            "body: set eval_strategy='no', and evaluate when training is over."
+            "A client of a networked run with strategy='serial' cannot evaluate during training, because another "
+            "client updates the server's body meanwhile. Set eval_strategy='no', and evaluate after training."
         )
-    if args.eval_strategy == IntervalStrategy.STEPS and len(set((steps_of or {}).values())) > 1:
+    if args.eval_strategy == IntervalStrategy.STEPS and len(set((steps_per_client or {}).values())) > 1:
         raise ValueError(
-            f"Clients have {', '.join(f'{own}: {steps}' for own, steps in (steps_of or {}).items())} steps in an "
-            "epoch. While one that has no more evaluates, others train the server's body: set eval_strategy='epoch', "
-            "after which all go on together, or 'no'."
+            f"Clients have {', '.join(f'{name}: {steps}' for name, steps in (steps_per_client or {}).items())} steps "
+            "in an epoch. While a client without remaining steps evaluates, other clients update the server's body. "
+            "Set eval_strategy='epoch' or 'no'."
         )
 
 
 def check_networked_optimizer(trainer: Trainer, mixin: type) -> None:
     """
-    Refuse optimizers of a client's own, which the server of a networked run would not have for its body.
+    Reject a custom optimizer of a client. The server of a networked run could not use the same optimizer for its body.
 
     Args:
         trainer (`transformers.Trainer`): A split trainer.
-        mixin (`type`): What makes its class one.
+        mixin (`type`): The mixin that split trainers derive from.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the trainer has `optimizer_cls_and_kwargs` or overrides a method that creates optimizers.
     """
-    own = _overridden(type(trainer), mixin, _OPTIMIZERS)
+    overrides = _find_overrides(type(trainer), mixin, _OPTIMIZER_METHODS)
     if trainer.optimizer_cls_and_kwargs is not None:
-        own.append("optimizer_cls_and_kwargs")
-    if own:
+        overrides.append("optimizer_cls_and_kwargs")
+    if overrides:
         raise ValueError(
-            f"{own[0]} of a client does not reach the server of a networked run, whose body's optimizer is made from "
-            "the training arguments: use `optim`, `optim_args` and `lr_scheduler_type`."
+            f"{overrides[0]} of a client is not supported in a networked run, because the server creates its "
+            "optimizer from the training arguments. Use `optim`, `optim_args` and `lr_scheduler_type`."
         )
 
 
 def check_join(message: Join, digest: str) -> None:
     """
-    Refuse a client that cannot take part in a run.
+    Reject a client that cannot take part in a run.
 
     Args:
-        message ([`Join`]): What it says.
-        digest (`str`): Of the settings that parties must have in common.
+        message ([`Join`]): The message of the client.
+        digest (`str`): Digest of the settings that all parties share.
 
     Raises:
-        ValueError: If its settings are others, or its rows make no step or more than can be.
+        ValueError: If the settings differ, or the number of steps in an epoch is 0 or too large.
     """
     if message.digest != digest:
         raise ValueError(
-            "The settings of client and server differ (model, split, training or adapter): give both the same "
-            f"recipe. The server's digest is {digest[:12]}, the client's {message.digest[:12]}."
+            "The settings of client and server differ (model, split, training or adapter). Their digests are "
+            f"{message.digest[:12]} and {digest[:12]}. Use the same recipe on both."
         )
     if not message.num_steps:
-        raise ValueError(f"Client {message.client_id!r} has too few rows for a step: give more, or smaller batches.")
-    if message.num_steps > MAX_STEPS:
         raise ValueError(
-            f"Client {message.client_id!r} says that its rows make {message.num_steps} steps in an epoch; at most "
-            f"{MAX_STEPS} are planned."
+            f"Client {message.client_id!r} has too few examples for a step. Add examples, or lower the batch size."
+        )
+    if message.num_steps > MAX_STEPS_PER_EPOCH:
+        raise ValueError(
+            f"Client {message.client_id!r} reports {message.num_steps} steps in an epoch, but at most "
+            f"{MAX_STEPS_PER_EPOCH} are supported."
         )

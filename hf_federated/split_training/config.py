@@ -1,48 +1,102 @@
-"""`SplitConfig`: everything that training a split model needs beside the `TrainingArguments`."""
+"""`SplitConfig`, which configures the training of a split model in addition to the `TrainingArguments`.
+
+The module also computes the digest of the settings that all parties of a networked run must share.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from transformers import TrainingArguments
+from peft import PeftConfig
+from transformers import PretrainedConfig, TrainingArguments
 
 from ..config import SavedConfig
 from ..messages.quantization import TRAVEL_DTYPES
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
+# Training arguments that determine the number of steps or the result of a step.
+SHARED_ARGUMENTS = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "dataloader_drop_last",
+    "gradient_accumulation_steps",
+    "label_smoothing_factor",
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_steps",
+    "neftune_noise_alpha",
+    "num_train_epochs",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "per_device_train_batch_size",
+    "save_steps",
+    "save_strategy",
+    "seed",
+    "warmup_steps",
+    "weight_decay",
+)
+# Config fields that saving, loading or `Trainer` changes. `Trainer` copies the special tokens of the tokenizer.
+_VOLATILE = {
+    "_name_or_path",
+    "base_model_name_or_path",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "inference_mode",
+    "pad_token_id",
+    "revision",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 
 
 @dataclass
 class SplitConfig(SavedConfig):
     """
-    Who trains when, where the model is cut, and how states travel (FL-GLM, section 3.3).
+    Configuration of the strategy, the cut of the model, and the transfer of hidden states (FL-GLM, section 3.3).
 
-    A plain dataclass, like [`FederatedConfig`]: it works in `HfArgumentParser((TrainingArguments, SplitConfig))`, and
-    saves and loads as `split_config.json`.
+    `SplitConfig` is a plain dataclass like [`FederatedConfig`]. It works with
+    `HfArgumentParser((TrainingArguments, SplitConfig))`, and saves to and loads from `split_config.json`.
 
     Args:
         strategy (`str`, *optional*, defaults to `"serial"`):
-            - `"serial"`: one client at a time trains with the server. With `average_every=None` a client takes over
-              the head and tail that the one before it trained; otherwise each goes on with its own until they are
-              averaged.
-            - `"client_batch"`: all clients take a step together; their hidden states go through one server body as one
+            - `"serial"`: The clients train with the server one at a time. With `average_every=None` each client
+              continues with the head and tail of the previous client. Otherwise each client trains its own head and
+              tail until they are averaged.
+            - `"client_batch"`: All clients take a step together. The server body processes their hidden states as one
               batch.
-            - `"server_hierarchical"`: all clients take a step at once, each with a server body of its own; heads,
-              tails and bodies are averaged.
-        average_every (`int`, *optional*): Optimizer steps after which clients' parts, and the bodies of
-            `"server_hierarchical"`, become their mean, weighted by the rows trained since the last time. By default
-            never: what is evaluated and saved is their mean, with which nobody goes on.
-        steps_per_turn (`int`, *optional*): For `"serial"`: optimizer steps of a client before it is the next one's
-            turn. By default a client's whole epoch.
-        head_blocks (`int`, *optional*, defaults to `1`): First blocks, which a client keeps.
-        tail_blocks (`int`, *optional*, defaults to `1`): Last blocks, which a client keeps.
+            - `"server_hierarchical"`: All clients take a step in parallel, each with its own replica of the server
+              body. Heads, tails and bodies are averaged.
+        average_every (`int`, *optional*): Number of optimizer steps after which the clients' parts, and the bodies of
+            `"server_hierarchical"`, are replaced by their average, weighted by the number of examples trained since
+            the last average. By default the parts are never averaged during training: the average is evaluated and
+            saved, but training does not continue from it.
+        steps_per_turn (`int`, *optional*): For `"serial"`: number of optimizer steps of a client before the next
+            client continues. By default a full epoch of the client.
+        head_blocks (`int`, *optional*, defaults to `1`): Number of first blocks, which the clients keep.
+        tail_blocks (`int`, *optional*, defaults to `1`): Number of last blocks, which the clients keep.
         wire_dtype (`str`, *optional*, defaults to `"auto"`): As in [`SplitModel.from_model`].
-        encryption (`bool`, *optional*, defaults to `False`): Seal what crosses, as between two machines.
-        rotate_keys_every (`int`, *optional*, defaults to `100`): Optimizer steps of a client for which keys last.
-        split_seed (`int`, *optional*): Of what parties draw, such as dropout; by default `seed` of the training
-            arguments. The order of rows is by `data_seed` or `seed`, as in `Trainer`.
+        encryption (`bool`, *optional*, defaults to `False`): Whether to encrypt the messages between client and
+            server.
+        rotate_keys_every (`int`, *optional*, defaults to `100`): Number of optimizer steps of a client after which its
+            encryption keys are replaced.
+        split_seed (`int`, *optional*): Seed of the random numbers that the parties draw, such as dropout. Defaults to
+            `seed` of the training arguments. The order of the examples follows from `data_seed` or `seed`, as in
+            `Trainer`.
+
+    Raises:
+        ValueError: If a field has an invalid value.
 
     Example:
 
@@ -56,44 +110,107 @@ class SplitConfig(SavedConfig):
 
     file_name: ClassVar[str] = "split_config.json"
 
-    strategy: str = field(default="serial", metadata={"help": "Who trains when.", "choices": list(STRATEGIES)})
+    strategy: str = field(
+        default="serial", metadata={"help": "Order in which the clients train.", "choices": list(STRATEGIES)}
+    )
     average_every: int | None = field(
-        default=None, metadata={"help": "Optimizer steps after which clients' parts are averaged (default: never)."}
+        default=None, metadata={"help": "Optimizer steps between averages of the clients' parts (default: never)."}
     )
     steps_per_turn: int | None = field(
-        default=None, metadata={"help": "For serial: steps of a client before the next one's (default: an epoch)."}
+        default=None,
+        metadata={"help": "For serial: steps of a client before the next client continues (default: an epoch)."},
     )
-    head_blocks: int = field(default=1, metadata={"help": "First blocks, which a client keeps."})
-    tail_blocks: int = field(default=1, metadata={"help": "Last blocks, which a client keeps."})
+    head_blocks: int = field(default=1, metadata={"help": "Number of first blocks, which the clients keep."})
+    tail_blocks: int = field(default=1, metadata={"help": "Number of last blocks, which the clients keep."})
     wire_dtype: str = field(
-        default="auto", metadata={"help": "How hidden states travel.", "choices": ["auto", *TRAVEL_DTYPES]}
+        default="auto",
+        metadata={"help": "Dtype in which hidden states are sent.", "choices": ["auto", *TRAVEL_DTYPES]},
     )
-    encryption: bool = field(default=False, metadata={"help": "Seal what crosses (extra: split)."})
-    rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client for which keys last."})
+    encryption: bool = field(
+        default=False, metadata={"help": "Encrypt the messages between client and server (extra: split)."}
+    )
+    rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client between key rotations."})
     split_seed: int | None = field(
-        default=None, metadata={"help": "Seed of what parties draw, such as dropout (default: seed)."}
+        default=None, metadata={"help": "Seed of the random numbers of the parties, such as dropout (default: seed)."}
     )
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *TRAVEL_DTYPES))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(allowed)}.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported; choose one of {', '.join(allowed)}."
+                )
         for name in ("average_every", "steps_per_turn", "rotate_keys_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"`{name}` is {value!r}; it is a number of optimizer steps, at least 1.")
+                raise ValueError(f"{name}={value!r}, but it must be a number of optimizer steps, at least 1.")
         if self.steps_per_turn is not None and self.strategy != "serial":
-            raise ValueError(f"`steps_per_turn` is for strategy='serial'; with {self.strategy!r} nobody waits.")
+            raise ValueError(
+                f"`steps_per_turn` applies to strategy='serial' only, not to {self.strategy!r}. Leave it out."
+            )
         if type(self.head_blocks) is not int or self.head_blocks < 0:
-            raise ValueError(f"`head_blocks` is {self.head_blocks!r}; it is a number of blocks.")
+            raise ValueError(f"head_blocks={self.head_blocks!r}, but it must be a number of blocks, at least 0.")
         if type(self.tail_blocks) is not int or self.tail_blocks < 1:
-            raise ValueError(f"`tail_blocks` is {self.tail_blocks!r}; a client keeps at least the last block.")
+            raise ValueError(
+                f"tail_blocks={self.tail_blocks!r}, but a client keeps at least the last block. Set it to at least 1."
+            )
 
-    def seed_of(self, args: TrainingArguments) -> int:
-        """What parties draw by."""
+    def resolve_seed(self, args: TrainingArguments) -> int:
+        """Seed of the random numbers that the parties draw: `split_seed`, or `seed` of the training arguments."""
         return args.seed if self.split_seed is None else self.split_seed
 
     @property
     def hands_over(self) -> bool:
-        """Whether a client takes over what the one before it trained."""
+        """Whether each client continues with the head and tail of the previous client."""
         return self.strategy == "serial" and self.average_every is None
+
+
+def run_settings(split: SplitConfig, args: TrainingArguments) -> dict[str, object]:
+    """
+    Settings that the parties compare by value when they connect, so that an error can name the setting that differs.
+
+    Args:
+        split ([`SplitConfig`]): Strategy and cut.
+        args (`TrainingArguments`): Training arguments, of which those that determine the steps are included.
+    """
+    return {"split": split.to_dict(), "training": {name: getattr(args, name) for name in SHARED_ARGUMENTS}}
+
+
+def run_digest(
+    config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None
+) -> str:
+    """
+    Digest that is equal for parties with equal settings.
+
+    The weights are not part of the digest. The parties compare the weights when they connect.
+
+    Args:
+        config (`PretrainedConfig`): Config of the whole model.
+        split ([`SplitConfig`]): Strategy and cut.
+        args (`TrainingArguments`): Training arguments, of which those that determine the steps are included.
+        adapter (`PeftConfig`, *optional*): Config of the adapters of all parts.
+
+    Returns:
+        `str`: SHA-256, in hexadecimal.
+    """
+    settings = {
+        "model": _without_volatile(config.to_dict()),
+        **run_settings(split, args),
+        "adapter": None if adapter is None else _without_volatile(adapter.to_dict()),
+    }
+    # JSON has no enums and sets. Sets are sorted so that the digest is reproducible.
+    text = json.dumps(
+        settings, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_and_step(
+    config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None, step: int
+) -> dict[str, object]:
+    """Run and step of the saved parts of a party, which `merge_parts` compares between parties."""
+    return {"digest": run_digest(config, split, args, adapter), "step": step}
+
+
+def _without_volatile(values: dict[str, object]) -> dict[str, object]:
+    return {str(name): value for name, value in values.items() if name not in _VOLATILE}

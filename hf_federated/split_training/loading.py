@@ -1,4 +1,4 @@
-"""Parties' own parts of a checkpoint, for a networked run: nobody reads the others' weights. And the whole model."""
+"""Load the part of one party from a checkpoint, without the weights of other parts; load a whole model by its name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..utils.random import derived_seed, own_draws
 from .config import SplitConfig
 
 
-# Where the files of a checkpoint are found.
+# Arguments that determine where the files of a checkpoint are found.
 FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-# Parts are read from safetensors and without a copy, however they are asked for.
-_WITHOUT_EFFECT = {"low_cpu_mem_usage", "use_safetensors"}
-# A config is found by these too, and a part's weights are not.
-_OF_OTHER_FILES = {"gguf_file", "subfolder"}
+# Parts are always read from safetensors and without a copy in memory.
+_IGNORED_ARGUMENTS = {"low_cpu_mem_usage", "use_safetensors"}
+# `AutoConfig.from_pretrained` accepts these arguments, but the loader of a part's weights does not.
+_UNSUPPORTED_ARGUMENTS = {"gguf_file", "subfolder"}
 
 
 def file_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of arguments of `from_pretrained` that say where its files are."""
+    """Select the arguments of `from_pretrained` that determine where the files of a checkpoint are found."""
     return {name: kwargs[name] for name in FILE_ARGUMENTS if name in kwargs}
 
 
@@ -45,26 +45,27 @@ def load_server_body(
     **kwargs: Any,
 ) -> tuple[PretrainedConfig, Part, Wire]:
     """
-    The server's blocks of a checkpoint.
+    Load the server's blocks of a checkpoint.
 
     Args:
-        name (`str`): A directory or a Hub id.
-        split ([`SplitConfig`]): Where it is cut.
-        adapter (`PeftConfig`, *optional*): What every part gets.
-        seed (`int`, *optional*, defaults to `0`): Of the adapter's first values.
-        dtype (`torch.dtype` or `str`, *optional*): Of the weights; by default as they are stored. `"auto"` is what
-            `from_pretrained` takes it for: the one that the config names.
-        kwargs: What `AutoConfig.from_pretrained` takes: fields of the config, `attn_implementation`, and `revision`,
-            `token`, … of a checkpoint on the Hub.
+        name (`str`): A directory or an id of a model on the Hub.
+        split ([`SplitConfig`]): The cut of the model.
+        adapter (`PeftConfig`, *optional*): Config of the adapters of all parts.
+        seed (`int`, *optional*, defaults to `0`): Seed of the initial values of the adapter.
+        dtype (`torch.dtype` or `str`, *optional*): Dtype of the weights. Defaults to the dtype of the stored weights.
+            `"auto"` uses the dtype that the config names, as in `from_pretrained`.
+        kwargs: Arguments of `AutoConfig.from_pretrained`: fields of the config, `attn_implementation`, and arguments
+            such as `revision` and `token` for a checkpoint on the Hub.
 
     Returns:
-        `tuple[PretrainedConfig, Part, Wire]`: The whole model's config, the body, and how states travel.
+        `tuple[PretrainedConfig, Part, Wire]`: The config of the whole model, the body, and the encoding of hidden
+            states.
 
     Raises:
-        ValueError: If one is given that means nothing for a part, or weights are missing or do not fit.
+        ValueError: If an argument is not supported for a part, or weights are missing or have a wrong shape.
     """
-    config, parts = _load(name, split, ("body",), adapter, derived_seed(seed, "server"), dtype, kwargs)
-    return config, parts[0], _wire(split, parts[0])
+    config, parts = _load_parts(name, split, ("body",), adapter, derived_seed(seed, "server"), dtype, kwargs)
+    return config, parts[0], _build_wire(split, parts[0])
 
 
 def load_client_model(
@@ -78,26 +79,27 @@ def load_client_model(
     **kwargs: Any,
 ) -> SplitModel:
     """
-    A client's head and tail of a checkpoint.
+    Load a client's head and tail of a checkpoint.
 
     Args:
-        name (`str`): A directory or a Hub id.
-        split ([`SplitConfig`]): Where it is cut.
-        client_id (`str`): Whose.
-        adapter (`PeftConfig`, *optional*): What every part gets.
-        seed (`int`, *optional*, defaults to `0`): Of the adapter's first values, which are the same for all clients.
-        dtype (`torch.dtype` or `str`, *optional*): Of the weights; by default as they are stored. `"auto"` is what
-            `from_pretrained` takes it for: the one that the config names.
-        link ([`~split.Link`], *optional*): To the server; it may be set later, as `model.boundary.link`.
-        kwargs: What `AutoConfig.from_pretrained` takes: fields of the config, `attn_implementation`, and `revision`,
-            `token`, … of a checkpoint on the Hub.
+        name (`str`): A directory or an id of a model on the Hub.
+        split ([`SplitConfig`]): The cut of the model.
+        client_id (`str`): The client.
+        adapter (`PeftConfig`, *optional*): Config of the adapters of all parts.
+        seed (`int`, *optional*, defaults to `0`): Seed of the initial values of the adapter, which are equal for all
+            clients.
+        dtype (`torch.dtype` or `str`, *optional*): Dtype of the weights. Defaults to the dtype of the stored weights.
+            `"auto"` uses the dtype that the config names, as in `from_pretrained`.
+        link ([`~split.Link`], *optional*): Link to the server. It can be set later, as `model.boundary.link`.
+        kwargs: Arguments of `AutoConfig.from_pretrained`: fields of the config, `attn_implementation`, and arguments
+            such as `revision` and `token` for a checkpoint on the Hub.
 
     Raises:
-        ValueError: If one is given that means nothing for a part, or weights are missing or do not fit.
+        ValueError: If an argument is not supported for a part, or weights are missing or have a wrong shape.
     """
     roles: tuple[Role, ...] = ("head", "tail")
-    config, (head, tail) = _load(name, split, roles, adapter, derived_seed(seed, "clients"), dtype, kwargs)
-    boundary = Boundary(_NoLink() if link is None else link, _wire(split, head), client_id)
+    config, (head, tail) = _load_parts(name, split, roles, adapter, derived_seed(seed, "clients"), dtype, kwargs)
+    boundary = Boundary(_UnconnectedLink() if link is None else link, _build_wire(split, head), client_id)
     model = SplitModel(config, head, tail, boundary)
     model.adapter_config = adapter
     with contextlib.suppress(OSError):
@@ -105,15 +107,15 @@ def load_client_model(
     return model
 
 
-def load_named_model(name: str, settings: Any, quantization_config: Any = None) -> PreTrainedModel:
+def load_model_by_name(name: str, settings: Any, quantization_config: Any = None) -> PreTrainedModel:
     """
-    The whole model, of a name that TRL's `SFTTrainer` was given in its place, as it loads it.
+    Load a whole model by its name, as TRL's `SFTTrainer` does when `model` is a string.
 
     Args:
-        name (`str`): A directory or a Hub id.
-        settings (`trl.SFTConfig`, *optional*): Its `model_init_kwargs` are those of `from_pretrained`, with `dtype`
-            `"float32"` unless they say another; its `trust_remote_code` is one of them.
-        quantization_config (`Any`, *optional*): What the trainer was given as such.
+        name (`str`): A directory or an id of a model on the Hub.
+        settings (`trl.SFTConfig`, *optional*): Its `model_init_kwargs` are passed to `from_pretrained`. `dtype`
+            defaults to `"float32"`, and `trust_remote_code` to the field of the same name.
+        quantization_config (`Any`, *optional*): The argument of the same name of the trainer.
 
     Raises:
         ValueError: If the model is to be quantized.
@@ -121,11 +123,11 @@ def load_named_model(name: str, settings: Any, quantization_config: Any = None) 
     kwargs = {"dtype": "float32", **(getattr(settings, "model_init_kwargs", None) or {})}
     kwargs.setdefault("trust_remote_code", getattr(settings, "trust_remote_code", False))
     if quantization_config is not None or kwargs.get("quantization_config") is not None:
-        raise ValueError("A quantized model cannot be split: leave `quantization_config` out.")
+        raise ValueError("A quantized model cannot be split. Leave `quantization_config` out.")
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
-def _load(
+def _load_parts(
     name: str,
     split: SplitConfig,
     roles: tuple[Role, ...],
@@ -134,13 +136,13 @@ def _load(
     dtype: torch.dtype | str | None,
     kwargs: dict[str, Any],
 ) -> tuple[PretrainedConfig, list[Part]]:
-    _refuse(kwargs.keys() & _OF_OTHER_FILES)
+    _reject_arguments(kwargs.keys() & _UNSUPPORTED_ARGUMENTS)
     config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
-    _refuse(unused.keys() - _WITHOUT_EFFECT)
+    _reject_arguments(unused.keys() - _IGNORED_ARGUMENTS)
     if dtype == "auto":
         dtype = config.dtype
     if isinstance(dtype, str):
-        dtype = _named_dtype(dtype)
+        dtype = _resolve_dtype(dtype)
     if dtype is not None:
         config.dtype = dtype
     cut = Cut(int(getattr(config, layout_of(config).num_blocks)), split.head_blocks, split.tail_blocks)
@@ -152,33 +154,35 @@ def _load(
     return config, parts
 
 
-def _refuse(names: Set[str]) -> None:
+def _reject_arguments(names: Set[str]) -> None:
     if names:
         raise ValueError(
-            f"{', '.join(sorted(names))}: a part is loaded with dtype, attn_implementation,"
-            f" {', '.join(FILE_ARGUMENTS)} and fields of the model's config alone. Leave others out."
+            f"Arguments {', '.join(sorted(names))} are not supported when a part of a model is loaded. Use only "
+            f"dtype, attn_implementation, {', '.join(FILE_ARGUMENTS)} and fields of the model's config."
         )
 
 
-def _named_dtype(name: str) -> torch.dtype:
+def _resolve_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype is {name!r}; give 'auto', or a torch dtype of weights such as 'bfloat16'.")
+        raise ValueError(
+            f"dtype={name!r} is not supported. Use 'auto' or a floating-point dtype of torch such as 'bfloat16'."
+        )
     return dtype
 
 
-def _wire(split: SplitConfig, part: Part) -> Wire:
+def _build_wire(split: SplitConfig, part: Part) -> Wire:
     if split.wire_dtype != "auto":
         return Wire(split.wire_dtype)
     name = str(part.dtype).removeprefix("torch.")
     return Wire(name if name in TRAVEL_DTYPES else "float32")
 
 
-class _NoLink:
-    """Before a client is connected."""
+class _UnconnectedLink:
+    """Link of a client that is not connected to a server yet."""
 
     def exchange(self, blob: bytes) -> bytes:
-        raise ValueError("This client is not connected to a server yet: set model.boundary.link.")
+        raise ValueError("This client is not connected to a server yet. Set model.boundary.link.")
 
     def end_step(self) -> None:
-        """Nothing."""
+        """Do nothing."""

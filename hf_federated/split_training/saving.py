@@ -1,68 +1,264 @@
-"""What a split trainer saves: the whole model or this client's part, checkpoints of all parties, a card."""
+"""Files that a split trainer saves: the model or a client's part, checkpoints of all parties, and the model card.
+
+A checkpoint contains the files of `Trainer`, whose weights are the evaluated model. Its folder `federated/` contains:
+
+- `split.safetensors`: the configuration and the clients of the run, the client that trained last, the number of
+  examples since the last average, and the ledger.
+- `parties/<name>/`: the part of a party under the names and block numbers of the whole model ([`save_parts`]), and
+  `training.safetensors` with the state of its optimizer. With an adapter, `training.safetensors` also contains the
+  trained parameters.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from ..cards import render_split_card
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
+from ..messages.serialization import pack, unpack
 from ..split.adapters import load_adapter
-from ..split.saving import save_parts
+from ..split.parts import Part
+from ..split.saving import load_saved_parts, save_parts
 from ..trainer.base import LoopArgumentsMixin
-from ..trainer.checkpoint import name_checkpoint, publish, rotate, staged_arguments, staged_directory
-from .checkpoint import load_parties, save_parties
-from .config import SplitConfig
-from .digest import run_and_step
-from .federation import SplitFederation
-from .remote import RemoteFederation
-from .schedule import kept_checkpoints
+from ..trainer.checkpoint import (
+    FEDERATED_DIR,
+    check_weights,
+    list_checkpoints,
+    name_checkpoint,
+    publish,
+    rotate,
+    staged_arguments,
+    staged_directory,
+    step_of,
+)
+from ..utils.client_names import escape_client_id
+from .config import SplitConfig, run_and_step
+from .in_process import SplitFederation
+from .optimization import Party
+
+
+if TYPE_CHECKING:
+    from .networked_client import NetworkedFederation
+
+
+RUN_FILE = "split.safetensors"
+TRAINING_FILE = "training.safetensors"
+PARTIES_DIR = "parties"
+
+
+def save_parties(
+    federation: SplitFederation | NetworkedFederation, checkpoint: Path, run_and_step: Mapping[str, Any]
+) -> None:
+    """
+    Write the part and the state of every party into a checkpoint.
+
+    Args:
+        federation ([`SplitFederation`] or [`NetworkedFederation`]): The parties.
+        checkpoint (`Path`): The directory of the checkpoint.
+        run_and_step (`Mapping[str, Any]`): Run and step of the parts, see `config.run_and_step`.
+    """
+    directory = checkpoint / FEDERATED_DIR
+    directory.mkdir(parents=True, exist_ok=True)
+    run = {**federation.state(), "ledger": federation.ledger.to_dict()}
+    (directory / RUN_FILE).write_bytes(pack(run))
+    model = federation.model
+    for party in federation.parties.values():
+        save_party(party, model.config, party_directory(checkpoint, party.name), model.adapter_config, run_and_step)
+
+
+def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
+    """
+    Check that a directory is a checkpoint of a split training run.
+
+    Raises:
+        ValueError: If the directory is not such a checkpoint. The message names the missing file.
+    """
+    if not (Path(checkpoint) / FEDERATED_DIR / RUN_FILE).is_file():
+        raise ValueError(
+            f"{os.fspath(checkpoint)!r} is not a checkpoint of a split training run: {FEDERATED_DIR}/{RUN_FILE} is "
+            "missing. The checkpoint may belong to another trainer, or may be saved with `save_only_model=True`."
+        )
+    check_weights(checkpoint)
+
+
+def resumable_checkpoints(output_dir: str | os.PathLike[str]) -> dict[int, str]:
+    """
+    Find the checkpoints in a directory that contain the state of the parties, by step.
+
+    Checkpoints saved with `save_only_model=True` are not included.
+    """
+    checkpoints = [path for path in list_checkpoints(output_dir) if (path / FEDERATED_DIR / RUN_FILE).is_file()]
+    return {step_of(path): os.fspath(path) for path in checkpoints}
+
+
+def load_parties(federation: SplitFederation | NetworkedFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
+    """
+    Load the parts and states that `save_parties` wrote.
+
+    Returns:
+        `Ledger`: The ledger of the run up to the checkpoint.
+
+    Raises:
+        ValueError: If the directory is not a checkpoint of a split training run, belongs to another run, or is
+            damaged.
+    """
+    run = _read_file(Path(checkpoint) / FEDERATED_DIR / RUN_FILE)
+    ledger = Ledger.from_dict(run.pop("ledger"))
+    federation.load_state(run)
+    adapter = federation.model.adapter_config is not None
+    for party in federation.parties.values():
+        load_party(party, party_directory(checkpoint, party.name), adapter)
+    return ledger
+
+
+def party_directory(checkpoint: str | os.PathLike[str], name: str) -> Path:
+    """Directory of a party's files in a checkpoint."""
+    return Path(checkpoint) / FEDERATED_DIR / PARTIES_DIR / escape_client_id(name)
+
+
+def save_party(
+    party: Party,
+    config: PretrainedConfig,
+    directory: Path,
+    adapter: PeftConfig | None,
+    run_and_step: Mapping[str, Any],
+    state: dict[str, Any] | None = None,
+) -> None:
+    """
+    Write the part and the state of one party.
+
+    Args:
+        party ([`Party`]): The party.
+        config (`PretrainedConfig`): Config of the whole model.
+        directory (`Path`): The directory of the party, which is created.
+        adapter (`PeftConfig`, *optional*): Config of the party's adapters.
+        run_and_step (`Mapping[str, Any]`): Run and step of the part, see `config.run_and_step`.
+        state (`dict[str, Any]`, *optional*): Additional state of the party.
+    """
+    save_parts(parts_of(party), config, directory, adapter, run=run_and_step)
+    optimizer = None if party.optimizer is None else party.optimizer.state_dict()
+    training: dict[str, Any] = {"optimizer": optimizer, "run": state}
+    # The saved adapter may be computed from the trained parameters, which cannot be recovered from it.
+    training["trained"] = party.state() if adapter is not None else None
+    (directory / TRAINING_FILE).write_bytes(pack(training))
+
+
+def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
+    """
+    Load the part and the state of one party.
+
+    Returns:
+        `dict[str, Any]`: The additional state of the party.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or belongs to a different party.
+    """
+    training = _read_file(directory / TRAINING_FILE)
+    if adapter:
+        party.load(training["trained"])
+    else:
+        load_saved_parts(parts_of(party), directory)
+    if (party.optimizer is None) != (training["optimizer"] is None):
+        raise ValueError(
+            f"{directory} belongs to a party with other frozen parameters. Freeze the same parameters as in the "
+            "checkpoint."
+        )
+    if party.optimizer is not None:
+        party.optimizer.load_state_dict(training["optimizer"])
+    return training["run"] or {}
+
+
+def parts_of(party: Party) -> list[Part]:
+    """Parts of a party: the head and tail of a client, or the body of a server."""
+    return [module for module in (party.module, *party.module.children()) if isinstance(module, Part)]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing. The checkpoint of the split training run is not complete.")
+    try:
+        return dict(unpack(path.read_bytes()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def is_save_step(args: TrainingArguments, step: int, max_steps: int, steps_per_epoch: int) -> bool:
+    """Whether `Trainer` saves a checkpoint after a step."""
+    if args.save_strategy == SaveStrategy.STEPS:
+        save_steps = args.save_steps if args.save_steps >= 1 else math.ceil(max_steps * args.save_steps)
+        return step % int(save_steps) == 0 or step >= max_steps
+    return args.save_strategy == SaveStrategy.EPOCH and (step % steps_per_epoch == 0 or step >= max_steps)
+
+
+def num_kept_checkpoints(args: TrainingArguments) -> int | None:
+    """
+    Number of checkpoints that a party of a networked run keeps: `save_total_limit`, but at least 2.
+
+    Another party may stop before it writes the newest checkpoint. The run then resumes from the previous checkpoint.
+    """
+    return args.save_total_limit and max(args.save_total_limit, 2)
 
 
 class SplitSavingMixin(LoopArgumentsMixin):
-    """The overrides that write to the output directory, and the model that they write."""
+    """Overrides of `Trainer` that write to the output directory, and the model that they write."""
 
     split: SplitConfig
     clients: FederatedDataset | None
     ledger: Ledger
     _resume_from: str | None
-    _federation: SplitFederation | RemoteFederation | None = None
-    _remote: RemoteFederation | None = None
-    # Whether the model that is evaluated and saved is older than what the parties trained.
-    _is_behind = False
+    _federation: SplitFederation | NetworkedFederation | None = None
+    _networked: NetworkedFederation | None = None
+    # Whether the parties trained since the last update of the evaluated and saved model.
+    _model_is_stale = False
 
     @property
-    def _kept_checkpoints(self) -> int | None:
+    def _num_kept_checkpoints(self) -> int | None:
         args = self._user_args
-        return args.save_total_limit if self._remote is None else kept_checkpoints(args)
+        return args.save_total_limit if self._networked is None else num_kept_checkpoints(args)
 
     @property
     def network(self) -> dict[str, Any] | None:
-        """Of a networked client, what a card says of the run beside this party; empty before it joined one."""
+        """
+        Facts about a networked run for the model card. `None` if all parties are in this process, and empty before the
+        client joins a run.
+        """
         if self.model.server_body is not None:
             return None
-        return {} if self._remote is None else self._remote.facts()
+        return {} if self._networked is None else self._networked.facts()
 
-    def catch_up(self) -> None:
-        """Let `model` be what the parties trained: their mean, or what is handed from one to the next."""
-        if self._is_behind and self._federation is not None:
+    def sync_model(self) -> None:
+        """
+        Copy the trained parameters into `model`: the mean of all parts, or the parts of the client that trained last.
+        """
+        if self._model_is_stale and self._federation is not None:
             self._federation.copy_into_model()
-            self._is_behind = False
+            self._model_is_stale = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`: the ordinary whole model or adapter; `split_config.json` and the ledger beside it."""
-        self.catch_up()
+        """
+        `Trainer.save_model`. Saves the whole model or adapter in the standard format, `split_config.json` and the
+        ledger.
+
+        A client of a networked run saves its head and tail instead of the whole model.
+        """
+        self.sync_model()
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
             self.split.save_pretrained(output_dir)
             self.ledger.save(output_dir)
-        if self._remote is None:
+        if self._networked is None:
             with self._arguments(self._user_args):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
@@ -82,7 +278,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
         return run_and_step(model.config, self.split, self.run_args, model.adapter_config, step)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer.create_model_card`; of a training run, a card that tells what it logged."""
+        """`Trainer.create_model_card`. After a training run, a model card with the facts of the run."""
         if self.clients is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
@@ -90,7 +286,11 @@ class SplitSavingMixin(LoopArgumentsMixin):
             card.save(os.path.join(self.run_args.output_dir, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The parent's checkpoint and every party's part, written aside and put in place by one rename."""
+        """
+        Save the checkpoint of the parent class and the part of every party.
+
+        The files are written to a staging directory, which a single rename publishes.
+        """
         if self._federation is None:
             super()._save_checkpoint(model, trial)
             return
@@ -105,16 +305,16 @@ class SplitSavingMixin(LoopArgumentsMixin):
             if not self.args.save_only_model:
                 save_parties(self._federation, staged, self._run_and_step())
             publish(staged, final)
-            rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
+            rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Adapters come with the parties, as they are trained.
-        if self._remote is None and (self._resume_from is None or self.model.adapter_config is None):
-            given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
-            super()._load_from_checkpoint(*given)
+        # Adapters are loaded with the parties, from their trained parameters.
+        if self._networked is None and (self._resume_from is None or self.model.adapter_config is None):
+            positional = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+            super()._load_from_checkpoint(*positional)
 
     def _load_best_model(self) -> None:
         if self.model.adapter_config is None or self._federation is None:

@@ -1,13 +1,15 @@
-"""The server of a networked run: it holds the body, says whose step it is, and carries what clients send each other.
+"""The server of a networked run. It holds the body, schedules the steps, and relays messages between clients.
 
-It answers messages, whatever brings them; a transport calls it from a thread for each client, and waiting happens
-here. All clients go through the same numbered steps. A step begins when the one before it has ended, and ends when
-everybody who takes part has sent its gradients' norm and the server has stepped. Where clients meet (`"client_batch"`)
-a deadline may be set, after which the step goes on without those that are missing; they hear that they are late.
+The server answers messages independently of their transport. The transport calls it from one thread per client, and
+the calls block in this module. All clients share one sequence of numbered steps. A step begins after the previous step
+has ended. It ends after each client of the step has sent the norm of its gradients and the server has updated the
+body. With `"client_batch"` the server can set a deadline. After the deadline the step continues without the missing
+clients, which receive a [`LateReply`].
 
-Nothing here sees tokens, labels or losses, nor parameters of a head or tail. A client that does not do as it should is
-refused or ends the run; what it says of its gradients' norm, by which all clip, is believed. One that is late for the
-end of a step has trained the body with the passages that it made before.
+The server receives no tokens, labels, losses, or parameters of a head or tail. If a client violates the protocol, the
+server rejects the message or ends the run. The server does not verify the norm of the gradients that a client
+reports, which all parties of a step use for clipping. If a client is late at the end of a step, its earlier
+micro-batches of the step have contributed to the gradients of the body.
 """
 
 from __future__ import annotations
@@ -22,174 +24,197 @@ from typing import Any
 from transformers.utils import logging
 
 from ..split.messages import Backward, Forget, Forward
-from .bodies import ServerBodies
 from .checks import check_join
-from .control import Begin, Begun, Fetch, Fetched, Finish, Join, Joined, Late, Send, Sent, Step, Stepped, read_message
-from .gathering import Answer, Gathering
-from .mailbox import Mailbox
-from .passages import Passages
-from .steps import StepPlan
+from .messages import (
+    BeginStep,
+    BeginStepReply,
+    EndStep,
+    EndStepReply,
+    FetchEnvelope,
+    FetchEnvelopeReply,
+    Finish,
+    Join,
+    JoinReply,
+    LateReply,
+    SendEnvelope,
+    SendEnvelopeReply,
+    read_message,
+)
+from .pending_messages import BatchHandler, EnvelopeStore, RequestBatch, StepProgress
+from .server_model import ServerModel
+from .step_plan import StepPlan
 
 
 logger = logging.get_logger(__name__)
 
 
 class RunFailedError(ValueError):
-    """The run cannot go on for anybody; it is resumed from its checkpoints."""
+    """The run has failed for all clients. It can be resumed from its checkpoints."""
 
 
 class TrainingServer:
     """
-    Answers the clients of one run.
+    Server that answers the clients of one run.
 
     Args:
-        bodies ([`ServerBodies`]): What the server trains; it knows the clients and the strategy.
-        digest (`str`): Of all settings that parties must have in common.
-        deadline (`float`, *optional*): Seconds that clients who meet wait for one another, from the first that is
-            there; by default for ever.
+        server_model ([`ServerModel`]): The trained model, which also defines the clients and the strategy.
+        digest (`str`): Digest of the settings that all parties share.
+        deadline (`float`, *optional*): With `"client_batch"`: seconds that the server waits for the remaining clients
+            after the first request of a batch. By default it waits without a limit.
 
     Raises:
-        ValueError: If a deadline is set where nobody waits.
+        ValueError: If a deadline is set with another strategy.
     """
 
-    def __init__(self, bodies: ServerBodies, digest: str, deadline: float | None = None) -> None:
-        split = bodies.split
+    def __init__(self, server_model: ServerModel, digest: str, deadline: float | None = None) -> None:
+        split = server_model.split
         if deadline is not None and split.strategy != "client_batch":
-            raise ValueError(f"A deadline is for clients that meet, strategy='client_batch', not {split.strategy!r}.")
+            raise ValueError(f"A deadline requires strategy='client_batch', but the strategy is {split.strategy!r}.")
         self.split = split
-        self.client_ids = list(bodies.of_client)
+        self.client_ids = list(server_model.body_servers)
         self.digest = digest
         self.deadline = deadline
         self.finished = threading.Event()
         self.step = 0
-        self.bodies = bodies
-        # Everything below is guarded by it.
-        self._changed = threading.Condition()
+        self.server_model = server_model
+        # Guards all attributes below.
+        self._condition = threading.Condition()
         self._failure: str | None = None
         self._joined: dict[str, Join] = {}
-        self._plan = StepPlan({}, together=False)
+        self._plan = StepPlan({}, simultaneous=False)
         self._resume_step = 0
-        self._passages = Passages(split.strategy == "client_batch")
-        self._late: set[str] = set()
-        self._gathered: dict[tuple[str, int], Gathering] = {}
-        self._mailbox = Mailbox(self.client_ids)
-        self._done: set[str] = set()
+        self._step_progress = StepProgress(split.strategy == "client_batch")
+        self._late_clients: set[str] = set()
+        self._batches: dict[tuple[str, int], RequestBatch] = {}
+        self._envelopes = EnvelopeStore(self.client_ids)
+        self._finished_clients: set[str] = set()
 
     def answer(self, client_id: str, blob: bytes) -> bytes:
         """
-        Do what a message asks, which may take as long as others need.
+        Process a message of a client. The call blocks until the required messages of other clients have arrived.
 
         Args:
-            client_id (`str`): Who sent it, as the transport knows.
-            blob (`bytes`): The serialised message.
+            client_id (`str`): The client that sent the message, as authenticated by the transport.
+            blob (`bytes`): The serialized message.
+
+        Returns:
+            `bytes`: The serialized answer; empty if the message has no answer.
 
         Raises:
-            ValueError: If the message cannot be read, is another client's or comes at a wrong time.
-            RunFailedError: If the run cannot go on.
+            ValueError: If the message cannot be deserialized, names another client, or is not valid at this time.
+            RunFailedError: If the run has failed.
         """
         message = read_message(blob)
         if message.client_id != client_id:
             raise ValueError(f"Client {client_id!r} sent a message in the name of {message.client_id!r}.")
         if client_id not in self.client_ids:
-            raise ValueError(f"Client {client_id!r} takes no part in this run: {', '.join(self.client_ids)} do.")
+            raise ValueError(
+                f"Client {client_id!r} is not part of this run. The clients are {', '.join(self.client_ids)}."
+            )
         handlers: dict[type[Any], Callable[[Any], Any]] = {
-            Join: self._join,
-            Begin: self._begin,
-            Step: self._end,
-            Send: self._send,
-            Fetch: self._fetch,
-            Finish: self._finish,
+            Join: self._join_run,
+            BeginStep: self._begin_step,
+            EndStep: self._end_step,
+            SendEnvelope: self._store_envelope,
+            FetchEnvelope: self._deliver_envelope,
+            Finish: self._finish_run,
             Forward: self._forward,
             Backward: self._backward,
             Forget: self._forget,
         }
-        with self._changed:
-            self._check()
-            if client_id in self._done and not isinstance(message, Forget):
-                raise ValueError(f"Client {client_id!r} said that it is done.")
+        with self._condition:
+            self._raise_if_failed()
+            if client_id in self._finished_clients and not isinstance(message, Forget):
+                raise ValueError(f"Client {client_id!r} sent a request after it finished.")
             answer = handlers[type(message)](message)
             return b"" if answer is None else answer.to_bytes()
 
     def wait(self, notice_after: float = 60.0) -> str | None:
         """
-        Wait until the run is over.
+        Wait until the run has ended.
 
         Args:
-            notice_after (`float`, *optional*, defaults to `60`): After so many seconds without a step, the log says
-                for whom the run waits, and again after as many more.
+            notice_after (`float`, *optional*, defaults to `60`): Seconds without progress after which a warning names
+                the clients that the run waits for. The warning is repeated after the same interval.
 
         Returns:
-            `str`: Why it failed; `None` where everybody finished.
+            `str`: The reason of the failure; `None` if all clients finished.
         """
-        with self._changed:
-            since, before = time.monotonic(), self._progress()
-            while not self._changed.wait_for(self._is_over, notice_after):
-                if self._progress() != before:
-                    since, before = time.monotonic(), self._progress()
-                elif missing := self._waits_for():
-                    silent = time.monotonic() - since
-                    logger.warning(f"Step {self.step} waits for {', '.join(missing)}, for {silent:.0f} s now.")
+        with self._condition:
+            last_progress_at, last_progress = time.monotonic(), self._progress()
+            while not self._condition.wait_for(self._is_over, notice_after):
+                if self._progress() != last_progress:
+                    last_progress_at, last_progress = time.monotonic(), self._progress()
+                elif missing := self._awaited_clients():
+                    idle_seconds = time.monotonic() - last_progress_at
+                    logger.warning(
+                        f"Step {self.step} has been waiting for {', '.join(missing)} for {idle_seconds:.0f} s."
+                    )
             return self._failure
 
     def _is_over(self) -> bool:
         return self._failure is not None or self.finished.is_set()
 
     def _progress(self) -> tuple[int, ...]:
-        return len(self._joined), self.step, len(self._done)
+        return len(self._joined), self.step, len(self._finished_clients)
 
-    def _waits_for(self) -> list[str]:
-        """Clients from whom something has to come before the run goes on; none while the server itself works."""
+    def _awaited_clients(self) -> list[str]:
+        """Clients whose next message the run requires. Empty while the server computes."""
         if not self._plan:
-            return [own for own in self.client_ids if own not in self._joined]
-        if self.step >= self.bodies.max_steps:
-            missing = [own for own in self.client_ids if own not in self._done]
+            return [client_id for client_id in self.client_ids if client_id not in self._joined]
+        if self.step >= self.server_model.max_steps:
+            missing = [client_id for client_id in self.client_ids if client_id not in self._finished_clients]
         else:
-            missing = self._without_message(self._participants())
-        # Who waits for an envelope waits for who writes it.
-        return [own for own in missing if own not in self._mailbox.waiting]
+            missing = self._clients_without_request(self._participants())
+        # A client that waits for the parameters of another client does not hold up the run.
+        return [client_id for client_id in missing if client_id not in self._envelopes.waiting_clients]
 
-    def _without_message(self, clients: Sequence[str]) -> list[str]:
-        """Those of whom no message waits, for a passage or a step, to be answered."""
-        waiting = {own for each in self._gathered.values() if not each.settled for own in each.messages}
-        return [own for own in clients if own not in waiting]
+    def _clients_without_request(self, clients: Sequence[str]) -> list[str]:
+        """Clients without a pending request for a micro-batch or the end of a step."""
+        pending = {
+            client_id for batch in self._batches.values() if not batch.is_answered for client_id in batch.messages
+        }
+        return [client_id for client_id in clients if client_id not in pending]
 
     def client_lost(self, client_id: str) -> None:
-        """A client is not heard any more: the run ends for all, and is resumed from its checkpoints."""
-        with self._changed:
-            if client_id in self._done or self.finished.is_set():
+        """
+        Report that a client is disconnected. The run ends for all clients and can be resumed from its checkpoints.
+        """
+        with self._condition:
+            if client_id in self._finished_clients or self.finished.is_set():
                 return
-            self._fail(f"client {client_id!r} is gone")
+            self._fail_run(f"client {client_id!r} disconnected")
 
-    def _fail(self, why: str) -> None:
-        self._failure = self._failure or why
-        self._changed.notify_all()
+    def _fail_run(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._condition.notify_all()
 
     @contextlib.contextmanager
-    def _for_everybody(self) -> Iterator[None]:
-        """What goes wrong here ends the run: the log has it, clients learn its class."""
+    def _end_run_on_error(self) -> Iterator[None]:
+        """End the run if the block raises an error. The log has the error; the clients receive its class only."""
         try:
             yield
         except RunFailedError:
             raise
         except Exception as error:
-            logger.exception("The server cannot go on.")
-            self._fail(f"the server failed ({type(error).__name__}), and its log says why")
-        self._check()
+            logger.exception("The server failed, and the run ends.")
+            self._fail_run(f"the server failed ({type(error).__name__}); see the log of the server")
+        self._raise_if_failed()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._failure is not None:
             raise RunFailedError(
-                f"The run ended at step {self.step}: {self._failure}. Start all again, clients to resume."
+                f"The run ended at step {self.step}: {self._failure}. Restart all parties, and resume on the clients."
             )
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        """Let others go on until something is so, or the run fails."""
-        self._changed.wait_for(lambda: self._failure is not None or until())
-        self._check()
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Release the lock until a condition holds or the run fails."""
+        self._condition.wait_for(lambda: self._failure is not None or condition())
+        self._raise_if_failed()
 
-    # ---- Beginning and end
+    # ---- Start and end of the run
 
-    def _join(self, message: Join) -> Joined:
+    def _join_run(self, message: Join) -> JoinReply:
         try:
             check_join(message, self.digest)
         except ValueError as error:
@@ -197,208 +222,232 @@ class TrainingServer:
             raise
         if message.client_id in self._joined:
             raise ValueError(
-                f"Client {message.client_id!r} joined this run before. Start the server again to resume it."
+                f"Client {message.client_id!r} joined this run before. Restart the server to resume the run."
             )
         self._joined[message.client_id] = message
         if len(self._joined) == len(self.client_ids):
-            with self._for_everybody():
-                self._start()
-        self._changed.notify_all()
-        self._wait(lambda: bool(self._plan))
-        return Joined(
+            with self._end_run_on_error():
+                self._start_run()
+        self._condition.notify_all()
+        self._wait_until(lambda: bool(self._plan))
+        return JoinReply(
             message.client_id,
             self._resume_step,
-            {own: self._joined[own].num_steps for own in self.client_ids},
-            {own: self._joined[own].introduction for own in self.client_ids},
+            {client_id: self._joined[client_id].num_steps for client_id in self.client_ids},
+            {client_id: self._joined[client_id].introduction for client_id in self.client_ids},
         )
 
-    def _start(self) -> None:
-        """Everybody is there: plan the steps, and go back to the last one of which everybody has a checkpoint."""
-        steps = {own: self._joined[own].num_steps for own in self.client_ids}
-        plan = StepPlan(steps, self.split.strategy != "serial", self.split.steps_per_turn)
-        self.bodies.prepare(len(plan))
-        own_steps = self.bodies.checkpoints()
-        common = set(own_steps).intersection(*(set(own.checkpoints) for own in self._joined.values()))
-        if common:
-            self.step = self._resume_step = max(common)
-            self.bodies.load_checkpoint(own_steps[self.step])
-        elif any(own.checkpoints for own in self._joined.values()):
-            logger.warning("There is no step of which server and clients all have a checkpoint: the run begins anew.")
+    def _start_run(self) -> None:
+        """Plan the steps after all clients have joined, and load the latest checkpoint that all parties have."""
+        steps_per_client = {client_id: self._joined[client_id].num_steps for client_id in self.client_ids}
+        plan = StepPlan(steps_per_client, self.split.strategy != "serial", self.split.steps_per_turn)
+        self.server_model.prepare(len(plan))
+        server_checkpoints = self.server_model.checkpoints()
+        common_steps = set(server_checkpoints).intersection(*(set(join.checkpoints) for join in self._joined.values()))
+        if common_steps:
+            self.step = self._resume_step = max(common_steps)
+            self.server_model.load_checkpoint(server_checkpoints[self.step])
+        elif any(join.checkpoints for join in self._joined.values()):
+            logger.warning(
+                "The server and the clients have no checkpoint of a common step. The run starts from scratch."
+            )
         self._plan = plan
-        logger.info(f"{len(steps)} clients joined: {self.bodies.max_steps} steps, from {self.step}.")
+        logger.info(
+            f"{len(steps_per_client)} clients joined. Training from step {self.step} to step "
+            f"{self.server_model.max_steps}."
+        )
 
-    def _finish(self, message: Finish) -> None:
+    def _finish_run(self, message: Finish) -> None:
         if message.step > self.step:
-            raise ValueError(f"Client {message.client_id!r} ends at step {message.step}, and this is {self.step}.")
+            raise ValueError(
+                f"Client {message.client_id!r} finished at step {message.step}, but the current step is {self.step}."
+            )
         if not self._plan:
-            self._fail(f"client {message.client_id!r} left before everybody was there")
+            self._fail_run(f"client {message.client_id!r} left before all clients joined")
             return
-        self._done.add(message.client_id)
-        if message.step < self.bodies.max_steps:
-            self._fail(
-                f"client {message.client_id!r} stopped before step {self.bodies.max_steps}, where all have to end: set"
-                " max_steps or num_train_epochs in place of a callback that stops one client"
+        self._finished_clients.add(message.client_id)
+        if message.step < self.server_model.max_steps:
+            self._fail_run(
+                f"client {message.client_id!r} stopped before the last step {self.server_model.max_steps}; to stop "
+                "all clients earlier, set max_steps or num_train_epochs instead of a callback that stops one client"
             )
             return
-        if len(self._done) == len(self.client_ids):
-            with self._for_everybody():
-                self.bodies.save()
+        if len(self._finished_clients) == len(self.client_ids):
+            with self._end_run_on_error():
+                self.server_model.save()
             self.finished.set()
-        self._changed.notify_all()
+        self._condition.notify_all()
 
     # ---- Steps
 
     def _participants(self) -> list[str]:
-        """Who takes part in the step that is under way and is not late, in the clients' order."""
-        return [own for own in self._plan[self.step % len(self._plan)] if own not in self._late]
+        """Clients that take part in the current step and are not late, in the order of the clients."""
+        return [
+            client_id for client_id in self._plan[self.step % len(self._plan)] if client_id not in self._late_clients
+        ]
 
     def _is_late(self, message: Any) -> bool:
-        """Whether the step of a message went on without its client."""
+        """Whether the step of a message continued without its client."""
         if not self._plan or message.step > self.step:
-            raise ValueError(f"Step {message.step} of {message.client_id!r} was not begun; this is {self.step}.")
-        if message.step >= self.bodies.max_steps:
-            raise ValueError(f"Step {message.step} of {message.client_id!r} is behind the last, {message.step - 1}.")
-        return message.step < self.step or message.client_id in self._late
+            raise ValueError(
+                f"Client {message.client_id!r} sent a message of step {message.step}, which has not begun. The "
+                f"current step is {self.step}."
+            )
+        if message.step >= self.server_model.max_steps:
+            raise ValueError(
+                f"Client {message.client_id!r} sent a message of step {message.step}, but the last step is "
+                f"{message.step - 1}."
+            )
+        return message.step < self.step or message.client_id in self._late_clients
 
-    def _begin(self, message: Begin) -> Begun | Late:
+    def _begin_step(self, message: BeginStep) -> BeginStepReply | LateReply:
         client_id = message.client_id
-        if not self._plan or message.step > self.bodies.max_steps:
-            raise ValueError(f"Client {client_id!r} cannot begin step {message.step} of {self.bodies.max_steps}.")
-        self._wait(lambda: self.step >= message.step)
+        if not self._plan or message.step > self.server_model.max_steps:
+            raise ValueError(
+                f"Client {client_id!r} cannot begin step {message.step}. The run has {self.server_model.max_steps} "
+                "steps."
+            )
+        self._wait_until(lambda: self.step >= message.step)
         if not message.num_batches:
-            return Begun(client_id, message.step)
+            return BeginStepReply(client_id, message.step)
         if self._is_late(message):
-            return Late(client_id, message.step)
+            return LateReply(client_id, message.step)
         if client_id not in self._participants():
-            raise ValueError(f"Client {client_id!r} takes no part in step {self.step}.")
-        self._passages.begin(message)
-        self._changed.notify_all()
-        return Begun(client_id, message.step)
+            raise ValueError(f"Client {client_id!r} does not take part in step {self.step}.")
+        self._step_progress.begin(message)
+        self._condition.notify_all()
+        return BeginStepReply(client_id, message.step)
 
     def _forward(self, message: Forward) -> Any:
-        server = self.bodies.of_client[message.client_id]
+        server = self.server_model.body_servers[message.client_id]
         if not message.grad:
             return server.forward(message)
-        return self._pass("forward", message, server.check_forward, server.forward_batch)
+        return self._run_body("forward", message, server.check_forward, server.forward_batch)
 
     def _backward(self, message: Backward) -> Any:
-        server = self.bodies.of_client[message.client_id]
-        return self._pass("backward", message, server.check_backward, server.backward_batch)
+        server = self.server_model.body_servers[message.client_id]
+        return self._run_body("backward", message, server.check_backward, server.backward_batch)
 
-    def _pass(self, what: str, message: Any, check: Callable[[Any], None], answer: Answer) -> Any:
-        """Take a client's hidden states or gradients through the body, with those of others where they meet."""
+    def _run_body(self, kind: str, message: Any, check: Callable[[Any], None], handler: BatchHandler) -> Any:
+        """
+        Run the body forward or backward for a message, with `"client_batch"` in one batch with the other clients.
+        """
         if self._is_late(message):
-            return Late(message.client_id, message.step)
-        self._passages.check(message)
+            return LateReply(message.client_id, message.step)
+        self._step_progress.check(message)
         if self.split.strategy == "client_batch":
-            # What is wrong with one message is for its sender to hear, not for all that meet.
-            self.bodies.check_alike(message)
+            # Check each message on its own, so that only its sender receives the error.
+            self.server_model.check_batchable(message)
             check(message)
-            answered = self._meet(what, message, answer)
+            reply = self._answer_as_batch(kind, message, handler)
         else:
-            (answered,) = answer([message])
-        if message.step == self.step and message.client_id not in self._late:
-            self._passages.count(message)
-        return answered
+            (reply,) = handler([message])
+        if message.step == self.step and message.client_id not in self._late_clients:
+            self._step_progress.record(message)
+        return reply
 
     def _forget(self, message: Forget) -> None:
-        self.bodies.of_client[message.client_id].answer(message.to_bytes())
+        self.server_model.body_servers[message.client_id].answer(message.to_bytes())
 
-    def _end(self, message: Step) -> Any:
+    def _end_step(self, message: EndStep) -> Any:
         if self._is_late(message):
-            return Late(message.client_id, message.step)
-        self._passages.check(message)
+            return LateReply(message.client_id, message.step)
+        self._step_progress.check(message)
         if not math.isfinite(message.squared_norm):
             raise ValueError(
-                f"The gradients of client {message.client_id!r} are not finite at step {self.step}, by which others "
-                "would clip theirs: lower the learning rate."
+                f"The gradients of client {message.client_id!r} are not finite at step {self.step}. Lower the "
+                "learning rate."
             )
-        return self._meet("step", message, self._step_together)
+        return self._answer_as_batch("step", message, self._train_step)
 
-    def _step_together(self, messages: Sequence[Step]) -> list[Stepped]:
-        """Step for everybody who takes part, and end the step."""
-        ended = self.step
+    def _train_step(self, messages: Sequence[EndStep]) -> list[EndStepReply]:
+        """Update the body for all clients of the step, and end the step."""
+        step = self.step
         squared_norms = {message.client_id: message.squared_norm for message in messages}
-        num_rows = {own: self._passages.num_rows(own) for own in squared_norms}
-        norms = self.bodies.train_step(ended, squared_norms, num_rows)
+        num_examples = {client_id: self._step_progress.num_examples(client_id) for client_id in squared_norms}
+        norms = self.server_model.train_step(step, squared_norms, num_examples)
         self.step += 1
-        for own in self._late:
-            self.bodies.of_client[own].drop_micro_batches([own])
-        self._late, self._gathered = set(), {}
-        self._passages = Passages(self.split.strategy == "client_batch")
-        with self._for_everybody():
-            self.bodies.save_checkpoint(self.step)
-        return [Stepped(message.client_id, ended, norms[message.client_id]) for message in messages]
+        for client_id in self._late_clients:
+            self.server_model.body_servers[client_id].drop_micro_batches([client_id])
+        self._late_clients, self._batches = set(), {}
+        self._step_progress = StepProgress(self.split.strategy == "client_batch")
+        with self._end_run_on_error():
+            self.server_model.save_checkpoint(self.step)
+        return [EndStepReply(message.client_id, step, norms[message.client_id]) for message in messages]
 
-    def _meet(self, what: str, message: Any, answer: Answer) -> Any:
-        """Wait for everybody who takes part, or until the deadline, and let one answer all."""
-        key = what, getattr(message, "micro_step", 0)
-        gathering = self._gathered.setdefault(key, Gathering())
-        if gathering.settled or message.client_id in gathering.messages:
-            raise ValueError(f"Client {message.client_id!r} sent {what} {key[1]} of step {message.step} again.")
-        gathering.messages[message.client_id] = message
-        self._changed.notify_all()
-        while not gathering.settled:
-            expected = self._expected(what, key[1])
-            if all(own in gathering.messages for own in expected):
-                with self._for_everybody():
-                    gathering.settle([gathering.messages[own] for own in expected], answer)
-                self._changed.notify_all()
+    def _answer_as_batch(self, kind: str, message: Any, handler: BatchHandler) -> Any:
+        """
+        Wait until all clients of the step sent the same request or the deadline passed, then answer them together.
+        """
+        key = kind, getattr(message, "micro_step", 0)
+        batch = self._batches.setdefault(key, RequestBatch())
+        if batch.is_answered or message.client_id in batch.messages:
+            raise ValueError(f"Client {message.client_id!r} sent {kind} {key[1]} of step {message.step} twice.")
+        batch.messages[message.client_id] = message
+        self._condition.notify_all()
+        while not batch.is_answered:
+            expected = self._expected_clients(kind, key[1])
+            if all(client_id in batch.messages for client_id in expected):
+                with self._end_run_on_error():
+                    batch.answer_all([batch.messages[client_id] for client_id in expected], handler)
+                self._condition.notify_all()
                 break
-            left = None if self.deadline is None else gathering.began + self.deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._go_on_without(expected)
+            remaining = None if self.deadline is None else batch.started_at + self.deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                self._continue_without(expected)
                 continue
-            self._changed.wait(left)
-            if not gathering.settled:
-                self._check()
-        # What was settled is told to everybody, also where the one that settled it was gone before the others woke up.
-        if gathering.error is not None:
-            raise ValueError(gathering.error)
-        assert gathering.answers is not None
-        return gathering.answers[message.client_id]
+            self._condition.wait(remaining)
+            if not batch.is_answered:
+                self._raise_if_failed()
+        # The batch holds the answers of all clients, even if the client whose thread computed them disconnected since.
+        if batch.error is not None:
+            raise ValueError(batch.error)
+        assert batch.answers is not None
+        return batch.answers[message.client_id]
 
-    def _go_on_without(self, expected: Sequence[str]) -> None:
+    def _continue_without(self, expected: Sequence[str]) -> None:
         """
-        Those of whom nothing came; who waits, here or at another passage, is not late. There should be somebody:
-        clients go through their passages in one order (`Passages`), so those that are least far have all others'
-        messages.
+        Continue the step without the clients that have no pending request.
+
+        A client with a pending request is not late, even if the request is for another micro-batch. All clients
+        process their micro-batches in order (see [`StepProgress`]), so at least one client is missing: the clients
+        with the least progress wait for no other client. If no client is missing, the run ends.
         """
-        missing = self._without_message(expected)
+        missing = self._clients_without_request(expected)
         if not missing:
-            self._fail(f"{', '.join(expected)} wait for one another at step {self.step}")
-            self._check()
-        logger.warning(f"Step {self.step} goes on without {', '.join(missing)}, who came too late.")
-        self._late.update(missing)
-        # Those that waited for the late ones too have the time again.
-        for each in self._gathered.values():
-            each.began = time.monotonic()
-        self._changed.notify_all()
+            self._fail_run(f"{', '.join(expected)} wait for each other at step {self.step}")
+            self._raise_if_failed()
+        logger.warning(f"The deadline of step {self.step} passed. The step continues without {', '.join(missing)}.")
+        self._late_clients.update(missing)
+        # Restart the deadline of all batches that waited for the missing clients.
+        for batch in self._batches.values():
+            batch.started_at = time.monotonic()
+        self._condition.notify_all()
 
-    def _expected(self, what: str, micro_step: int) -> list[str]:
-        """Whose messages one waits for."""
-        own = self._participants()
-        if what == "step":
-            return own
-        # Who has not begun may have this passage too.
-        return [one for one in own if self._passages.may_come(one, micro_step)]
+    def _expected_clients(self, kind: str, micro_step: int) -> list[str]:
+        """Clients whose request a batch requires."""
+        participants = self._participants()
+        if kind == "step":
+            return participants
+        # A client that did not begin the step yet may send this micro-batch.
+        return [client_id for client_id in participants if self._step_progress.may_send(client_id, micro_step)]
 
-    # ---- Envelopes
+    # ---- Messages between clients
 
-    def _send(self, message: Send) -> Sent:
-        self._mailbox.put(message)
-        self._changed.notify_all()
-        return Sent(message.client_id, message.step)
+    def _store_envelope(self, message: SendEnvelope) -> SendEnvelopeReply:
+        self._envelopes.put(message)
+        self._condition.notify_all()
+        return SendEnvelopeReply(message.client_id, message.step)
 
-    def _fetch(self, message: Fetch) -> Fetched:
-        self._mailbox.check(message)
-        own, sender = message.client_id, message.sender
-        self._mailbox.waiting.add(own)
+    def _deliver_envelope(self, message: FetchEnvelope) -> FetchEnvelopeReply:
+        self._envelopes.check_fetch(message)
+        client_id, sender = message.client_id, message.sender
+        self._envelopes.waiting_clients.add(client_id)
         try:
-            self._wait(lambda: self._mailbox.has(message) or sender in self._done)
+            self._wait_until(lambda: self._envelopes.has(message) or sender in self._finished_clients)
         finally:
-            self._mailbox.waiting.discard(own)
-        if not self._mailbox.has(message):
-            self._fail(f"client {sender!r} left before it wrote to {own!r}")
-            self._check()
-        return Fetched(own, message.step, sender, self._mailbox.take(message))
+            self._envelopes.waiting_clients.discard(client_id)
+        if not self._envelopes.has(message):
+            self._fail_run(f"client {sender!r} left before it sent its parameters to {client_id!r}")
+            self._raise_if_failed()
+        return FetchEnvelopeReply(client_id, message.step, sender, self._envelopes.take(message))

@@ -1,4 +1,4 @@
-"""`SplitFederatedTrainer`, and the split class of any other trainer."""
+"""`SplitFederatedTrainer`, and `split_federate` for other trainer classes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from typing import Any
 from transformers import Trainer
 
 from .checks import check_trainer_class
-from .mixin import SplitMixin
+from .trainer_mixin import SplitMixin
 
 
 class SplitFederatedTrainer(SplitMixin, Trainer):
     """
-    `transformers.Trainer` over clients that keep the first and last blocks of a language model, their text and labels;
-    a server holds the blocks between (FL-GLM).
+    `transformers.Trainer` for clients that keep the first and last blocks of a language model, their text and labels.
+    A server holds the blocks between (FL-GLM).
 
-    It takes everything that `Trainer` takes. `train_dataset` is a [`FederatedDataset`], a mapping of client ids to
-    data sets, or a plain data set, which is one client. Here a step is an optimizer step, as in `Trainer`. All parties
-    run in this process, and what crosses between them is serialised as between machines.
+    The trainer accepts all arguments of `Trainer`. `train_dataset` is a [`FederatedDataset`], a mapping of client ids
+    to datasets, or a plain dataset for a single client. A step is an optimizer step, as in `Trainer`. All parties run
+    in this process. Messages between the parties are serialized as between separate machines.
 
-    Every party has an optimizer and, with `average_every` or `"server_hierarchical"`, values of its own; the schedule
-    is one. What is evaluated and saved is the ordinary whole model: of clients that hand over, what the last of them
-    trained, otherwise the mean of all. Checkpoints hold each party's own part under `federated/parties`. Between
-    evaluations, checkpoints and ends of epochs `model` has the clients' blocks of the last of these: a callback that
-    looks at it then calls `trainer.catch_up()` before, and what it writes there is not trained. The `model` that
-    `compute_loss` is given is a client's own, without the server's blocks.
+    Every party has its own optimizer. With `average_every` or `"server_hierarchical"` every party also has its own
+    parameter values. All parties share one learning rate schedule. The evaluated and saved model is the ordinary whole
+    model. If clients continue with the parts of the previous client, it contains the parts of the client that trained
+    last. Otherwise it contains the mean of all parts. Checkpoints contain the part of each party in
+    `federated/parties`.
+
+    During training `model` contains the clients' blocks of the last evaluation, checkpoint or end of an epoch. A
+    callback that reads the model at another time must call `trainer.sync_model()` before. Changes that a callback
+    makes to `model` are not trained. The `model` argument of `compute_loss` is the client's model, without the
+    server's blocks.
 
     Args:
-        model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is cut as `split` says; one
-            that is cut already stays as it is. Where TRL's `SFTTrainer` is the parent also a directory or a Hub id.
-        split ([`SplitConfig`], *optional*): Who trains when, and where the model is cut.
-        peft_config (`PeftConfig`, *optional*): Adapters for the model, as TRL's `SFTTrainer` takes it:
+        model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is split as `split` defines. A
+            [`SplitModel`] is used as it is. If the parent class is TRL's `SFTTrainer`, also a directory or an id of a
+            model on the Hub.
+        split ([`SplitConfig`], *optional*): Strategy and cut of the model.
+        peft_config (`PeftConfig`, *optional*): Config of adapters for the model, as in TRL's `SFTTrainer`. See
             `SplitModel.add_adapter`.
 
     Raises:
-        ValueError: If an argument or a combination is not supported. The message names the alternative.
+        ValueError: If an argument or a combination of arguments is not supported. The message names an alternative.
 
     Example:
 
@@ -66,24 +71,27 @@ class SplitFederatedTrainer(SplitMixin, Trainer):
 @functools.cache
 def split_federate(trainer_class: type[Trainer]) -> type[Any]:
     """
-    The split class of any `Trainer` subclass that trains a causal language model, such as `Seq2SeqTrainer` for tasks
-    that are evaluated on generated text.
+    Create the split class of a `Trainer` subclass that trains a causal language model.
+
+    An example is `Seq2SeqTrainer` for tasks that are evaluated on generated text.
 
     Args:
-        trainer_class (`type[transformers.Trainer]`): Also a user's own, with its own `compute_loss`, and TRL's
-            `SFTTrainer`. What its constructor does to rows (tokenizing, packing) it does to each client's.
+        trainer_class (`type[transformers.Trainer]`): A trainer class, for example a custom class with its own
+            `compute_loss`, or TRL's `SFTTrainer`. The dataset of each client is prepared (tokenized, packed) as the
+            constructor of this class does.
 
     Returns:
-        `type`: A subclass of `trainer_class` that takes what [`SplitFederatedTrainer`] takes. The same class for the
-        same argument.
+        `type`: A subclass of `trainer_class` that accepts the arguments of [`SplitFederatedTrainer`]. Calls with the
+            same
+        class return the same result.
 
     Raises:
-        TypeError: If it is no `Trainer` class, split already, or another trainer of TRL.
+        TypeError: If the argument is not a `Trainer` class, is split already, or is an unsupported trainer of TRL.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise TypeError(f"split_federate() takes a subclass of transformers.Trainer, got {trainer_class!r}.")
+        raise TypeError(f"split_federate() got {trainer_class!r}, but needs a subclass of transformers.Trainer.")
     if issubclass(trainer_class, SplitMixin):
-        raise TypeError(f"{trainer_class.__name__} is split already.")
+        raise TypeError(f"{trainer_class.__name__} is split already. Use it without split_federate().")
     check_trainer_class(trainer_class)
     if trainer_class is Trainer:
         return SplitFederatedTrainer

@@ -20,24 +20,24 @@ from hf_federated.security.encrypted_session import ClientSession, ServerSession
 from hf_federated.security.keys import Identity
 from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split.boundary import Boundary
-from hf_federated.split_training.bodies import ServerBodies
-from hf_federated.split_training.digest import run_digest
+from hf_federated.split_training.config import run_digest
 from hf_federated.split_training.server import TrainingServer
+from hf_federated.split_training.server_model import ServerModel
 
 
 IDENTITIES: dict[str, Identity] = {}
-LOADING = threading.Lock()
+LOAD_LOCK = threading.Lock()
 
 
 def identity(name: str) -> Identity:
-    """Made once in a session: keys take time."""
+    """Identity of a party, created once per session because the creation of keys is slow."""
     if name not in IDENTITIES:
         IDENTITIES[name] = Identity.generate(name, 2048)
     return IDENTITIES[name]
 
 
-class Direct:
-    """A link to a server in the same process."""
+class DirectLink:
+    """Link to a server in the same process."""
 
     def __init__(self, server: TrainingServer, client_id: str, watch: Callable[[bytes], None] | None = None) -> None:
         self.server = server
@@ -53,8 +53,8 @@ class Direct:
         pass
 
 
-class Carried:
-    """Carries a sealed link's messages, and counts their bytes."""
+class CountingServer:
+    """Server side of an encrypted link that counts the bytes of the messages."""
 
     def __init__(self, server: EncryptedServer) -> None:
         self.server = server
@@ -69,21 +69,22 @@ class Carried:
         self.server.finish(finish)
         self.up += len(finish)
 
-    def exchange(self, sealed: bytes) -> bytes:
-        answer = self.server.exchange(sealed)
-        self.up, self.down = self.up + len(sealed), self.down + len(answer)
+    def exchange(self, encrypted: bytes) -> bytes:
+        answer = self.server.exchange(encrypted)
+        self.up, self.down = self.up + len(encrypted), self.down + len(answer)
         return answer
 
     def check_size(self, num_bytes: int) -> None:
         self.server.check_size(num_bytes)
 
 
-def sealed(server: TrainingServer, client_id: str) -> EncryptedLink:
-    """A link to a server in the same process, with keys that are made anew at every step."""
-    own, center = identity(client_id), identity("server")
-    there = ServerSession(center, client_id, own.fingerprint, rotate_every=1, rsa_bits=2048)
-    here = ClientSession(own, "server", center.fingerprint, rotate_every=1, rsa_bits=2048)
-    return EncryptedLink(here, Carried(EncryptedServer(there, functools.partial(server.answer, client_id))))
+def encrypted_link(server: TrainingServer, client_id: str) -> EncryptedLink:
+    """Encrypted link to a server in the same process, with new keys at every step."""
+    client, host = identity(client_id), identity("server")
+    server_session = ServerSession(host, client_id, client.fingerprint, rotate_every=1, rsa_bits=2048)
+    client_session = ClientSession(client, "server", host.fingerprint, rotate_every=1, rsa_bits=2048)
+    carrier = CountingServer(EncryptedServer(server_session, functools.partial(server.answer, client_id)))
+    return EncryptedLink(client_session, carrier)
 
 
 class Run:
@@ -91,14 +92,15 @@ class Run:
     A networked run.
 
     Args:
-        directory (`Path`): Parties write below it.
-        clients (`Mapping[str, Any]`): Rows by client.
+        directory (`Path`): Parent of the output directories of the parties.
+        clients (`Mapping[str, Any]`): Dataset of each client, by client id.
         split ([`SplitConfig`]): Strategy.
-        adapter (`PeftConfig`, *optional*): What all parts get.
-        deadline (`float`, *optional*): As of [`TrainingServer`].
-        model (`PreTrainedModel`, *optional*): What all start from.
-        eval_dataset (`datasets.Dataset`, *optional*): Of every client.
-        changes: Of the training arguments.
+        adapter (`PeftConfig`, *optional*): Config of the adapters of all parts.
+        deadline (`float`, *optional*): As in [`TrainingServer`].
+        links (`Callable`, *optional*): Creates the link of a client from the server and the client id.
+        model (`PreTrainedModel`, *optional*): Initial model.
+        eval_dataset (`datasets.Dataset`, *optional*): Evaluation dataset of every client.
+        changes: Further training arguments.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Run:
         split: SplitConfig,
         adapter: PeftConfig | None = None,
         deadline: float | None = None,
-        links: Callable[[TrainingServer, str], Any] = Direct,
+        links: Callable[[TrainingServer, str], Any] = DirectLink,
         model: Any = None,
         eval_dataset: Any = None,
         **changes: Any,
@@ -122,19 +124,19 @@ class Run:
         digest = run_digest(model.config, split, args, model.adapter_config)
         wire = model.boundary.wire
         body = copy_model(model.server_body)
-        bodies = ServerBodies(body, model.config, wire, split, args, list(clients), model.adapter_config)
-        self.server = TrainingServer(bodies, digest, deadline)
+        server_model = ServerModel(body, model.config, wire, split, args, list(clients), model.adapter_config)
+        self.server = TrainingServer(server_model, digest, deadline)
         self.trainers: dict[str, SplitFederatedTrainer] = {}
-        fingerprints = {own: identity(own).fingerprint for own in clients}
-        for client_id, rows in clients.items():
+        fingerprints = {split_model: identity(split_model).fingerprint for split_model in clients}
+        for client_id, dataset in clients.items():
             parts = copy_model(torch.nn.ModuleList([model.client_head, model.client_tail]))
             boundary = Boundary(links(self.server, client_id), wire, client_id)
-            own = SplitModel(model.config, *parts, boundary)
-            own.adapter_config = model.adapter_config
+            split_model = SplitModel(model.config, *parts, boundary)
+            split_model.adapter_config = model.adapter_config
             self.trainers[client_id] = SplitFederatedTrainer(
-                own,
+                split_model,
                 arguments(directory / client_id, **changes),
-                train_dataset=rows,
+                train_dataset=dataset,
                 eval_dataset=eval_dataset,
                 split=split,
                 envelopes=PeerEnvelopes(identity(client_id), fingerprints, 2048),
@@ -142,17 +144,17 @@ class Run:
         self.errors: dict[str, Exception] = {}
 
     def train(self, resume: bool = False, timeout: float = 60.0) -> None:
-        """Everybody trains; errors are kept by client, and a client that fails is gone."""
+        """Train all parties. Errors are stored by client, and a client with an error disconnects."""
 
         def work(client_id: str, trainer: SplitFederatedTrainer) -> None:
             load = trainer._load_rng_state
 
-            def load_alone(checkpoint: Any) -> None:
-                # `torch.load` is told what it may load for the whole process, which is one party's otherwise.
-                with LOADING:
+            def load_with_lock(checkpoint: Any) -> None:
+                # The list of types that `torch.load` accepts is global. Normally each party has its own process.
+                with LOAD_LOCK:
                     load(checkpoint)
 
-            trainer._load_rng_state = load_alone
+            trainer._load_rng_state = load_with_lock
             try:
                 trainer.train(resume_from_checkpoint=resume or None)
                 trainer.leave()
@@ -160,18 +162,18 @@ class Run:
                 self.errors[client_id] = error
                 self.server.client_lost(client_id)
 
-        threads = [threading.Thread(target=work, args=own, daemon=True) for own in self.trainers.items()]
+        threads = [threading.Thread(target=work, args=item, daemon=True) for item in self.trainers.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout)
-        assert not any(thread.is_alive() for thread in threads), "a party waits for ever"
+        assert not any(thread.is_alive() for thread in threads), "a party did not stop waiting"
 
     def values(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What every party trained."""
-        found = {own: dict(trainer.model.named_parameters()) for own, trainer in self.trainers.items()}
-        bodies = {own: party.state() for own, party in self.server.bodies.parties.items()}
+        """Parameters of every party."""
+        client_values = {name: dict(trainer.model.named_parameters()) for name, trainer in self.trainers.items()}
+        server_values = {name: party.state() for name, party in self.server.server_model.parties.items()}
         return {
-            own: {name: value.detach().clone() for name, value in values.items()}
-            for own, values in {**found, **bodies}.items()
+            name: {name: value.detach().clone() for name, value in values.items()}
+            for name, values in {**client_values, **server_values}.items()
         }

@@ -1,4 +1,4 @@
-"""The card of a networked client tells of its own part, and of what the server carried and could not read."""
+"""The model card of a networked client describes the client's part and the messages that the server relays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import dataclasses
 
 import pytest
 from huggingface_hub import ModelCard
-from networked import Run, sealed
+from networked import Run, encrypted_link
 from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
 from hf_federated.cards import SplitRecord, render_saved, render_split
-from hf_federated.split_training.control import CONTROLS, Begun, Fetched, Joined, Sent, Stepped
+from hf_federated.split_training.messages import (
+    CONTROL_MESSAGES,
+    BeginStepReply,
+    EndStepReply,
+    FetchEnvelopeReply,
+    JoinReply,
+    SendEnvelopeReply,
+)
 
 
 CONFIGS = [
@@ -23,7 +30,7 @@ CONFIGS = [
 
 
 def trained(directory, split, sizes=(6, 4), **changes) -> Run:
-    """A run whose clients evaluate before they leave."""
+    """Train a run whose clients evaluate before they leave."""
     run = Run(directory, clients_of(*sizes), split, LORA, **changes)
     for trainer in run.trainers.values():
         leave = trainer.leave
@@ -39,33 +46,33 @@ def trained(directory, split, sizes=(6, 4), **changes) -> Run:
 
 
 def cells(text: str) -> dict[str, str]:
-    """First cell to second of all tables."""
+    """First cell to second cell of all tables."""
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return {line[0].strip(): line[1].strip() for line in lines}
 
 
-@pytest.mark.parametrize("split", CONFIGS, ids=lambda own: f"{own.strategy}-{own.average_every}")
-def test_a_networked_client_writes_the_card_of_its_part(split, tmp_path):
+@pytest.mark.parametrize("split", CONFIGS, ids=lambda parameter: f"{parameter.strategy}-{parameter.average_every}")
+def test_card_of_networked_client_describes_its_part(split, tmp_path):
     run = trained(tmp_path, split)
     trainer = run.trainers["client 1"]
     trainer.create_model_card(license="mit")
     card = ModelCard.load(tmp_path / "client 1" / "README.md")
     text, table = card.text, cells(card.text)
-    for false in (
+    for phrase in (
         "all parties in one process",
-        "were not encrypted.",
-        "The parts are joined",
+        "were not.",
+        "are joined: it is",
         "from_pretrained",
-        "whole model",
+        "whole model of",
     ):
-        assert false not in text
-    assert "the part of one client only. Each of 2 clients kept" in text and "hf-federated split-merge" in text
+        assert phrase not in text
+    assert "one client's part alone: each of 2 clients kept" in text and "hf-federated split-merge" in text
     assert card.data.library_name == "hf_federated" and card.data.eval_results[0].metric_type == "loss"
-    assert (table["Clients"], table["Examples"]) == ("2", "4") and "Examples per client" not in table
-    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes sent by this client"]
-    number = sum(own.numel() for own in trainer.model.parameters() if own.requires_grad)
-    assert f"the {number:,} trained values" in text
-    assert "sent through the server in envelopes. An envelope is encrypted" in text
+    assert (table["Clients"], table["Rows"]) == ("2", "4") and "Rows of a client" not in table
+    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes that this client sent"]
+    number = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    assert f"the {number:,} values that it trains" in text
+    assert "They travel through the server in envelopes: encrypted" in text
     assert "envelopes for other clients, which it cannot read" in table["The server"]
     assert "trained parameters" not in table["The server"]
     hands_over = split.strategy == "serial" and split.average_every is None
@@ -75,7 +82,7 @@ def test_a_networked_client_writes_the_card_of_its_part(split, tmp_path):
     assert "none in addition to" in table["Encryption"]
 
 
-def test_the_card_names_every_field_of_what_is_said_of_the_run(tmp_path):
+def test_card_mentions_every_field_of_control_messages(tmp_path):
     run = trained(tmp_path, SplitConfig(), (2, 2))
     left = render_split(SplitRecord.from_trainer(run.trainers["client 0"])).split("## Exchanged information")[1]
     words = {
@@ -96,25 +103,32 @@ def test_the_card_names_every_field_of_what_is_said_of_the_run(tmp_path):
         "sender": "sees the sender",
         "sealed": "in envelopes",
     }
-    kinds = [*CONTROLS.values(), Joined, Begun, Stepped, Sent, Fetched]
+    kinds = [
+        *CONTROL_MESSAGES.values(),
+        JoinReply,
+        BeginStepReply,
+        EndStepReply,
+        SendEnvelopeReply,
+        FetchEnvelopeReply,
+    ]
     assert words.keys() == {item.name for kind in kinds for item in dataclasses.fields(kind)}
-    assert not [name for name, said in words.items() if said not in left]
+    assert not [name for name, phrase in words.items() if phrase not in left]
 
 
-def test_a_client_alone_sends_parameters_nowhere(tmp_path):
+def test_card_of_single_client_reports_no_parameter_exchange(tmp_path):
     run = trained(tmp_path, SplitConfig(strategy="client_batch"), (4,))
     text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
     assert "There was no other client. No parameters were sent." in text and "envelopes for" not in text
 
 
-def test_sealed_messages_hide_nothing_from_the_server(tmp_path):
-    run = trained(tmp_path, SplitConfig(encryption=True), (2, 2), links=sealed)
+def test_card_states_that_encryption_hides_nothing_from_server(tmp_path):
+    run = trained(tmp_path, SplitConfig(encryption=True), (2, 2), links=encrypted_link)
     text = render_split(SplitRecord.from_trainer(run.trainers["client 0"]))
     assert cells(text)["Encryption"] == "AES-256-GCM between this client and the server"
     assert "nothing from the server." in text and "envelopes and handshakes, the overhead of encryption" in text
 
 
-def test_a_run_that_ended_early_is_not_said_to_be_averaged(tmp_path):
+def test_card_of_stopped_run_does_not_claim_average(tmp_path):
     run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA)
     trainer = run.trainers["client 1"]
     step = trainer.training_step
@@ -129,7 +143,7 @@ def test_a_run_that_ended_early_is_not_said_to_be_averaged(tmp_path):
     assert table["Parts of the clients"].endswith("the saved part is this client's own")
 
 
-def test_a_networked_client_that_has_not_trained_claims_nothing(tmp_path):
+def test_card_before_training_makes_no_claims(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(), LORA)
     record = SplitRecord.from_trainer(run.trainers["client 0"])
     text = render_split(record)

@@ -1,4 +1,4 @@
-"""Networked runs: the same numbers as in one process, whoever is slow, gone or started again."""
+"""Networked runs give the same numbers as runs in one process, also with slow, disconnected and resumed clients."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import shutil
 
 import pytest
 import torch
-from networked import Direct, Run
+from networked import DirectLink, Run
 from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_federated import SplitConfig, SplitModel
 from hf_federated.split import load_saved_parts, merge_parts
-from hf_federated.split_training.control import Send, as_tensor, read_message
-from hf_federated.split_training.parties import Party
-from hf_federated.split_training.schedule import create_optimizers
+from hf_federated.split_training.messages import SendEnvelope, as_tensor, read_message
+from hf_federated.split_training.optimization import Party, create_optimizers
 
 
 def config_of(strategy, **changes):
@@ -27,14 +26,14 @@ def config_of(strategy, **changes):
 @pytest.mark.parametrize(
     ("split", "adapter", "tied"),
     [
-        *((config_of(own), LORA, False) for own in STRATEGIES),
+        *((config_of(strategy), LORA, False) for strategy in STRATEGIES),
         (config_of("client_batch"), None, False),
         (config_of("client_batch"), None, True),
         (SplitConfig(average_every=2, steps_per_turn=1), LORA, False),
     ],
     ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged"],
 )
-def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tied, tmp_path):
+def test_networked_run_gives_identical_weights_to_run_in_one_process(split, adapter, tied, tmp_path):
     clients = clients_of(5, 3, 4)
     changes = {"num_train_epochs": 2, "max_grad_norm": 0.3, "warmup_steps": 1}
     models = [whole_model(tie_word_embeddings=tied) for _ in range(2)]
@@ -49,28 +48,30 @@ def test_a_networked_run_trains_as_one_in_a_process(split, adapter, tied, tmp_pa
     for values in (run.values()[client_id] for client_id in clients):
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
-    for name, value in run.server.bodies.parties[next(iter(run.server.bodies.parties))].state().items():
+    for name, value in run.server.server_model.parties[next(iter(run.server.server_model.parties))].state().items():
         assert torch.equal(value, expected[f"server_body.{name}"]), name
-    assert all(own.state.global_step == trainer.state.global_step for own in run.trainers.values())
+    assert all(
+        client_trainer.state.global_step == trainer.state.global_step for client_trainer in run.trainers.values()
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_networked_run_trains_in_mixed_precision(strategy, tmp_path):
+def test_networked_run_gives_identical_weights_in_mixed_precision(strategy, tmp_path):
     expected = []
     for bf16 in (True, False):
-        one = split_trainer(tmp_path / f"bf16 {bf16}", clients_of(4, 4), config_of(strategy), LORA, bf16=bf16)
-        one.train()
-        expected.append(dict(one.model.named_parameters()))
+        reference = split_trainer(tmp_path / f"bf16 {bf16}", clients_of(4, 4), config_of(strategy), LORA, bf16=bf16)
+        reference.train()
+        expected.append(dict(reference.model.named_parameters()))
     run = Run(tmp_path, clients_of(4, 4), config_of(strategy), LORA, bf16=True)
     run.train()
-    assert not run.errors and run.server.step == run.server.bodies.max_steps
+    assert not run.errors and run.server.step == run.server.server_model.max_steps
     values = run.values()["client 0"]
     assert all(torch.equal(value, expected[0][name]) for name, value in values.items())
     assert any(not torch.equal(value, expected[1][name]) for name, value in values.items())
 
 
-def test_what_is_drawn_does_not_depend_on_the_network(tmp_path):
-    # One client: several would draw from one generator here, where they are threads of one process.
+def test_networked_run_draws_identical_random_numbers(tmp_path):
+    # Several clients would share the global generator, because they are threads of one process here.
     models = [whole_model(attention_dropout=0.2) for _ in range(2)]
     trainer = split_trainer(tmp_path / "one", clients_of(4), config_of("client_batch"), LORA, model=models[0])
     trainer.train()
@@ -82,8 +83,8 @@ def test_what_is_drawn_does_not_depend_on_the_network(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["serial", pytest.param("client_batch", marks=pytest.mark.slow), STRATEGIES[2]])
-def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
-    # Averages lie between checkpoints, and weigh rows from before and after.
+def test_resume_after_kill_gives_identical_weights(strategy, tmp_path):
+    # An averaging period includes examples from before and after a checkpoint.
     clients, split = clients_of(6, 5), SplitConfig(strategy, average_every=None if strategy == "serial" else 3)
     changes = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
     whole = Run(tmp_path / "whole", clients, split, LORA, **changes)
@@ -94,7 +95,7 @@ def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
     step = trainer.training_step
 
     def killed(*args):
-        # Of clients that hand over, it is in the middle of the second one's turn.
+        # With the serial strategy this step is in the middle of the second client's turn.
         if trainer.state.global_step == 5:
             raise RuntimeError("killed")
         return step(*args)
@@ -102,40 +103,42 @@ def test_everybody_goes_on_from_the_last_step_that_all_have(strategy, tmp_path):
     trainer.training_step = killed
     broken.train()
     assert str(broken.errors["client 1"]) == "killed"
-    assert "client 'client 1' is gone" in str(broken.errors["client 0"]) or strategy == "serial"
+    assert "client 'client 1' disconnected" in str(broken.errors["client 0"]) or strategy == "serial"
 
     again = Run(tmp_path / "broken", clients, split, LORA, **changes)
     again.train(resume=True)
     assert not again.errors and again.server._resume_step == 4
-    expected, found = whole.values(), again.values()
-    for party in expected:
-        for name, value in expected[party].items():
-            assert torch.equal(value, found[party][name]), (party, name)
+    whole_values, resumed_values = whole.values(), again.values()
+    for party in whole_values:
+        for name, value in whole_values[party].items():
+            assert torch.equal(value, resumed_values[party][name]), (party, name)
 
 
-def test_what_a_client_logs_is_of_its_own_steps(tmp_path):
+def test_client_logs_losses_of_its_own_steps(tmp_path):
     clients, split = clients_of(4, 4), config_of("serial")
-    one = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
-    one.train()
-    losses = [own["loss"] for own in one.state.log_history if "loss" in own]
+    reference = split_trainer(tmp_path / "one", clients, split, LORA, num_train_epochs=2)
+    reference.train()
+    losses = [log["loss"] for log in reference.state.log_history if "loss" in log]
     run = Run(tmp_path, clients, split, LORA, num_train_epochs=2, logging_steps=3)
     run.train()
     assert not run.errors
     logged = {
-        own: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-        for own, trainer in run.trainers.items()
+        client_id: {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+        for client_id, trainer in run.trainers.items()
     }
-    # Steps 1, 2, 5 and 6 are the first client's.
+    # The first client trains steps 1, 2, 5 and 6.
     means = {"client 0": {3: (0, 1), 6: (4, 5)}, "client 1": {3: (2,), 6: (3,)}}
-    for own, expected in means.items():
-        found = {step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()}
-        assert logged[own] == pytest.approx(found, rel=1e-6)
+    for client_id, expected in means.items():
+        mean_losses = {
+            step: sum(losses[number] for number in numbers) / len(numbers) for step, numbers in expected.items()
+        }
+        assert logged[client_id] == pytest.approx(mean_losses, rel=1e-6)
     assert run.trainers["client 0"].state.log_history[-1]["train_loss"] == pytest.approx(
         sum(losses[number] for number in (0, 1, 4, 5)) / 4, rel=1e-6
     )
 
 
-def test_who_waits_for_its_turn_saves_with_the_others(tmp_path):
+def test_waiting_client_saves_checkpoints_with_the_training_client(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     run = Run(tmp_path, clients_of(10, 2), config_of("serial"), LORA, **changes)
     trainer = run.trainers["client 0"]
@@ -148,11 +151,11 @@ def test_who_waits_for_its_turn_saves_with_the_others(tmp_path):
 
     trainer.training_step = killed
     run.train()
-    kept = {
-        own: {int(path.name[11:]) for path in (tmp_path / own).glob("checkpoint-*")}
-        for own in ("server", *run.trainers)
+    checkpoint_steps = {
+        party: {int(path.name[11:]) for path in (tmp_path / party).glob("checkpoint-*")}
+        for party in ("server", *run.trainers)
     }
-    assert all(max(own) == 3 and len(own) == 2 for own in kept.values()), kept
+    assert all(max(steps) == 3 and len(steps) == 2 for steps in checkpoint_steps.values()), checkpoint_steps
 
 
 class StopAfter(TrainerCallback):
@@ -164,25 +167,28 @@ class StopAfter(TrainerCallback):
 
 
 @pytest.mark.parametrize("strategy", ["serial", "client_batch"])
-def test_a_client_that_stops_early_ends_the_run_for_all_by_name(strategy, tmp_path):
+def test_client_that_stops_early_ends_run_and_is_named(strategy, tmp_path):
     run = Run(tmp_path, clients_of(8, 8), SplitConfig(strategy=strategy), LORA)
     run.trainers["client 1"].add_callback(StopAfter(3))
     run.train()
     assert list(run.errors) == ["client 0"] and run.trainers["client 1"].state.global_step == 3
-    assert "'client 1' stopped before step" in str(run.errors["client 0"]) and not run.server.finished.is_set()
+    assert (
+        "'client 1' stopped before the last step" in str(run.errors["client 0"]) and not run.server.finished.is_set()
+    )
 
 
 @pytest.mark.parametrize("strategy", ["serial", "client_batch"])
-def test_a_run_that_is_over_may_be_resumed(strategy, tmp_path):
+def test_finished_run_can_be_resumed(strategy, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2}
     for resume in (False, True):
         run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy), LORA, **changes)
         run.train(resume)
         assert not run.errors and run.server.finished.is_set()
-    assert run.server._resume_step == run.server.bodies.max_steps
+    assert run.server._resume_step == run.server.server_model.max_steps
 
 
-def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
+def test_save_only_model_checkpoint_is_not_resumed(tmp_path):
+    """A checkpoint of `save_only_model=True` contains no state of the parties."""
     changes = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     for resume in (False, True):
         run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
@@ -190,7 +196,7 @@ def test_a_checkpoint_without_parties_is_none_to_resume(tmp_path):
         assert not run.errors and run.server._resume_step == 0
 
 
-def test_checkpoints_that_others_lack_are_told_and_left_alone(tmp_path, caplog):
+def test_checkpoint_missing_on_server_starts_run_from_scratch_with_warning(tmp_path, caplog):
     changes = {"save_strategy": "steps", "save_steps": 1}
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
     run.train()
@@ -198,11 +204,11 @@ def test_checkpoints_that_others_lack_are_told_and_left_alone(tmp_path, caplog):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
     run.train(resume=True)
     assert not run.errors and run.server._resume_step == 0
-    assert "no step of which server and clients all have a checkpoint: the run begins anew" in caplog.text
-    assert caplog.text.count("Others have no checkpoint of the steps [") == 2
+    assert "server and the clients have no checkpoint of a common step. The run starts from scratch." in caplog.text
+    assert caplog.text.count("No checkpoint of the steps [") == 2
 
 
-def test_an_optimizer_of_the_server_creates_no_repository(tmp_path, monkeypatch):
+def test_server_optimizer_creates_no_hub_repository(tmp_path, monkeypatch):
     def create(*args, **kwargs):
         raise AssertionError("a repository would be created")
 
@@ -214,32 +220,32 @@ def test_an_optimizer_of_the_server_creates_no_repository(tmp_path, monkeypatch)
     assert party.optimizer is not None and args.push_to_hub
 
 
-def test_clients_of_replicas_evaluate_what_is_saved(tmp_path):
+def test_clients_of_replicas_evaluate_the_saved_average(tmp_path):
     clients, split = clients_of(6, 6), config_of("server_hierarchical")
-    one = split_trainer(tmp_path / "one", clients, split, LORA)
-    one.train()
+    reference = split_trainer(tmp_path / "one", clients, split, LORA)
+    reference.train()
     run = Run(tmp_path, clients, split, LORA)
-    found = []
+    losses = []
     for trainer in run.trainers.values():
         leave = trainer.leave
 
         def evaluate_and_leave(trainer=trainer, leave=leave):
-            found.append(trainer.evaluate(rows_of(9))["eval_loss"])
+            losses.append(trainer.evaluate(rows_of(9))["eval_loss"])
             leave()
 
         trainer.leave = evaluate_and_leave
     run.train()
     assert not run.errors
-    assert found == [one.evaluate(rows_of(9))["eval_loss"]] * 2
+    assert losses == [reference.evaluate(rows_of(9))["eval_loss"]] * 2
 
 
-def test_clients_in_turns_are_not_evaluated_while_another_trains(tmp_path):
+def test_serial_clients_cannot_evaluate_during_training(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"), LORA, eval_strategy="no")
     for trainer in run.trainers.values():
         trainer.args.eval_strategy = IntervalStrategy.EPOCH
     run.train()
     assert set(run.errors) == {"client 0", "client 1"}
-    assert all("set eval_strategy='no'" in str(error) for error in run.errors.values())
+    assert all("Set eval_strategy='no'" in str(error) for error in run.errors.values())
 
 
 @pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
@@ -248,26 +254,29 @@ def test_clients_in_turns_are_not_evaluated_while_another_trains(tmp_path):
     [((4, 4), 1, {"eval_strategy": "steps", "eval_steps": 1}), ((5, 3, 4), 3, {"eval_strategy": "epoch"})],
     ids=["steps", "epoch"],
 )
-def test_clients_evaluate_inside_a_run_what_one_process_does(strategy, sizes, average_every, changes, tmp_path):
+def test_evaluation_during_networked_run_equals_evaluation_in_one_process(
+    strategy, sizes, average_every, changes, tmp_path
+):
     split = SplitConfig(strategy=strategy, average_every=average_every)
     settings = {"num_train_epochs": 2, "learning_rate": 0.1, **changes}
-    one = split_trainer(tmp_path / "one", clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
-    one.train()
+    reference = split_trainer(tmp_path / "one", clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
+    reference.train()
     run = Run(tmp_path, clients_of(*sizes), split, LORA, eval_dataset=rows_of(9), **settings)
     run.train()
     assert not run.errors
-    losses, *others = [
+    losses, *client_losses = [
         {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
-        for trainer in (one, *run.trainers.values())
+        for trainer in (reference, *run.trainers.values())
     ]
     values = sorted(losses.values())
     assert len(values) > 1 and min(high - low for low, high in zip(values, values[1:], strict=False)) > 1e-5
-    # To the last bit of float32: replicas that were averaged are evaluated one by one, and in one process their mean.
-    assert all(own == pytest.approx(losses, rel=0, abs=3e-7) for own in others)
+    # Up to rounding in float32: a networked run evaluates the averaged replicas, one process evaluates their mean.
+    assert all(losses_of_client == pytest.approx(losses, rel=0, abs=3e-7) for losses_of_client in client_losses)
 
 
 @pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
-def test_nobody_evaluates_while_others_take_steps_without_it(strategy, tmp_path):
+def test_evaluation_steps_require_equal_steps_per_epoch(strategy, tmp_path):
+    """A client without remaining steps would evaluate while other clients update the body."""
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows_of(9)}
     run = Run(tmp_path, clients_of(8, 2), config_of(strategy), LORA, **settings)
     run.train()
@@ -275,7 +284,7 @@ def test_nobody_evaluates_while_others_take_steps_without_it(strategy, tmp_path)
     assert any("client 0: 4, client 1: 1 steps in an epoch" in str(error) for error in run.errors.values())
 
 
-def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
+def test_saved_parts_merge_into_whole_model(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical"))
     run.train()
     assert not run.errors
@@ -289,79 +298,83 @@ def test_saved_parts_of_all_parties_make_the_whole_model(tmp_path):
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 
 
-def test_no_replica_steps_where_the_gradients_of_one_are_not_finite(tmp_path):
-    bodies = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.bodies
-    bodies.prepare(1)
+def test_no_replica_is_updated_if_gradients_of_one_are_not_finite(tmp_path):
+    server_model = Run(tmp_path, clients_of(2, 2), config_of("server_hierarchical")).server.server_model
+    server_model.prepare(1)
     before = {
-        name: {own: value.clone() for own, value in party.state().items()} for name, party in bodies.parties.items()
+        name: {key: value.clone() for key, value in party.state().items()}
+        for name, party in server_model.parties.items()
     }
-    for party, gradient in zip(bodies.parties.values(), (1.0, float("inf")), strict=True):
-        for parameter in party.trained().values():
+    for party, gradient in zip(server_model.parties.values(), (1.0, float("inf")), strict=True):
+        for parameter in party.trained_parameters().values():
             parameter.grad = torch.full_like(parameter, gradient)
     with pytest.raises(ValueError, match="'server/client 1' for client 1 are not finite at step 0"):
-        bodies.train_step(0, {"client 0": 1.0, "client 1": 1.0}, {"client 0": 2, "client 1": 2})
-    for name, party in bodies.parties.items():
-        assert all(torch.equal(value, before[name][own]) for own, value in party.state().items()), name
+        server_model.train_step(0, {"client 0": 1.0, "client 1": 1.0}, {"client 0": 2, "client 1": 2})
+    for name, party in server_model.parties.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in party.state().items()), name
 
 
-def test_a_server_keeps_one_envelope_for_each_pair(tmp_path):
+def test_server_stores_one_encrypted_message_per_pair_of_clients(tmp_path):
     server = Run(tmp_path, clients_of(2, 2), config_of("serial")).server
-    for step, error in ((0, contextlib.nullcontext()), (1, pytest.raises(ValueError, match="waits to be fetched"))):
+    for step, error in (
+        (0, contextlib.nullcontext()),
+        (1, pytest.raises(ValueError, match="did not fetch the previous message")),
+    ):
         with error:
-            server.answer("client 0", Send("client 0", step, "client 1", as_tensor(b"x")).to_bytes())
+            server.answer("client 0", SendEnvelope("client 0", step, "client 1", as_tensor(b"x")).to_bytes())
 
 
-def test_a_server_checkpoints_its_activations_too(tmp_path):
+def test_activation_checkpointing_applies_to_server(tmp_path):
     server = Run(tmp_path, clients_of(2), config_of("serial"), activation_checkpointing=True).server
-    assert server.bodies.parties["server"].module.model.is_activation_checkpointing
+    assert server.server_model.parties["server"].module.model.is_activation_checkpointing
 
 
-def test_envelopes_are_nothing_that_the_server_can_read(tmp_path):
+def test_server_relays_parameters_encrypted(tmp_path):
     seen = []
 
     def links(server, client_id):
-        return Direct(server, client_id, seen.append)
+        return DirectLink(server, client_id, seen.append)
 
     clients, split = clients_of(4, 4), SplitConfig(average_every=2)
     run = Run(tmp_path, clients, split, LORA, links=links)
     run.train()
     assert not run.errors
-    sent = [message for message in map(read_message, seen) if isinstance(message, Send)]
+    sent = [message for message in map(read_message, seen) if isinstance(message, SendEnvelope)]
     assert len(sent) == 4
-    trained = [value.detach() for value in run.trainers["client 0"]._remote.client.trained().values()]
+    trained = [value.detach() for value in run.trainers["client 0"]._networked.client.trained_parameters().values()]
     for message in sent:
         blob = message.sealed.numpy().tobytes()
         assert all(value.numpy().tobytes()[:32] not in blob for value in trained)
 
 
-def test_what_a_networked_client_is_given_must_be_its_own(tmp_path):
+def test_networked_client_rejects_arguments_for_other_clients(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
     model = run.trainers["client 0"].model
-    with pytest.raises(ValueError, match="a client has its own"):
+    with pytest.raises(ValueError, match="Pass the dataset of this client only"):
         split_trainer(tmp_path, clients_of(2, 2), model=model)
-    with pytest.raises(ValueError, match="resume_from_checkpoint is True or not"):
+    with pytest.raises(ValueError, match="Set resume_from_checkpoint to True or leave it out"):
         run.trainers["client 0"].train(resume_from_checkpoint="checkpoint-3")
-    with pytest.raises(ValueError, match="deadline is for clients that meet"):
+    with pytest.raises(ValueError, match="deadline requires strategy='client_batch'"):
         Run(tmp_path, {"a": rows_of(0)}, config_of("serial"), deadline=1.0)
-    alone = Run(tmp_path, {"a": rows_of(0)}, config_of("serial"))
-    alone.trainers["a"]._envelopes = None
-    alone.train()
-    assert not alone.errors
+    single_client_run = Run(tmp_path, {"a": rows_of(0)}, config_of("serial"))
+    single_client_run.trainers["a"]._envelopes = None
+    single_client_run.train()
+    assert not single_client_run.errors
 
 
-def test_an_optimizer_of_a_clients_own_is_refused_before_it_joins(tmp_path):
+def test_custom_optimizer_of_networked_client_is_rejected_before_joining(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), config_of("serial"))
     trainer = run.trainers["client 0"]
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.1})
-    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs of a client does not reach the server"):
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs of a client is not supported in a networked run"):
         trainer.train()
 
-    class Decaying(type(trainer)):
+    class NoDecayTrainer(type(trainer)):
         def get_decay_parameter_names(self, model):
             return []
 
-    other = run.trainers["client 1"]
-    other.__class__ = Decaying
-    with pytest.raises(ValueError, match=r"Decaying\.get_decay_parameter_names of a client"):
-        other.train()
+    second_trainer = run.trainers["client 1"]
+    second_trainer.__class__ = NoDecayTrainer
+    with pytest.raises(ValueError, match=r"NoDecayTrainer\.get_decay_parameter_names of a client"):
+        second_trainer.train()
     assert run.server.step == 0

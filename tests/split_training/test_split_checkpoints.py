@@ -1,4 +1,4 @@
-"""Checkpoints of split training: each party's own part, and runs that go on in the same bytes."""
+"""Checkpoints of split training contain the part of each party, and resumed runs give identical results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Seq2SeqTrainer
 
 from hf_federated import SplitConfig, split_federate
 from hf_federated.split import merge_parts
-from hf_federated.split_training.checkpoint import party_directory
+from hf_federated.split_training.saving import party_directory
 
 
 def config_of(strategy: str) -> SplitConfig:
@@ -28,7 +28,7 @@ def config_of(strategy: str) -> SplitConfig:
 ADAPTERS = {"all": None, "lora": LORA, "prefix": PREFIX}
 
 
-# Each strategy and each adapter once; the others take longer than they tell.
+# Each strategy and each adapter once. The remaining combinations are slow and add little.
 @pytest.mark.parametrize(
     ("strategy", "adapter"),
     [
@@ -37,8 +37,8 @@ ADAPTERS = {"all": None, "lora": LORA, "prefix": PREFIX}
         for kind, (name, adapter) in enumerate(ADAPTERS.items())
     ],
 )
-def test_a_resumed_run_ends_in_the_same_bytes(strategy, adapter, tmp_path):
-    # Of clients that hand over, the checkpoint is between two turns.
+def test_resumed_run_gives_identical_weights_and_logs(strategy, adapter, tmp_path):
+    # With the serial strategy the checkpoint is between two turns.
     clients = clients_of(6 if strategy == "serial" else 8, 6)
     changes = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, "warmup_steps": 2}
     model = {"model": whole_model(attention_dropout=0.2)}
@@ -48,29 +48,29 @@ def test_a_resumed_run_ends_in_the_same_bytes(strategy, adapter, tmp_path):
         tmp_path, clients, config_of(strategy), adapter, **changes, model=whole_model(attention_dropout=0.2)
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    expected, found = trained_values(whole.model), trained_values(resumed.model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, resumed_values = trained_values(whole.model), trained_values(resumed.model)
+    assert all(torch.equal(expected[name], resumed_values[name]) for name in expected)
     assert resumed.ledger.to_dict() == whole.ledger.to_dict()
     logs = [
-        [(own["loss"], own["grad_norm"]) for own in trainer.state.log_history if "loss" in own]
+        [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         for trainer in (whole, resumed)
     ]
     assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["all", "lora"])
-def test_a_run_that_is_over_ends_with_the_same_model(adapter, tmp_path):
+def test_resuming_a_finished_run_gives_identical_weights(adapter, tmp_path):
     trainers = []
     for resume in (None, True):
         trainers.append(
             split_trainer(tmp_path, clients_of(2, 2), config_of("client_batch"), adapter, save_strategy="epoch")
         )
         trainers[-1].train(resume_from_checkpoint=resume)
-    expected, found = (trained_values(own.model) for own in trainers)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, resumed_values = (trained_values(trainer.model) for trainer in trainers)
+    assert all(torch.equal(expected[name], resumed_values[name]) for name in expected)
 
 
-def test_every_party_saves_its_own_part_under_the_models_numbers(tmp_path):
+def test_each_party_saves_its_part_with_block_numbers_of_whole_model(tmp_path):
     trainer = split_trainer(
         tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), save_strategy="steps", save_steps=1
     )
@@ -81,7 +81,10 @@ def test_every_party_saves_its_own_part_under_the_models_numbers(tmp_path):
         for party in ("client/client 0", "client/client 1", "server")
     }
     assert names["client/client 0"] == names["client/client 1"]
-    blocks = {party: {name.split(".")[2] for name in own if ".layers." in name} for party, own in names.items()}
+    blocks = {
+        party: {name.split(".")[2] for name in parameter_names if ".layers." in name}
+        for party, parameter_names in names.items()
+    }
     assert blocks["client/client 0"] == {"0", "3"} and blocks["server"] == {"1", "2"}
     assert not any("embed" in name or "lm_head" in name for name in names["server"])
     merge_parts(
@@ -97,9 +100,9 @@ def test_every_party_saves_its_own_part_under_the_models_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["all", "lora"])
-def test_parties_of_two_checkpoints_do_not_become_one_model(adapter, tmp_path):
-    given = {"save_strategy": "steps", "save_steps": 1}
-    split_trainer(tmp_path, clients_of(4, 4), SplitConfig(), adapter, **given).train()
+def test_parts_of_different_checkpoints_cannot_be_merged(adapter, tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    split_trainer(tmp_path, clients_of(4, 4), SplitConfig(), adapter, **changes).train()
     client, early, late = (
         party_directory(tmp_path / f"checkpoint-{step}", party)
         for step, party in ((2, "client/client 0"), (1, "server"), (2, "server"))
@@ -110,7 +113,7 @@ def test_parties_of_two_checkpoints_do_not_become_one_model(adapter, tmp_path):
 
 
 @pytest.mark.parametrize(("adapter", "save_only_model"), [(None, False), (LORA, False), (LORA, True)])
-def test_the_best_model_is_loaded_at_the_end_and_stays(adapter, save_only_model, tmp_path):
+def test_best_model_is_loaded_at_the_end_and_kept(adapter, save_only_model, tmp_path):
     name = "model.safetensors" if adapter is None else "adapter_model.safetensors"
     values = iter([1.0, 3.0, 2.0])
     trainer = split_trainer(
@@ -136,34 +139,34 @@ def test_the_best_model_is_loaded_at_the_end_and_stays(adapter, save_only_model,
     trainer.save_model(str(tmp_path / "final"))
     final = load_file(tmp_path / "final" / name)
     assert all(torch.equal(best[name], final[name]) for name in best)
-    assert sorted(own.name for own in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.parametrize("damage", ["run", "party", "other clients", "other strategy"])
-def test_a_checkpoint_that_does_not_fit_is_refused(damage, tmp_path):
+def test_checkpoint_of_other_run_or_with_missing_files_is_rejected(damage, tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1}
     split_trainer(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes).train()
     checkpoint = tmp_path / "checkpoint-1"
     clients, config = clients_of(2, 2), SplitConfig(strategy="client_batch")
     if damage == "run":
         (checkpoint / "federated" / "split.safetensors").unlink()
-        message = "no checkpoint of a split training run"
+        message = "is not a checkpoint of a split training run"
     elif damage == "party":
         path = party_directory(checkpoint, "server") / "training.safetensors"
         path.write_bytes(path.read_bytes()[:-10])
         message = "training.safetensors"
     elif damage == "other clients":
         clients = clients_of(2, 2, 2)
-        message = "of a run with clients"
+        message = "belongs to a run with clients"
     else:
         config = SplitConfig()
-        message = "of a run with config"
+        message = "belongs to a run with config"
     with pytest.raises(ValueError, match=message):
         split_trainer(tmp_path, clients, config, LORA, **changes).train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_in_the_bytes_of_one_that_was_not(tmp_path):
+def test_resume_after_kill_gives_identical_weights(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent(
@@ -203,7 +206,7 @@ def test_a_killed_run_ends_in_the_bytes_of_one_that_was_not(tmp_path):
     assert adapters[0] == adapters[1]
 
 
-def test_a_saved_model_says_how_it_was_split(tmp_path):
+def test_saved_model_includes_split_config_and_ledger(tmp_path):
     trainer = split_trainer(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch", average_every=1))
     trainer.train()
     trainer.save_model()
@@ -211,7 +214,7 @@ def test_a_saved_model_says_how_it_was_split(tmp_path):
     assert len(json.loads((tmp_path / "federated_ledger.json").read_text())["rounds"]) >= 1
 
 
-def test_trainers_of_other_classes_are_split(tmp_path):
+def test_split_federate_creates_class_of_other_trainers(tmp_path):
     trainer_class = split_federate(Seq2SeqTrainer)
     assert trainer_class.__name__ == "SplitFederatedSeq2SeqTrainer" and split_federate(Seq2SeqTrainer) is trainer_class
     with pytest.raises(TypeError, match="split already"):

@@ -1,4 +1,4 @@
-"""What a split trainer takes, refuses and says."""
+"""Arguments of a split trainer, its errors, and its data order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from split_runs import (
 from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 from hf_federated import FederatedDataset, SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
-from hf_federated.split_training.parties import JointOptimizer, Party
-from hf_federated.split_training.steps import SplitSteps, StepPlan
-from hf_federated.split_training.transfer import PartParameters
+from hf_federated.split_training.messages import PartParameters
+from hf_federated.split_training.optimization import JointOptimizer, Party
+from hf_federated.split_training.step_plan import SplitSteps, StepPlan
 
 
-def test_a_config_parses_beside_training_arguments_and_comes_back_from_disk(tmp_path):
+def test_config_parses_with_training_arguments_and_loads_from_disk(tmp_path):
     parser = HfArgumentParser((TrainingArguments, SplitConfig))
     line = ["--output_dir", str(tmp_path), "--strategy", "client_batch", "--average_every", "50"]
     _, config = parser.parse_args_into_dataclasses(line)
@@ -44,13 +44,13 @@ def test_a_config_parses_beside_training_arguments_and_comes_back_from_disk(tmp_
         ({"strategy": "parallel"}, "choose one of serial, client_batch"),
         ({"average_every": 0}, "at least 1"),
         ({"average_every": 2.0}, "number of optimizer steps"),
-        ({"strategy": "client_batch", "steps_per_turn": 2}, "is for strategy='serial'"),
+        ({"strategy": "client_batch", "steps_per_turn": 2}, "applies to strategy='serial' only"),
         ({"tail_blocks": 0}, "at least the last block"),
         ({"head_blocks": -1}, "number of blocks"),
         ({"wire_dtype": "int4"}, "choose one of auto"),
     ],
 )
-def test_a_field_that_means_nothing_is_refused(settings, message):
+def test_invalid_config_field_is_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         SplitConfig(**settings)
 
@@ -61,45 +61,45 @@ def test_a_field_that_means_nothing_is_refused(settings, message):
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "no"}, "reduce_lr_on_plateau"),
         ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential'"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size that fits"),
-        ({"label_smoothing_factor": 0.1}, "weighs clients by their target tokens"),
+        ({"label_smoothing_factor": 0.1}, "weights clients by their target tokens"),
         ({"torch_compile": True}, "torch_compile"),
     ],
 )
-def test_arguments_that_cannot_be_split_name_the_alternative(changes, message, tmp_path):
+def test_error_of_unsupported_argument_names_an_alternative(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         split_trainer(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), **changes)
 
 
-def test_other_ways_to_build_a_trainer_wrongly_are_refused(tmp_path):
+def test_invalid_constructor_arguments_are_rejected(tmp_path):
     model, args = whole_model(), arguments(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="every party needs its own"):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), optimizers=(optimizer, None))
-    with pytest.raises(ValueError, match="pass the `model`"):
+    with pytest.raises(ValueError, match="Pass `model` instead"):
         SplitFederatedTrainer(model, args, train_dataset=rows_of(0), model_init=whole_model)
-    with pytest.raises(ValueError, match="override `compute_loss`"):
+    with pytest.raises(ValueError, match="Override `compute_loss`"):
         SplitFederatedTrainer(model, args, split=SplitConfig(strategy="client_batch"), compute_loss_func=len)
-    with pytest.raises(ValueError, match="SplitModel, or a model to be split, got Linear"):
+    with pytest.raises(ValueError, match="`model` has type Linear, but must be a SplitModel"):
         SplitFederatedTrainer(torch.nn.Linear(1, 1), args, train_dataset=rows_of(0))
-    with pytest.raises(ValueError, match="needs a `train_dataset`"):
+    with pytest.raises(ValueError, match="`train_dataset` is missing"):
         SplitFederatedTrainer(model, args).train()
-    with pytest.raises(ValueError, match="are a stream"):
+    with pytest.raises(ValueError, match="is a stream"):
         SplitFederatedTrainer(model, args, train_dataset={"a": rows_of(0).to_iterable_dataset()})
     with pytest.raises(ValueError, match="A client without rows cannot train: 'b'"):
         SplitFederatedTrainer(model, args, train_dataset={"a": rows_of(0), "b": rows_of(0).select([])}).train()
-    with pytest.raises(ValueError, match="head_blocks=1, SplitConfig 2"):
+    with pytest.raises(ValueError, match="head_blocks=1, but SplitConfig has head_blocks=2"):
         SplitFederatedTrainer(SplitModel.from_model(model), args, split=SplitConfig(head_blocks=2))
     with pytest.raises(ValueError, match="blocks"):
         SplitFederatedTrainer(model, args, split=SplitConfig(head_blocks=4))
 
 
-def test_prefixes_and_activation_checkpointing_are_refused_together(tmp_path):
+def test_prefix_tuning_with_activation_checkpointing_is_rejected(tmp_path):
     trainer = split_trainer(tmp_path, rows_of(0, 2), adapter=PREFIX, activation_checkpointing=True)
     with pytest.raises(ValueError, match="set activation_checkpointing=False, or use LoRA"):
         trainer.train()
 
 
-def test_rows_without_labels_cannot_be_weighed(tmp_path):
+def test_client_batch_requires_labels(tmp_path):
     rows = rows_of(0).remove_columns("labels")
     trainer = split_trainer(tmp_path, {"a": rows, "b": rows}, SplitConfig(strategy="client_batch"))
     with pytest.raises(ValueError, match="no labels to count"):
@@ -107,14 +107,14 @@ def test_rows_without_labels_cannot_be_weighed(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_a_client_whose_weights_are_not_finite_is_named_before_it_reaches_others(strategy, tmp_path):
+def test_client_with_nan_weights_is_named_before_averaging(strategy, tmp_path):
     trainer = split_trainer(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy, average_every=1), LORA)
     create = trainer.create_optimizer
 
     def poisoned(*args):
         optimizer = create(*args)
         client = trainer._federation.clients["client 1"]
-        next(iter(client.trained().values())).data.fill_(float("nan"))
+        next(iter(client.trained_parameters().values())).data.fill_(float("nan"))
         return optimizer
 
     trainer.create_optimizer = poisoned
@@ -122,7 +122,7 @@ def test_a_client_whose_weights_are_not_finite_is_named_before_it_reaches_others
         trainer.train()
 
 
-def test_nobody_steps_where_somebodys_gradients_are_not_finite():
+def test_no_party_is_updated_if_gradients_of_one_are_not_finite():
     parties = {}
     for name, gradient in (("server/a", 1.0), ("a", 1.0), ("server/b", 1.0), ("b", float("inf"))):
         module = torch.nn.Linear(2, 2)
@@ -131,58 +131,65 @@ def test_nobody_steps_where_somebodys_gradients_are_not_finite():
         parties[name] = Party(name, module, torch.optim.SGD(module.parameters(), lr=0.1))
     joint = JointOptimizer(parties, max_grad_norm=1.0)
     joint.groups = [["server/a", "a"], ["server/b", "b"]]
-    before = {name: [own.detach().clone() for own in party.module.parameters()] for name, party in parties.items()}
+    before = {
+        name: [parameter.detach().clone() for parameter in party.module.parameters()]
+        for name, party in parties.items()
+    }
     with pytest.raises(ValueError, match="gradients of 'b' are not finite"):
         joint.step()
     for name, party in parties.items():
-        assert all(torch.equal(*own) for own in zip(party.module.parameters(), before[name], strict=True)), name
+        assert all(torch.equal(*pair) for pair in zip(party.module.parameters(), before[name], strict=True)), name
 
 
-def test_parameters_that_are_handed_over_are_checked():
-    with pytest.raises(ValueError, match="'w' of client 'a' holds NaN"):
+def test_exchanged_parameters_are_validated():
+    with pytest.raises(ValueError, match="'w' of client 'a' has NaN"):
         PartParameters("a", 3, 1, {"w": torch.tensor([float("nan")])})
-    with pytest.raises(ValueError, match="num_rows must be int"):
+    with pytest.raises(ValueError, match="num_rows must have type int"):
         PartParameters("a", 3, 1.0, {})
     for num_rows in (-1, 10**400):
-        with pytest.raises(ValueError, match=f"num_rows of client 'a' is {num_rows}, which is to be from 0 to"):
+        with pytest.raises(ValueError, match=f"num_rows of client 'a' is {num_rows}. It must be between 0 and"):
             PartParameters("a", 3, num_rows, {})
     message = PartParameters("a", 3, 1, {"w": torch.ones(2)})
     assert torch.equal(PartParameters.from_bytes(message.to_bytes()).state["w"], torch.ones(2))
 
 
-def test_plans_hold_every_step_of_every_client_once():
+def test_plan_includes_every_step_of_every_client_once():
     steps = {"a": 3, "b": 1, "c": 2}
-    assert list(StepPlan(steps, together=True)) == [{"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 1}, {"a": 2}]
-    assert list(StepPlan(steps, together=False)) == [{"a": 0}, {"a": 1}, {"a": 2}, {"b": 0}, {"c": 0}, {"c": 1}]
+    assert list(StepPlan(steps, simultaneous=True)) == [{"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 1}, {"a": 2}]
+    assert list(StepPlan(steps, simultaneous=False)) == [{"a": 0}, {"a": 1}, {"a": 2}, {"b": 0}, {"c": 0}, {"c": 1}]
     turns = [{"a": 0}, {"a": 1}, {"b": 0}, {"c": 0}, {"c": 1}, {"a": 2}]
-    assert list(StepPlan(steps, together=False, steps_per_turn=2)) == turns
+    assert list(StepPlan(steps, simultaneous=False, steps_per_turn=2)) == turns
 
 
 @pytest.mark.parametrize("steps_per_turn", [None, 1, 3])
-def test_steps_that_a_client_says_to_have_take_no_room(steps_per_turn):
-    plan = StepPlan({"a": 10**12, "b": 2}, together=False, steps_per_turn=steps_per_turn)
+def test_plan_of_many_steps_needs_no_memory(steps_per_turn):
+    plan = StepPlan({"a": 10**12, "b": 2}, simultaneous=False, steps_per_turn=steps_per_turn)
     assert len(plan) == 10**12 + 2 and plan[-1] == ({"b": 1} if steps_per_turn is None else {"a": 10**12 - 1})
     with pytest.raises(IndexError):
         plan[len(plan)]
 
 
-def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
+def test_every_example_is_used_once_per_epoch_in_a_new_order():
     rows = {name: Dataset.from_dict({"x": list(range(start, start + 5))}) for name, start in (("a", 0), ("b", 5))}
     collate = dict.fromkeys(rows, lambda batch: [row["x"] for row in batch])
-    steps = SplitSteps(rows, collate, 2, 2, together=True, steps_per_turn=None, seed=3, shuffle=True, drop_last=False)
+    steps = SplitSteps(
+        rows, collate, 2, 2, simultaneous=True, steps_per_turn=None, seed=3, shuffle=True, drop_last=False
+    )
     epochs = []
     for epoch in (0, 1, 0):
         steps.set_epoch(epoch)
         epochs.append([steps[number] for number in range(len(steps))])
-        seen = [x for step in epochs[-1] for own in step.values() for batch in own for x in batch]
+        seen = [
+            x for step in epochs[-1] for client_batches in step.values() for batch in client_batches for x in batch
+        ]
         assert sorted(seen) == list(range(10))
     assert epochs[0] == epochs[2] != epochs[1]
-    orders = [[x for step in epochs[0] for batch in step[own] for x in batch] for own in rows]
+    orders = [[x for step in epochs[0] for batch in step[client_id] for x in batch] for client_id in rows]
     assert orders[0] != [x - 5 for x in orders[1]]
-    assert [len(own) for step in epochs[0] for own in step.values()] == [2, 2, 1, 1]
+    assert [len(client_batches) for step in epochs[0] for client_batches in step.values()] == [2, 2, 1, 1]
 
 
-def test_rows_of_a_federated_data_set_are_trained_on_and_evaluated(tmp_path):
+def test_federated_dataset_can_be_trained_on_and_evaluated(tmp_path):
     clients = FederatedDataset.from_dict(clients_of(4, 4))
     trainer = SplitFederatedTrainer(
         whole_model(),
@@ -197,13 +204,13 @@ def test_rows_of_a_federated_data_set_are_trained_on_and_evaluated(tmp_path):
     assert trainer.predict(clients["client 0"]).predictions.shape == (4, 7, 40)
 
 
-def test_many_clients_take_turns(tmp_path):
+def test_serial_run_with_many_clients(tmp_path):
     clients = {str(number): rows_of(number, 1, 4) for number in range(30)}
     trainer = split_trainer(tmp_path, clients, SplitConfig(strategy="serial"), LORA, max_steps=3)
     assert trainer.train().global_step == 3
 
 
-def test_an_interrupted_run_leaves_the_model_as_it_was_trained_until_then(tmp_path):
+def test_interrupted_run_keeps_trained_weights_in_model(tmp_path):
     class Interrupt(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise KeyboardInterrupt
@@ -219,7 +226,7 @@ def test_an_interrupted_run_leaves_the_model_as_it_was_trained_until_then(tmp_pa
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_what_a_loss_draws_differs_between_steps_and_clients(tmp_path):
+def test_random_numbers_of_loss_differ_between_steps_and_clients(tmp_path):
     drawn = []
 
     class Drawing(SplitFederatedTrainer):
@@ -229,32 +236,32 @@ def test_what_a_loss_draws_differs_between_steps_and_clients(tmp_path):
 
     for _ in range(2):
         Drawing(whole_model(), arguments(tmp_path), train_dataset=clients_of(4, 4)).train()
-    assert drawn[:4] == drawn[4:] and all(len(set(own)) == 4 for own in zip(*drawn, strict=True))
+    assert drawn[:4] == drawn[4:] and all(len(set(values)) == 4 for values in zip(*drawn, strict=True))
 
 
-def test_an_optimizer_that_no_party_has_is_refused(tmp_path):
-    class Own(SplitFederatedTrainer):
+def test_create_optimizer_of_split_subclass_is_rejected(tmp_path):
+    class CustomTrainer(SplitFederatedTrainer):
         def create_optimizer(self, model=None):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             return self.optimizer
 
-    with pytest.raises(TypeError, match="Own.create_optimizer gives the parties no optimizers"):
-        Own(whole_model(), arguments(tmp_path), train_dataset=rows_of(0, 2)).train()
+    with pytest.raises(TypeError, match="CustomTrainer.create_optimizer created no optimizers for the parties"):
+        CustomTrainer(whole_model(), arguments(tmp_path), train_dataset=rows_of(0, 2)).train()
 
 
-def test_an_optimizer_of_ones_own_is_made_for_every_party(tmp_path):
-    class Own(Trainer):
+def test_custom_create_optimizer_is_used_for_every_party(tmp_path):
+    class CustomTrainer(Trainer):
         def create_optimizer(self, model=None):
             self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             return self.optimizer
 
-    made = []
+    optimizer_types = []
 
-    class Look(TrainerCallback):
+    class RecordOptimizers(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            made.append([type(own.optimizer) for own in trainer._federation.parties.values()])
+            optimizer_types.append([type(party.optimizer) for party in trainer._federation.parties.values()])
 
-    trainer = split_federate(Own)(whole_model(), arguments(tmp_path), train_dataset=clients_of(2, 2))
-    trainer.add_callback(Look())
+    trainer = split_federate(CustomTrainer)(whole_model(), arguments(tmp_path), train_dataset=clients_of(2, 2))
+    trainer.add_callback(RecordOptimizers())
     trainer.train()
-    assert made == [[torch.optim.SGD] * 3] * 2
+    assert optimizer_types == [[torch.optim.SGD] * 3] * 2

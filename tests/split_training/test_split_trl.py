@@ -1,4 +1,4 @@
-"""`split_federate(SFTTrainer)`: TRL's trainer with its own rows, loss and metrics, over a split model."""
+"""`split_federate(SFTTrainer)`: TRL's trainer with its data preparation, loss and metrics, on a split model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy"
 
 
 def whole_model() -> LlamaForCausalLM:
-    """Four layers; the same weights at each call."""
+    """Model with four layers, with equal weights at each call."""
     config = language_model().config
     config.num_hidden_layers = 4
     with torch.random.fork_rng():
@@ -43,7 +43,7 @@ def lora_model() -> PeftModel:
 
 
 def prompts(client_id: str, num_rows: int) -> Dataset:
-    """Rows of which the completion alone is learnt."""
+    """Prompt-completion dataset."""
     words = WORDS[client_id]
     return Dataset.from_dict(
         {
@@ -72,15 +72,15 @@ def arguments(directory: Path, **changes: Any) -> Any:
     return trl.SFTConfig(**values)
 
 
-def trained(trainer_class: type, directory, make=whole_model, rows=None, eval_rows=None, **changes) -> Any:
-    given = {name: changes.pop(name) for name in ("split", "peft_config") if name in changes}
+def trained(trainer_class: type, directory, create_model=whole_model, rows=None, eval_rows=None, **changes) -> Any:
+    settings = {name: changes.pop(name) for name in ("split", "peft_config") if name in changes}
     trainer = trainer_class(
-        model=make(),
+        model=create_model(),
         args=arguments(directory, **changes),
         train_dataset=texts("north", 10) if rows is None else rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer(),
-        **given,
+        **settings,
     )
     trainer.train()
     return trainer
@@ -93,22 +93,24 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def assert_alike(split: Any, plain: Any, directory) -> None:
-    """What a plain trainer trained and logged."""
+def assert_same_training(split: Any, plain: Any, directory) -> None:
+    """Check that a split trainer gives the weights and logs of a plain trainer."""
     split.model.save_pretrained(directory)
     if isinstance(plain.model, PeftModel):
-        found = get_peft_model_state_dict(PeftModel.from_pretrained(whole_model(), directory))
+        split_weights = get_peft_model_state_dict(PeftModel.from_pretrained(whole_model(), directory))
     else:
-        found = dict(LlamaForCausalLM.from_pretrained(directory).named_parameters())
-    # TRL's kernel computes the loss in another order, which Adam makes larger where a gradient is nearly zero.
-    assert_close(found, weights(plain), 1e-4)
+        split_weights = dict(LlamaForCausalLM.from_pretrained(directory).named_parameters())
+    # TRL's kernel sums the loss in another order. Adam amplifies the difference if a gradient is nearly zero.
+    assert_close(split_weights, weights(plain), 1e-4)
     for name in LOGGED:
-        ours, theirs = ([own[name] for own in one.state.log_history if name in own] for one in (split, plain))
-        assert ours == pytest.approx(theirs, abs=2e-5), name
-        assert ours or name == "eval_loss"
+        split_values, plain_values = (
+            [log[name] for log in trainer.state.log_history if name in log] for trainer in (split, plain)
+        )
+        assert split_values == pytest.approx(plain_values, abs=2e-5), name
+        assert split_values or name == "eval_loss"
 
 
-@pytest.mark.parametrize("make", [whole_model, lora_model])
+@pytest.mark.parametrize("create_model", [whole_model, lora_model])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -123,25 +125,25 @@ def assert_alike(split: Any, plain: Any, directory) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_one_client_is_the_plain_trainer(make, changes, tmp_path):
+def test_single_client_trains_as_plain_sft_trainer(create_model, changes, tmp_path):
     eval_rows = texts("north", 5) if "eval_strategy" in changes else None
     plain, split = (
-        trained(kind, tmp_path / kind.__name__, make, eval_rows=eval_rows, **changes)
+        trained(kind, tmp_path / kind.__name__, create_model, eval_rows=eval_rows, **changes)
         for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
     assert isinstance(split.model, SplitModel)
-    assert_alike(split, plain, tmp_path / "saved")
+    assert_same_training(split, plain, tmp_path / "saved")
 
 
-def test_completions_alone_are_learnt(tmp_path):
+def test_completion_only_loss_is_that_of_plain_sft_trainer(tmp_path):
     rows = prompts("north", 9)
     plain, split = (
         trained(kind, tmp_path / kind.__name__, rows=rows) for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
-    assert_alike(split, plain, tmp_path / "saved")
+    assert_same_training(split, plain, tmp_path / "saved")
 
 
-def test_of_conversations_the_assistants_turns_are_learnt(tmp_path):
+def test_assistant_only_loss_is_that_of_plain_sft_trainer(tmp_path):
     template = (
         "{% for turn in messages %}{% if turn.role == 'assistant' %}{% generation %}{{ turn.content + ' ' }}"
         "{% endgeneration %}{% else %}{{ turn.content + ' ' }}{% endif %}{% endfor %}"
@@ -161,40 +163,40 @@ def test_of_conversations_the_assistants_turns_are_learnt(tmp_path):
     changes = {"assistant_only_loss": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     runs = []
     for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer)):
-        own = tokenizer()
-        own.chat_template = template
+        own_tokenizer = tokenizer()
+        own_tokenizer.chat_template = template
         args = arguments(tmp_path / kind.__name__, **changes)
-        runs.append(kind(model=whole_model(), args=args, train_dataset=rows, processing_class=own))
+        runs.append(kind(model=whole_model(), args=args, train_dataset=rows, processing_class=own_tokenizer))
         runs[-1].train()
-    assert_alike(runs[1], runs[0], tmp_path / "saved")
+    assert_same_training(runs[1], runs[0], tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"loss_type": "dft"}, {"packing": True, "max_length": 12}], ids=["nll", "dft", "packed"]
 )
-def test_clients_that_meet_make_one_step_over_all_rows(changes, tmp_path):
-    rows = {own: prompts(own, 8) for own in CLIENTS}
+def test_client_batch_step_equals_plain_step_on_all_examples(changes, tmp_path):
+    rows = {client_id: prompts(client_id, 8) for client_id in CLIENTS}
     step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, **changes}
     split = SplitConfig("client_batch", average_every=1)
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    met = trained(split_federate(trl.SFTTrainer), tmp_path / "met", rows=rows, split=split, **sizes, **step)
-    together = concatenate_datasets(list(rows.values()))
-    plain = trained(trl.SFTTrainer, tmp_path / "all", rows=together, per_device_train_batch_size=16, **step)
-    met.model.save_pretrained(tmp_path / "saved")
-    found = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
-    assert_close(found, weights(plain), 1e-6)
-    moved = {name: (own - weights(plain)[name]).abs().max() for name, own in whole_model().named_parameters()}
+    batched = trained(split_federate(trl.SFTTrainer), tmp_path / "met", rows=rows, split=split, **sizes, **step)
+    simultaneous = concatenate_datasets(list(rows.values()))
+    plain = trained(trl.SFTTrainer, tmp_path / "all", rows=simultaneous, per_device_train_batch_size=16, **step)
+    batched.model.save_pretrained(tmp_path / "saved")
+    split_weights = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    assert_close(split_weights, weights(plain), 1e-6)
+    moved = {name: (value - weights(plain)[name]).abs().max() for name, value in whole_model().named_parameters()}
     assert max(moved.values()) > 5e-5
 
 
 @pytest.mark.parametrize("strategy", ["client_batch", "server_hierarchical"])
 @pytest.mark.parametrize("networked_run", [False, True])
-def test_rows_in_one_long_row_weigh_as_much_as_padded_ones(networked_run, strategy, tmp_path, monkeypatch):
-    # Of 8 and 1 rows, averaged as 8 to 1: a batch without padding is one row.
+def test_padding_free_batches_have_the_weight_of_padded_batches(networked_run, strategy, tmp_path, monkeypatch):
+    # The clients have 8 and 1 examples and weights 8 and 1. A padding-free batch has one row.
     rows = {"north": texts("north", 8), "south": texts("south", 1)}
     step = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "per_device_train_batch_size": 8, "max_length": None}
     split = SplitConfig(strategy, average_every=1)
-    found = []
+    weights_by_run = []
     for padding_free in (False, True):
         changes = {**step, "padding_free": padding_free}
         if networked_run:
@@ -204,77 +206,77 @@ def test_rows_in_one_long_row_weigh_as_much_as_padded_ones(networked_run, strate
             run = networked.Run(tmp_path / str(padding_free), rows, split, model=whole_model(), **changes)
             run.train()
             assert not run.errors
-            found.append({own: value for party in run.values().values() for own, value in party.items()})
+            weights_by_run.append({name: value for party in run.values().values() for name, value in party.items()})
         else:
             run = trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, split=split, **changes)
-            found.append(dict(run.model.named_parameters()))
-    assert_close(found[1], found[0], 1e-6)
+            weights_by_run.append(dict(run.model.named_parameters()))
+    assert_close(weights_by_run[1], weights_by_run[0], 1e-6)
 
 
-def test_the_best_model_is_found_by_what_trl_adds_to_an_evaluation(tmp_path):
+def test_best_model_can_be_selected_by_trl_metric(tmp_path):
     best = {"metric_for_best_model": "eval_mean_token_accuracy", "load_best_model_at_end": True}
     each = {"eval_strategy": "epoch", "save_strategy": "epoch", **best}
     seen = []
 
-    class Noting(trl.SFTTrainer):
+    class RecordingTrainer(trl.SFTTrainer):
         def evaluate(self, *args, **kwargs):
             seen.append(super().evaluate(*args, **kwargs))
             return seen[-1]
 
     plain, split = (
         trained(kind, tmp_path / kind.__name__, eval_rows=texts("north", 5), **each)
-        for kind in (trl.SFTTrainer, split_federate(Noting))
+        for kind in (trl.SFTTrainer, split_federate(RecordingTrainer))
     )
     assert split.state.best_metric == pytest.approx(plain.state.best_metric) and split.state.best_metric > 0
-    assert len(seen) == 2 and not any(name.startswith("federated/") for own in seen for name in own)
+    assert len(seen) == 2 and not any(name.startswith("federated/") for metrics in seen for name in metrics)
 
 
-def test_rows_of_several_clients_are_evaluated_and_predicted_together(tmp_path):
+def test_federated_dataset_is_evaluated_and_predicted_as_one_dataset(tmp_path):
     tokens = {"input_ids": [[3, 4, 5]], "labels": [[3, 4, 5]]}
-    both = FederatedDataset.from_dict({own: Dataset.from_dict(tokens) for own in CLIENTS})
+    both = FederatedDataset.from_dict({client_id: Dataset.from_dict(tokens) for client_id in CLIENTS})
     trainer = trained(split_federate(trl.SFTTrainer), tmp_path, max_steps=1)
     assert trainer.predict(both).label_ids.tolist() == [[3, 4, 5]] * 2
     assert trainer.evaluate({"both": both})["eval_both_loss"] == trainer.evaluate(both)["eval_loss"]
 
 
-def test_losses_of_another_model_than_the_clients_are_refused(tmp_path):
-    class OfTheWhole(trl.SFTTrainer):
+def test_loss_of_the_whole_model_is_rejected(tmp_path):
+    class WholeModelLoss(trl.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return self.model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
 
     class Regularized(trl.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return loss + sum(own.square().sum() for own in self.model.parameters())
+            return loss + sum(parameter.square().sum() for parameter in self.model.parameters())
 
-    for own in (OfTheWhole, Regularized):
+    for trainer_class in (WholeModelLoss, Regularized):
         with pytest.raises(ValueError, match="has gradients in `self.model`"):
-            trained(split_federate(own), tmp_path)
+            trained(split_federate(trainer_class), tmp_path)
 
 
-def test_gradients_of_before_the_training_are_no_reason_to_refuse_it(tmp_path):
-    class Tried(trl.SFTTrainer):
+def test_gradients_from_before_training_are_ignored(tmp_path):
+    class BackwardBeforeTraining(trl.SFTTrainer):
         def train(self, *args, **kwargs):
             self.model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
             return super().train(*args, **kwargs)
 
     assert_close(
-        weights(trained(split_federate(Tried), tmp_path)),
+        weights(trained(split_federate(BackwardBeforeTraining), tmp_path)),
         weights(trained(split_federate(trl.SFTTrainer), tmp_path)),
         0.0,
     )
 
 
-def test_a_client_of_whom_no_row_is_left_is_named(tmp_path):
-    # Nothing to learn is left of prompts alone that fill what is kept.
+def test_client_without_remaining_examples_is_named(tmp_path):
+    # Prompts that fill `max_length` leave no target tokens.
     long = {"prompt": [" ".join(WORDS["south"][:6])] * 2, "completion": [" x"] * 2}
     rows = {"north": prompts("north", 4), "south": Dataset.from_dict(long)}
-    with pytest.raises(ValueError, match="leaves no row of client 'south'"):
+    with pytest.raises(ValueError, match="removed all examples of client 'south'"):
         trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, max_length=4)
 
 
-def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_path):
-    # A batch of packed rows is one row, of four times 16 tokens here, whose positions begin anew.
+def test_packed_batch_can_be_longer_than_the_position_limit(tmp_path):
+    # A packed batch is one row of four times 16 tokens, and the positions restart in each sequence.
     def short():
         model = whole_model()
         model.config.max_position_embeddings = 16
@@ -285,37 +287,37 @@ def test_packed_rows_may_be_longer_together_than_the_model_has_positions(tmp_pat
         trained(kind, tmp_path / kind.__name__, short, rows, packing=True, max_length=16)
         for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
-    assert_alike(split, plain, tmp_path / "saved")
+    assert_same_training(split, plain, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_may_be_given_by_its_name(dtype, tmp_path):
-    # TRL loads in float32 whatever a checkpoint has.
+def test_model_can_be_passed_by_name(dtype, tmp_path):
+    # TRL loads models in float32, independently of the dtype of the checkpoint.
     whole_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     args = {"max_steps": 2, "model_init_kwargs": {"dtype": dtype} if dtype == "bfloat16" else None}
-    given = {"model": str(tmp_path / "model"), "train_dataset": texts("north", 10)}
+    settings = {"model": str(tmp_path / "model"), "train_dataset": texts("north", 10)}
     plain, split = (
-        kind(args=arguments(tmp_path / kind.__name__, **args), **given)
+        kind(args=arguments(tmp_path / kind.__name__, **args), **settings)
         for kind in (trl.SFTTrainer, split_federate(trl.SFTTrainer))
     )
-    for own in (plain, split):
-        assert {value.dtype for value in own.model.parameters()} == {getattr(torch, dtype)}
-        own.train()
-    losses = [[log["loss"] for log in own.state.log_history if "loss" in log] for own in (plain, split)]
+    for trainer in (plain, split):
+        assert {value.dtype for value in trainer.model.parameters()} == {getattr(torch, dtype)}
+        trainer.train()
+    losses = [[log["loss"] for log in trainer.state.log_history if "loss" in log] for trainer in (plain, split)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-5 if dtype == "float32" else 2e-2)
     with pytest.raises(ValueError, match="A quantized model cannot be split"):
-        split_federate(trl.SFTTrainer)(**given, args=arguments(tmp_path), quantization_config=object())
+        split_federate(trl.SFTTrainer)(**settings, args=arguments(tmp_path), quantization_config=object())
     revision = arguments(tmp_path, model_init_kwargs={"revision": "v1"})
-    with pytest.raises(ValueError, match="'v1' give the tokenizer too"):
-        split_federate(trl.SFTTrainer)(**given, args=revision)
-    with pytest.raises(ValueError, match="got str. SplitModel.from_model cuts a checkpoint by its name"):
-        split_federate(Trainer)(**given)
+    with pytest.raises(ValueError, match="'v1', but `processing_class` is missing"):
+        split_federate(trl.SFTTrainer)(**settings, args=revision)
+    with pytest.raises(ValueError, match="has type str.*To split a checkpoint by its name, use SplitModel.from_model"):
+        split_federate(Trainer)(**settings)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_clients_rows_are_prepared_once_and_apart(strategy, tmp_path):
-    class Noting(trl.SFTTrainer):
+def test_dataset_of_each_client_is_prepared_once_and_separately(strategy, tmp_path):
+    class RecordingTrainer(trl.SFTTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.prepared: list[tuple[str, int]] = []
             super().__init__(*args, **kwargs)
@@ -326,7 +328,7 @@ def test_every_clients_rows_are_prepared_once_and_apart(strategy, tmp_path):
 
     eval_rows = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
     trainer = trained(
-        split_federate(Noting),
+        split_federate(RecordingTrainer),
         tmp_path,
         rows=CLIENTS,
         eval_rows=eval_rows,
@@ -336,17 +338,17 @@ def test_every_clients_rows_are_prepared_once_and_apart(strategy, tmp_path):
     )
     assert sorted(trainer.prepared) == [("eval", 5), ("train", 6), ("train", 10)]
     history = trainer.state.log_history
-    assert [own["eval_loss"] for own in history if "eval_loss" in own][1] < history[0]["loss"]
-    assert all(0 <= own["mean_token_accuracy"] <= 1 for own in history if "loss" in own)
-    assert all("eval_mean_token_accuracy" in own for own in history if "eval_loss" in own)
+    assert [log["eval_loss"] for log in history if "eval_loss" in log][1] < history[0]["loss"]
+    assert all(0 <= log["mean_token_accuracy"] <= 1 for log in history if "loss" in log)
+    assert all("eval_mean_token_accuracy" in log for log in history if "eval_loss" in log)
     assert trainer.model.adapter_config.peft_type == "LORA"
     assert trainer.evaluate(eval_rows)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
-def test_a_run_that_resumes_is_the_run_without_a_stop(tmp_path):
-    given = {"rows": CLIENTS, "peft_config": LORA, "split": SplitConfig(), "save_strategy": "epoch"}
-    whole = trained(split_federate(trl.SFTTrainer), tmp_path / "whole", **given)
-    resumed = trained(split_federate(trl.SFTTrainer), tmp_path / "other", **given)
+def test_resumed_run_gives_identical_weights(tmp_path):
+    settings = {"rows": CLIENTS, "peft_config": LORA, "split": SplitConfig(), "save_strategy": "epoch"}
+    whole = trained(split_federate(trl.SFTTrainer), tmp_path / "whole", **settings)
+    resumed = trained(split_federate(trl.SFTTrainer), tmp_path / "other", **settings)
     resumed.args.output_dir = whole.args.output_dir
     step = whole.state.global_step // 2
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
@@ -355,7 +357,7 @@ def test_a_run_that_resumes_is_the_run_without_a_stop(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_networked_run_trains_as_one_in_a_process(strategy, tmp_path, monkeypatch):
+def test_networked_run_gives_identical_weights_to_run_in_one_process(strategy, tmp_path, monkeypatch):
     split = SplitConfig(strategy, average_every=2)
     packed = {"packing": True, "max_length": 12}
     sft = functools.partial(split_federate(trl.SFTTrainer), processing_class=tokenizer())
@@ -369,63 +371,67 @@ def test_a_networked_run_trains_as_one_in_a_process(strategy, tmp_path, monkeypa
         torch.manual_seed(1)
         model.add_adapter(copy.deepcopy(LORA))
     args = arguments(tmp_path / "one", **packed)
-    one = sft(model=model, args=args, train_dataset=CLIENTS, split=split)
-    one.train()
-    expected = dict(one.model.named_parameters())
-    for own in CLIENTS:
-        assert all(torch.equal(value, expected[name]) for name, value in run.values()[own].items())
+    reference = sft(model=model, args=args, train_dataset=CLIENTS, split=split)
+    reference.train()
+    expected = dict(reference.model.named_parameters())
+    for client_id in CLIENTS:
+        assert all(torch.equal(value, expected[name]) for name, value in run.values()[client_id].items())
 
 
-def test_an_adapter_given_as_config_follows_from_the_seed(tmp_path):
-    one, same, other = (
+def test_adapter_from_config_is_determined_by_the_seed(tmp_path):
+    first, same, other = (
         trained(split_federate(trl.SFTTrainer), tmp_path / str(number), peft_config=LORA, seed=seed, max_steps=1)
         for number, seed in enumerate((0, 0, 1))
     )
-    of = [dict(trainer.model.named_parameters()) for trainer in (one, same, other)]
-    assert_close(of[0], of[1], 0.0)
-    assert any(not torch.equal(of[0][name], of[2][name]) for name in of[0] if "lora_A" in name)
+    parameters = [dict(trainer.model.named_parameters()) for trainer in (first, same, other)]
+    assert_close(parameters[0], parameters[1], 0.0)
+    assert any(not torch.equal(parameters[0][name], parameters[2][name]) for name in parameters[0] if "lora_A" in name)
     with pytest.raises(ValueError, match="one adapter"):
         trained(split_federate(trl.SFTTrainer), tmp_path, lora_model, peft_config=LORA)
 
 
-def test_what_a_split_cannot_keep_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="DPOTrainer is not supported in a split"):
+def test_unsupported_trainers_and_adapters_are_rejected(tmp_path):
+    with pytest.raises(TypeError, match="DPOTrainer cannot be split"):
         split_federate(trl.DPOTrainer)
     prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="packed into one row would see each other"):
         trained(split_federate(trl.SFTTrainer), tmp_path, peft_config=prefix, packing=True, max_length=12)
 
-    class MapsFirst(trl.SFTTrainer):
+    class MappingTrainer(trl.SFTTrainer):
         def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
             super().__init__(*args, train_dataset=train_dataset.map(lambda row: row), **kwargs)
 
-    with pytest.raises((ValueError, TypeError), match="MapsFirst"):
-        trained(split_federate(MapsFirst), tmp_path)
+    with pytest.raises((ValueError, TypeError), match="MappingTrainer"):
+        trained(split_federate(MappingTrainer), tmp_path)
 
-    class Patches(Trainer):
+    class ForwardPatchingTrainer(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model.forward = lambda **inputs: None
 
-    with pytest.raises(TypeError, match="gives the model another forward pass"):
-        split_federate(Patches)(whole_model(), train_dataset=texts("north", 2))
+    with pytest.raises(TypeError, match="replaces the forward method of the model"):
+        split_federate(ForwardPatchingTrainer)(whole_model(), train_dataset=texts("north", 2))
 
 
-def test_scores_of_targets_are_those_of_the_logits():
+def test_target_scores_equal_scores_of_full_logits():
     torch.manual_seed(0)
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     labels = torch.tensor([[1, 2, -100, 4], [0, -100, -100, -100]])
-    found = score_targets(logits, labels)
+    scores = score_targets(logits, labels)
     probabilities = logits.softmax(-1)
-    assert found.label_mask.tolist() == [[True, False, True], [False, False, False]]
+    assert scores.label_mask.tolist() == [[True, False, True], [False, False, False]]
     for position, target in ((0, 2), (2, 4)):
-        own = probabilities[0, position]
-        assert found.log_probs[0, position].item() == pytest.approx(own[target].log().item(), abs=1e-5)
-        assert found.entropy[0, position].item() == pytest.approx(-(own * own.log()).sum().item(), abs=1e-5)
-        assert found.is_top1[0, position].item() == float(own.argmax() == target)
-    assert found.log_probs[~found.label_mask].abs().sum() == 0 == found.entropy[~found.label_mask].sum()
-    assert found.loss.item() == pytest.approx(-found.log_probs.sum().item() / 2)
-    assert score_targets(logits, labels, num_items_in_batch=8).loss.item() == pytest.approx(found.loss.item() / 4)
+        position_probabilities = probabilities[0, position]
+        assert scores.log_probs[0, position].item() == pytest.approx(
+            position_probabilities[target].log().item(), abs=1e-5
+        )
+        assert scores.entropy[0, position].item() == pytest.approx(
+            -(position_probabilities * position_probabilities.log()).sum().item(), abs=1e-5
+        )
+        assert scores.is_top1[0, position].item() == float(position_probabilities.argmax() == target)
+    assert scores.log_probs[~scores.label_mask].abs().sum() == 0 == scores.entropy[~scores.label_mask].sum()
+    assert scores.loss.item() == pytest.approx(-scores.log_probs.sum().item() / 2)
+    assert score_targets(logits, labels, num_items_in_batch=8).loss.item() == pytest.approx(scores.loss.item() / 4)
     shifted = score_targets(logits, None, labels)
     assert shifted.log_probs[0, 1].item() == pytest.approx(probabilities[0, 1, 2].log().item(), abs=1e-5)
     assert score_targets(logits, torch.full_like(labels, -100)).loss == 0

@@ -1,4 +1,6 @@
-"""What a script may ask of `Trainer`, against plain `Trainer` on the unsplit model: done alike, or refused by name."""
+"""Features of `Trainer` that a split trainer either reproduces on the unsplit model's numbers or rejects with an
+error.
+"""
 
 from __future__ import annotations
 
@@ -24,207 +26,215 @@ SCHEDULES = {
     "cosine_warmup_with_min_lr": {"min_lr": 1e-3},
     "warmup_stable_decay": {"num_decay_steps": 2},
 }
-# Without a schedule, and with one that follows evaluations.
-NOT_A_SCHEDULE = {SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY}
+# Schedules whose learning rate depends on evaluation metrics.
+UNSUPPORTED_SCHEDULES = {SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY}
 
 
-def ragged(num_rows: int = 8) -> Dataset:
-    """Rows of which no two batches have as many target tokens."""
+def dataset_with_unequal_targets(num_rows: int = 8) -> Dataset:
+    """Dataset in which the batches have different numbers of target tokens."""
     rows = rows_of(0, num_rows, 9).to_dict()
-    labels = [[-100] * (number % 5) + own[number % 5 :] for number, own in enumerate(rows["labels"])]
+    labels = [[-100] * (number % 5) + row_labels[number % 5 :] for number, row_labels in enumerate(rows["labels"])]
     return Dataset.from_dict({"input_ids": rows["input_ids"], "labels": labels})
 
 
-def both(directory, make=whole_model, base=Trainer, rows=None, eval_dataset=None, **changes):
-    """A plain trainer and a split one of one client after the same training."""
-    rows = ragged() if rows is None else rows
-    made = []
-    for number, kind in enumerate((base, split_federate(base))):
+def train_both(directory, create_model=whole_model, base_class=Trainer, rows=None, eval_dataset=None, **changes):
+    """Train a plain trainer and a split trainer with a single client."""
+    rows = dataset_with_unequal_targets() if rows is None else rows
+    trainers = []
+    for number, trainer_class in enumerate((base_class, split_federate(base_class))):
         args = arguments(directory / str(number), **{"weight_decay": 0.1, "num_train_epochs": 2, **changes})
-        trainer = kind(make(), args, train_dataset=rows, eval_dataset=eval_dataset)
+        trainer = trainer_class(create_model(), args, train_dataset=rows, eval_dataset=eval_dataset)
         trainer.train()
-        made.append(trainer)
-    return made
+        trainers.append(trainer)
+    return trainers
 
 
 def values(trainer) -> dict[str, torch.Tensor]:
     model = trainer.model
     if not isinstance(model, SplitModel):
         return dict(model.named_parameters())
-    return {name: own for part in model.parts for name, own in part.named_original_parameters()}
+    return {name: value for part in model.parts for name, value in part.originals()}
 
 
 def logged(trainer, name):
-    return [own[name] for own in trainer.state.log_history if name in own]
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
-def assert_alike(plain, split, tolerance=1e-6):
+def assert_same_training(plain, split, tolerance=1e-6):
     assert_close(values(split), values(plain), tolerance)
     for name in ("loss", "eval_loss", "learning_rate", "grad_norm"):
         assert logged(split, name) == pytest.approx(logged(plain, name), abs=1e-5), name
     assert logged(split, "loss")
 
 
-@pytest.mark.parametrize("schedule", [own for own in SchedulerType if own not in NOT_A_SCHEDULE])
-def test_every_schedule_is_trainers(schedule, tmp_path):
+@pytest.mark.parametrize("schedule", [schedule for schedule in SchedulerType if schedule not in UNSUPPORTED_SCHEDULES])
+def test_every_schedule_is_that_of_trainer(schedule, tmp_path):
     changes = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": SCHEDULES.get(schedule.value), "warmup_steps": 2}
-    plain, split = both(tmp_path, gradient_accumulation_steps=2, **changes)
-    assert_alike(plain, split)
+    plain, split = train_both(tmp_path, gradient_accumulation_steps=2, **changes)
+    assert_same_training(plain, split)
 
 
-def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
+def test_label_smoothing_applies_to_the_next_token(tmp_path):
     changes = {"label_smoothing_factor": 0.1, "eval_strategy": "epoch", "eval_dataset": rows_of(9)}
-    plain, split = both(tmp_path, gradient_accumulation_steps=2, **changes)
-    assert_alike(plain, split)
-    unsmoothed, _ = both(tmp_path / "unsmoothed")
-    assert max((values(split)[name] - own).abs().max() for name, own in values(unsmoothed).items()) > 1e-3
+    plain, split = train_both(tmp_path, gradient_accumulation_steps=2, **changes)
+    assert_same_training(plain, split)
+    unsmoothed, _ = train_both(tmp_path / "unsmoothed")
+    assert max((values(split)[name] - value).abs().max() for name, value in values(unsmoothed).items()) > 1e-3
 
 
-def test_smoothing_is_refused_where_trainer_would_not_shift(tmp_path):
-    class Other(LlamaForCausalLM):
+def test_label_smoothing_of_unknown_model_class_is_rejected(tmp_path):
+    class UnknownModel(LlamaForCausalLM):
         pass
 
     args = arguments(tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="Trainer does not know Other for a causal language model"):
-        SplitFederatedTrainer(Other(whole_model().config), args, train_dataset=rows_of(0))
+    with pytest.raises(ValueError, match="Trainer does not recognize UnknownModel as a causal language model"):
+        SplitFederatedTrainer(UnknownModel(whole_model().config), args, train_dataset=rows_of(0))
 
 
-def tripled(logits, labels, vocab_size, **kwargs):
+def tripled_loss(logits, labels, vocab_size, **kwargs):
     return 3 * torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def with_a_loss() -> LlamaForCausalLM:
+def custom_loss_model() -> LlamaForCausalLM:
     model = whole_model()
-    model.loss_function = tripled
+    model.loss_function = tripled_loss
     return model
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_models_own_loss_function_is_the_splits(strategy, tmp_path):
+def test_custom_loss_function_of_model_is_used_or_rejected(strategy, tmp_path):
     if strategy == "client_batch":
-        with pytest.raises(ValueError, match="`loss_function` of the model's own"):
+        with pytest.raises(ValueError, match="custom `loss_function`"):
             SplitFederatedTrainer(
-                with_a_loss(), arguments(tmp_path), train_dataset=clients_of(2, 2), split=SplitConfig(strategy)
+                custom_loss_model(),
+                arguments(tmp_path),
+                train_dataset=clients_of(2, 2),
+                split=SplitConfig(strategy),
             )
         return
-    plain = Trainer(with_a_loss(), arguments(tmp_path), train_dataset=rows_of(0))
+    plain = Trainer(custom_loss_model(), arguments(tmp_path), train_dataset=rows_of(0))
     split = SplitFederatedTrainer(
-        with_a_loss(), arguments(tmp_path), train_dataset=rows_of(0), split=SplitConfig(strategy)
+        custom_loss_model(), arguments(tmp_path), train_dataset=rows_of(0), split=SplitConfig(strategy)
     )
     for trainer in (plain, split):
         trainer.train()
     assert logged(plain, "loss")[0] > 9
-    assert_alike(plain, split)
+    assert_same_training(plain, split)
 
 
-def test_a_replaced_module_is_refused_and_a_hook_is_told(monkeypatch):
+def test_replaced_module_is_rejected_and_hook_logs_a_warning(monkeypatch):
     model = whole_model()
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn is a ReLU.* has a SiLU"):
         SplitModel.from_model(model)
-    told = []
-    monkeypatch.setattr("hf_federated.split.model_checks.logger.warning", told.append)
+    warnings = []
+    monkeypatch.setattr("hf_federated.split.model_checks.logger.warning", warnings.append)
     model = whole_model()
     model.enable_input_require_grads()
     model(torch.tensor([[3, 4]]), output_hidden_states=True)
     assert any(module._forward_hooks for module in model.model.layers)
     SplitModel.from_model(model)
-    assert not told
-    model.model.layers[2].register_forward_hook(lambda *given: None)
+    assert not warnings
+    model.model.layers[2].register_forward_hook(lambda *args: None)
     SplitModel.from_model(model)
-    assert len(told) == 1 and "Hooks on model.layers.2 are not run" in told[0]
+    assert len(warnings) == 1 and "Hooks on model.layers.2 are not run" in warnings[0]
 
 
-def test_a_quantized_model_is_refused_by_name(tmp_path):
+def test_quantized_model_is_rejected(tmp_path):
     model = whole_model()
     model.save_pretrained(tmp_path)
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
-    for own in (model, str(tmp_path)):
+    for model_or_name in (model, str(tmp_path)):
         with pytest.raises(ValueError, match="A quantized model"):
-            SplitModel.from_model(own)
+            SplitModel.from_model(model_or_name)
 
 
-class OwnSampler(Trainer):
+class CustomSamplerTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-class OwnLoader(SplitFederatedTrainer):
+class CustomLoaderTrainer(SplitFederatedTrainer):
     def get_train_dataloader(self):
         return super().get_train_dataloader()
 
 
-@pytest.mark.parametrize("kind", [OwnSampler, OwnLoader])
-def test_rows_drawn_in_a_way_of_ones_own_are_refused(kind, tmp_path):
-    kind = kind if issubclass(kind, SplitFederatedTrainer) else split_federate(kind)
-    with pytest.raises(TypeError, match="draws rows in its own way"):
-        kind(whole_model(), arguments(tmp_path), train_dataset=rows_of(0))
+@pytest.mark.parametrize("trainer_class", [CustomSamplerTrainer, CustomLoaderTrainer])
+def test_overridden_sampling_is_rejected(trainer_class, tmp_path):
+    trainer_class = (
+        trainer_class if issubclass(trainer_class, SplitFederatedTrainer) else split_federate(trainer_class)
+    )
+    with pytest.raises(TypeError, match="overrides the sampling of training examples"):
+        trainer_class(whole_model(), arguments(tmp_path), train_dataset=rows_of(0))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"accelerator_config": {"use_seedable_sampler": False}}, "follows from the seed"),
-        ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw' is not supported"),
-        ({"optim": "lomo"}, "steps when all parties do"),
-        ({"optim": "galore_adamw_layerwise"}, "steps when all parties do"),
+        (
+            {"accelerator_config": {"use_seedable_sampler": False}},
+            "the seed determines the order of each client",
+        ),
+        ({"optim": "schedule_free_adamw"}, "does not support optim='schedule_free_adamw'"),
+        ({"optim": "lomo"}, "an optimizer that steps with all parties"),
+        ({"optim": "galore_adamw_layerwise"}, "an optimizer that steps with all parties"),
     ],
 )
-def test_arguments_that_would_mean_something_else_are_refused(changes, message, tmp_path):
+def test_unsupported_training_arguments_are_rejected(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         SplitFederatedTrainer(whole_model(), arguments(tmp_path, **changes), train_dataset=rows_of(0))
 
 
-def test_a_beam_search_is_refused_before_the_first_evaluation(tmp_path):
+def test_beam_search_is_rejected_by_the_constructor(tmp_path):
     args = Seq2SeqTrainingArguments(str(tmp_path), generation_num_beams=2, report_to=[], use_cpu=True)
-    with pytest.raises(ValueError, match="generation_num_beams is not supported in a split"):
+    with pytest.raises(ValueError, match="A split trainer does not support generation_num_beams"):
         split_federate(Seq2SeqTrainer)(whole_model(), args, train_dataset=rows_of(0))
 
 
-class WithModes(torch.optim.SGD):
+class OptimizerWithModes(torch.optim.SGD):
     def train(self):
         pass
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("optimizer", "message"),
     [
         ((torch.optim.SGD, {"params": [], "lr": 0.1}), "has 'params'"),
-        ((WithModes, {"lr": 0.1}), "modes for training and evaluation"),
+        ((OptimizerWithModes, {"lr": 0.1}), "has training and evaluation modes"),
     ],
 )
-def test_optimizer_classes_that_cannot_be_each_partys_are_refused(given, message, tmp_path):
+def test_optimizer_class_that_cannot_be_created_per_party_is_rejected(optimizer, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         SplitFederatedTrainer(
-            whole_model(), arguments(tmp_path), train_dataset=rows_of(0), optimizer_cls_and_kwargs=given
+            whole_model(), arguments(tmp_path), train_dataset=rows_of(0), optimizer_cls_and_kwargs=optimizer
         )
 
 
-def test_reentrant_checkpointing_is_refused_and_the_other_changes_nothing(tmp_path):
-    plain, split = both(
+def test_only_non_reentrant_checkpointing_is_supported(tmp_path):
+    plain, split = train_both(
         tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False}
     )
-    assert_alike(plain, split)
+    assert_same_training(plain, split)
     with pytest.raises(ValueError, match="set use_reentrant=False"):
-        both(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True})
+        train_both(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True})
 
 
-def test_columns_that_only_the_whole_model_takes_are_not_dropped_in_silence(tmp_path):
+def test_unsupported_column_of_the_model_raises_an_error(tmp_path):
     rows = rows_of(0)
-    more = rows.add_column("token_type_ids", [[5] * 7] * len(rows))
+    with_token_types = rows.add_column("token_type_ids", [[5] * 7] * len(rows))
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=4, n_head=2, n_positions=64)
-    trainer = SplitFederatedTrainer(GPT2LMHeadModel(config), arguments(tmp_path), train_dataset=more)
-    with pytest.raises(TypeError, match="does not support the arguments \\['token_type_ids'\\]"):
+    trainer = SplitFederatedTrainer(GPT2LMHeadModel(config), arguments(tmp_path), train_dataset=with_token_types)
+    with pytest.raises(TypeError, match="takes no \\['token_type_ids'\\]"):
         trainer.train()
-    # Llama does not take them either, and leaves them out as ever.
-    plain, split = both(tmp_path, rows=more)
-    assert_alike(plain, split)
+    # Llama does not accept the column, and `Trainer` removes it.
+    plain, split = train_both(tmp_path, rows=with_token_types)
+    assert_same_training(plain, split)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tokens_and_samples_are_counted_as_of_the_unsplit_model(strategy, tmp_path, monkeypatch):
-    # A second for everything, so that a rate is a count.
+def test_token_and_sample_counts_are_those_of_unsplit_model(strategy, tmp_path, monkeypatch):
+    # Each call of the clock advances by one second, so that counts can be computed from rates.
     for module in ("transformers.trainer_utils", "transformers.trainer"):
         monkeypatch.setattr(f"{module}.time.time", iter(range(10_000)).__next__)
     changes = {"include_num_input_tokens_seen": "all", "max_steps": 3, "gradient_accumulation_steps": 2}
@@ -232,7 +242,7 @@ def test_tokens_and_samples_are_counted_as_of_the_unsplit_model(strategy, tmp_pa
     split = SplitFederatedTrainer(
         whole_model(),
         arguments(tmp_path, **changes, **({} if strategy == "serial" else {"per_device_train_batch_size": 1})),
-        # Each step is of four rows.
+        # Each step has four examples.
         train_dataset=clients_of(*((4, 8) if strategy == "serial" else (6, 6))),
         split=SplitConfig(strategy=strategy),
     )
@@ -244,7 +254,7 @@ def test_tokens_and_samples_are_counted_as_of_the_unsplit_model(strategy, tmp_pa
     assert counts[0] == counts[1] == ([28, 56, 84, 84], 12)
 
 
-def test_ways_to_generate_with_a_second_model_are_refused_with_what_to_do():
+def test_unsupported_generation_modes_name_an_alternative():
     split = SplitModel.from_model(whole_model())
     with pytest.raises(ValueError, match="Remove the arguments of assisted generation"):
         split.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=2)

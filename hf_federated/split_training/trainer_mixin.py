@@ -1,8 +1,8 @@
-"""`SplitMixin`: the loop of `Trainer` over clients that hold the first and last blocks of a language model.
+"""`SplitMixin`: the training loop of `Trainer` over clients that hold the first and last blocks of a language model.
 
-It is `Trainer`'s own loop. An item of its loader is an optimizer step: the batches of every client that takes part
-(`steps.py`). `training_step` trains these clients through their links to the server (`federation.py`), and the
-optimizer clips and steps all parties (`parties.py`).
+The loop is that of `Trainer`. An item of its data loader is an optimizer step: the batches of every client that takes
+part (`step_plan.py`). `training_step` trains these clients through their links to the server (`in_process.py`), and
+the optimizer clips the gradients and updates all parties (`optimization.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..split.model import SplitModel
 from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
 from ..trainer.checks import as_federated_dataset
 from ..trainer.dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
-from .checkpoint import check_checkpoint, load_parties
 from .checks import (
+    accepts_model_name,
     as_split_model,
     check_forward,
     check_gradients,
@@ -40,22 +40,24 @@ from .checks import (
     check_revision,
     check_sampling,
     check_split_arguments,
-    loads_by_name,
-    own_rows,
+    select_own_dataset,
 )
 from .config import SplitConfig
-from .federation import ClientParty, SplitFederation
-from .joining import JoiningMixin
-from .loading import load_named_model
-from .parties import JointOptimizer
-from .steps import SplitSteps, StepBatches, only_item
+from .in_process import ClientParty, SplitFederation
+from .loading import load_model_by_name
+from .networked_client import NetworkedClientMixin
+from .optimization import JointOptimizer
+from .saving import check_checkpoint, load_parties
+from .step_plan import SplitSteps, StepBatches, collate_single_step
 
 
 logger = logging.get_logger(__name__)
 
 
-class SplitMixin(JoiningMixin, PreparingMixin):
-    """What `split_federate()` puts before a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`]."""
+class SplitMixin(NetworkedClientMixin, PreparingMixin):
+    """
+    Mixin that `split_federate()` combines with a trainer class. Use [`SplitFederatedTrainer`] or [`split_federate`].
+    """
 
     _joint_optimizer: JointOptimizer | None = None
     _signature_columns: list[str] | None
@@ -75,16 +77,16 @@ class SplitMixin(JoiningMixin, PreparingMixin):
     ) -> None:
         self.split = SplitConfig() if split is None else split
         if train_dataset is not None and isinstance(model, SplitModel) and model.server_body is None:
-            train_dataset = own_rows(model.boundary.client_id, train_dataset)
+            train_dataset = select_own_dataset(model.boundary.client_id, train_dataset)
         clients = None if train_dataset is None else as_federated_dataset(train_dataset, FederatedConfig())
         check_sampling(type(self), SplitMixin)
         check_split_arguments(args, self.split, clients, kwargs)
-        eval_dataset = _rows_together(eval_dataset)
-        if isinstance(model, str) and loads_by_name(type(self)):
+        eval_dataset = _concatenate_clients(eval_dataset)
+        if isinstance(model, str) and accepts_model_name(type(self)):
             check_revision(args, kwargs)
-            model = load_named_model(model, args, kwargs.pop("quantization_config", None))
+            model = load_model_by_name(model, args, kwargs.pop("quantization_config", None))
             if getattr(args, "model_init_kwargs", None) is not None:
-                # A parent that is given a model would warn that they are ignored.
+                # The parent class gets a model and would warn that `model_init_kwargs` is ignored.
                 args = copy.copy(args)
                 vars(args)["model_init_kwargs"] = None
         cut = as_split_model(model, self.split)
@@ -97,10 +99,10 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         self.train_dataset = clients
         self.ledger = Ledger()
         self._envelopes = envelopes
-        self._remote = None
+        self._networked = None
         self._resume_from = None
         self._user_args = self.args
-        self.add_callback(_StepEnd(self))
+        self.add_callback(_StepCallback(self))
 
     def _construct(
         self,
@@ -109,24 +111,35 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         data_collator: Any,
         clients: FederatedDataset | None,
         eval_dataset: Any,
-        others: dict[str, Any],
+        trainer_kwargs: dict[str, Any],
     ) -> None:
-        """The parent's constructor. What it does to one client's rows is done to those of all."""
-        rows: Any = None
+        """
+        Call the constructor of the parent class, and prepare the dataset of every client as the constructor does.
+        """
+        dataset: Any = None
         if clients is not None:
             first = next(iter(clients))
-            rows = clients[first] if self.prepares_data() else StandIn(type(self), clients)
-        preparation = Preparation(rows)
+            dataset = clients[first] if self.prepares_data() else StandIn(type(self), clients)
+        preparation = Preparation(dataset)
         self._preparations = [preparation]
-        given = {"args": args, "data_collator": data_collator, "train_dataset": rows, "eval_dataset": eval_dataset}
-        super().__init__(model=model, **{name: own for name, own in given.items() if own is not None}, **others)
+        optional = {
+            "args": args,
+            "data_collator": data_collator,
+            "train_dataset": dataset,
+            "eval_dataset": eval_dataset,
+        }
+        super().__init__(
+            model=model, **{name: value for name, value in optional.items() if value is not None}, **trainer_kwargs
+        )
         self._preparations = None
         if self.train_dataset is not preparation.prepared:
-            raise uses_its_data(type(self), "`train_dataset` is another one afterwards")
+            raise uses_its_data(type(self), "the constructor replaced `train_dataset`")
         check_forward(type(self), model)
         if clients is not None:
             prepared = {first: preparation.prepared}
-            self._rows = PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
+            self._client_datasets = (
+                PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
+            )
 
     def train(
         self,
@@ -135,8 +148,10 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """
-        `Trainer.train`: a step is an optimizer step of the strategy, an epoch a pass over every client's rows. Called
-        again, it begins with new optimizers.
+        `Trainer.train`. A step is an optimizer step of the strategy, and an epoch a pass over the examples of every
+        client.
+
+        Each call starts with new optimizers unless it resumes from a checkpoint.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer.
@@ -144,10 +159,12 @@ class SplitMixin(JoiningMixin, PreparingMixin):
             ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
 
         Raises:
-            ValueError: If there are no rows to train on, or the checkpoint is not one of this run or not whole.
+            ValueError: If there is no training dataset, or the checkpoint is incomplete or belongs to another run.
         """
         if self.clients is None:
-            raise ValueError("Training needs a `train_dataset`: a FederatedDataset, or client ids with their rows.")
+            raise ValueError(
+                "`train_dataset` is missing. Pass a FederatedDataset, or a mapping of client ids to datasets."
+            )
         self._user_args = self.args
         self.ledger = Ledger()
         if self.model.server_body is None:
@@ -160,58 +177,60 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         try:
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
-            if self._remote is not None and self.state.global_step < self.state.max_steps:
-                logger.warning(f"Stopped after {self.state.global_step} steps: the run ends here for all clients.")
-                self._remote.leave()
+            if self._networked is not None and self.state.global_step < self.state.max_steps:
+                logger.warning(f"Training stopped after {self.state.global_step} steps. The run ends for all clients.")
+                self._networked.leave()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 best = self.state.best_model_checkpoint
-                rotate(self.args.output_dir, self._kept_checkpoints, best, self.state.global_step)
+                rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
             return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
         except BaseException:
-            # Of a run that is interrupted, too, the model is what was trained until then.
-            self.catch_up()
+            # Keep the trained parameters of an interrupted run in the model.
+            self.sync_model()
             raise
         finally:
             self._federation = self._joint_optimizer = None
-            self._is_behind = False
+            self._model_is_stale = False
             self.is_in_train = False
 
-    # ---- What Trainer's loop goes over
+    # ---- Data loader
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """One item an optimizer step: the batches of every client that takes part."""
+        """Data loader with one item per optimizer step: the batches of every client that takes part."""
         assert self.clients is not None
-        rows: dict[str, Any] = {}
+        datasets: dict[str, Any] = {}
         collate: dict[str, Any] = {}
         try:
             for client_id in self.clients:
-                self.train_dataset = self._rows[client_id]
+                self.train_dataset = self._client_datasets[client_id]
                 if not len(self.train_dataset):
-                    raise ValueError(f"{type(self).__name__} leaves no row of client {client_id!r} to train on.")
+                    raise ValueError(
+                        f"{type(self).__name__} removed all examples of client {client_id!r}. Check its dataset."
+                    )
                 loader = super().get_train_dataloader()
-                rows[client_id], collate[client_id] = loader.dataset, loader.collate_fn
+                datasets[client_id], collate[client_id] = loader.dataset, loader.collate_fn
         finally:
             self.train_dataset = self.clients
         args = self._user_args
         steps = SplitSteps(
-            rows,
+            datasets,
             collate,
             args.train_batch_size,
             args.gradient_accumulation_steps,
-            together=self.split.strategy != "serial",
+            simultaneous=self.split.strategy != "serial",
             steps_per_turn=self.split.steps_per_turn,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last=args.dataloader_drop_last,
-            steps_of=None if self._remote is None else self._remote.steps_of,
+            steps_per_client=None if self._networked is None else self._networked.steps_per_epoch,
         )
         workers = args.dataloader_num_workers
         return self.accelerator.prepare(
             DataLoader(
                 steps,
                 batch_size=1,
-                collate_fn=only_item,
+                collate_fn=collate_single_step,
                 num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor if workers else None,
                 pin_memory=args.dataloader_pin_memory,
@@ -219,131 +238,135 @@ class SplitMixin(JoiningMixin, PreparingMixin):
         )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Rows of a loader: of the training one those of all clients."""
+        """Number of examples of a data loader. For the training data loader, the sum over all clients."""
         steps = dataloader.dataset
-        return steps.num_rows if isinstance(steps, SplitSteps) else super().num_examples(dataloader)
+        return steps.num_examples if isinstance(steps, SplitSteps) else super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Rows of a step in which every client takes part that may."""
-        rows = super().get_total_train_batch_size(self._user_args)
+        """Number of examples in a step when all eligible clients participate."""
+        batch_size = super().get_total_train_batch_size(self._user_args)
         if self.clients is None or self.split.strategy == "serial":
-            return rows
-        return rows * len(self.clients)
+            return batch_size
+        return batch_size * len(self.clients)
 
     def _set_signature_columns_if_needed(self) -> None:
-        # Columns that the whole model takes and a split one has not are refused by name, and not dropped.
+        # Keep columns that the whole model accepts. The split model raises an error if it does not support a column.
         if self._signature_columns is None:
             super()._set_signature_columns_if_needed()
-            whole = inspect.signature(self.model.client_tail.model.forward)
-            self._signature_columns = list(dict.fromkeys([*(self._signature_columns or []), *whole.parameters]))
+            signature = inspect.signature(self.model.client_tail.model.forward)
+            self._signature_columns = list(dict.fromkeys([*(self._signature_columns or []), *signature.parameters]))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """`Trainer.get_batch_samples`; of a step, target tokens are counted for each client."""
+        """`Trainer.get_batch_samples`. Target tokens are counted per client in `training_step`."""
         if self._federation is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return [next(epoch_iterator)], None
 
-    # ---- The step
+    # ---- Steps
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """One optimizer for each party, which step together."""
+        """Create one optimizer per party, and the joint optimizer that steps them together."""
         if not self.is_in_train or self.clients is None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self._remote is not None:
-            self._federation = self._remote
+        if self._networked is not None:
+            self._federation = self._networked
         else:
-            seed = self.split.seed_of(self.args)
+            seed = self.split.resolve_seed(self.args)
             self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
         parties = self._federation.parties
         for party in parties.values():
             self.optimizer = None
-            if party.trained():
+            if party.trained_parameters():
                 super().create_optimizer(party.module)
                 party.optimizer = self.optimizer
-        norm = math.sqrt if self._remote is None else self._remote.shared_norm
+        norm = math.sqrt if self._networked is None else self._networked.shared_norm
         self.optimizer = self._joint_optimizer = JointOptimizer(parties, self._user_args.max_grad_norm, norm)
         return self.optimizer
 
-    def begin(self) -> None:
+    def start_training(self) -> None:
         """
-        Before the first step: give every party the part and state that it had, where a checkpoint is resumed.
+        Prepare the first step. If the run resumes from a checkpoint, load the part and the state of every party.
 
         Raises:
-            TypeError: If an overridden `create_optimizer` made no party's optimizer.
+            TypeError: If an overridden `create_optimizer` created no optimizers for the parties.
         """
         if self._federation is None:
             raise TypeError(
-                f"{type(self).__name__}.create_optimizer gives the parties no optimizers: override it in the class "
-                "that split_federate() takes, where it is called for each party with its part as `model`."
+                f"{type(self).__name__}.create_optimizer created no optimizers for the parties. Override it in the "
+                "class that is passed to split_federate(). There it is called for each party with the part as `model`."
             )
-        self._check_means()
-        if self._remote is not None:
-            self._remote.max_steps, self._remote.step = self.state.max_steps, self.state.global_step
+        self._check_averaging_period()
+        if self._networked is not None:
+            self._networked.max_steps, self._networked.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None:
-            joined, self.ledger = self.ledger, load_parties(self._federation, self._resume_from)
-            self.ledger.add(joined)  # of a networked run: to join it once more
+            join_ledger, self.ledger = self.ledger, load_parties(self._federation, self._resume_from)
+            self.ledger.add(join_ledger)  # in a networked run, the bytes of joining again
             self._federation.ledger = self.ledger
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
-            # Adapters came to the parties alone, and there may be no step left that the model would catch up with.
+            # Adapters were loaded into the parties only, and there may be no remaining step that updates the model.
             self._federation.copy_into_model()
-            if self._remote is not None:
-                # What was on its way when the run broke off.
-                self._remote.hand_over()
+            if self._networked is not None:
+                # Send the parts again that were in transfer when the run was interrupted.
+                self._networked.send_parts()
                 if self.state.global_step >= self.state.max_steps:
-                    self._remote.finish()
+                    self._networked.finish()
 
-    def _check_means(self) -> None:
-        """Warn where averages are of one client's parts alone, which then are handed over in effect."""
-        every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
-        if every is None or steps.num_clients == 1:
+    def _check_averaging_period(self) -> None:
+        """Warn if most averages are taken over the parts of a single client."""
+        average_every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
+        if average_every is None or steps.num_clients == 1:
             return
-        alone, periods = steps.periods_of_one(every, self.state.max_steps)
-        if alone > periods / 2:
+        num_single, num_periods = steps.count_single_client_periods(average_every, self.state.max_steps)
+        if num_single > num_periods / 2:
             logger.warning(
-                f"With average_every={every} one client alone trains between one average and the next in {alone} of "
-                f"{periods} periods of an epoch, so that its parts are handed over and nothing is averaged: lower "
+                f"With average_every={average_every} a single client trains in {num_single} of the {num_periods} "
+                "averaging periods of an epoch. Its parts are passed on unchanged, and nothing is averaged. Lower "
                 "steps_per_turn, or raise average_every."
             )
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The forward and backward passes of everybody who takes part in a step."""
+        """Run the forward and backward passes of all clients that take part in a step."""
         federation = self._federation
         if federation is None:
             return super().training_step(model, inputs, num_items_in_batch)
         batches: StepBatches = inputs
         num_items: dict[str, Any] = {}
-        for client_id, own in batches.items():
-            num_items[client_id] = super().get_batch_samples(iter(own), len(own), self.args.device)[1]
+        for client_id, client_batches in batches.items():
+            num_items[client_id] = super().get_batch_samples(
+                iter(client_batches), len(client_batches), self.args.device
+            )[1]
             if num_items[client_id] is None and self.split.strategy == "client_batch":
                 raise ValueError(
-                    f"The batches of client {client_id!r} have no labels to count, by which the server weighs the "
-                    "clients of a step: give `labels`, or use another strategy."
+                    f"The batches of client {client_id!r} have no labels to count. The server weights the clients by "
+                    "their target tokens. Add `labels`, or use another strategy."
                 )
         assert self._joint_optimizer is not None
-        # Of what is evaluated, a trainer asks whether it trains; clients' models have that from `Trainer`.
+        # Trainers read the mode of `self.model`. `Trainer` sets the mode of the clients' models.
         self.model.train()
-        self._is_behind = True
+        self._model_is_stale = True
         self._count_tokens(batches)
         steps = self.callback_handler.train_dataloader.dataset
         loss = federation.run_step(
             self.state.global_step,
             batches,
-            steps.rows_of_step(self.state.global_step % len(steps)),
-            {client_id: None if number is None else int(number) for client_id, number in num_items.items()},
-            lambda client, own: self._train_client(client, own, num_items[client.client_id]),
+            steps.num_examples_of_step(self.state.global_step % len(steps)),
+            {client_id: None if count is None else int(count) for client_id, count in num_items.items()},
+            lambda client, client_batches: self._train_client(client, client_batches, num_items[client.client_id]),
             self._joint_optimizer,
         )
-        if self._remote is None:
+        if self._networked is None:
             check_gradients(type(self), self.model)
         return loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """`Trainer` leaves mixed precision to what it prepared, the whole model: clients' own are entered here."""
+        """
+        Enable mixed precision for the models of the clients. `Trainer` enables it for the prepared whole model only.
+        """
         if self._federation is None:
             return super().autocast_smart_context_manager(cache_enabled)
         return self.accelerator.autocast()
@@ -360,70 +383,74 @@ class SplitMixin(JoiningMixin, PreparingMixin):
     def _count_tokens(self, batches: StepBatches) -> None:
         if self._user_args.include_num_input_tokens_seen != "no":
             with self._arguments(self._user_args):
-                for own in batches.values():
-                    for batch in own:
+                for client_batches in batches.values():
+                    for batch in client_batches:
                         super()._track_num_input_tokens(batch)
 
     def end_step(self) -> None:
-        """What comes after everybody's optimizers: averaging, where it is time."""
+        """Finish the step after the optimizers: average the parts if the averaging period ends."""
         if self._federation is not None:
             self._federation.end_step(self.state.global_step)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """`Trainer.floating_point_ops`, of a step those of all its batches."""
+        """`Trainer.floating_point_ops`, summed over all batches of a step."""
         if self._federation is None:
             return super().floating_point_ops(inputs)
-        return sum(super(SplitMixin, self).floating_point_ops(batch) for own in inputs.values() for batch in own)
+        return sum(
+            super(SplitMixin, self).floating_point_ops(batch)
+            for client_batches in inputs.values()
+            for batch in client_batches
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """`Trainer.log`, with the norm of all parties' gradients and the bytes that crossed until then."""
-        crossed: dict[str, float] = {}
+        """`Trainer.log`, with the norm of the gradients of all parties and the number of transferred bytes."""
+        transferred: dict[str, float] = {}
         if self._joint_optimizer is not None and "train_runtime" not in logs:
-            crossed = {"federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
-            logs.update(crossed)
+            transferred = {"federated/bytes_up": self.ledger.bytes_up, "federated/bytes_down": self.ledger.bytes_down}
+            logs.update(transferred)
             if "loss" in logs:
                 logs["grad_norm"] = self._joint_optimizer.norm
-        if self._remote is not None:
-            self._remote.own_losses(logs)
-        # Of the user's arguments it depends whether tokens are logged, which the loop does not count.
+        if self._networked is not None:
+            self._networked.replace_logged_losses(logs)
+        # The training arguments decide whether token counts are logged; this loop does not count tokens.
         with self._arguments(self._user_args):
             super().log(logs, start_time)
-        # What parents add is of the metrics that an evaluation returns; what crossed until then is of the log alone.
-        for name in crossed:
+        # An evaluation returns `logs`. The transferred bytes are not evaluation metrics.
+        for name in transferred:
             del logs[name]
 
-    # ---- The model that is evaluated
+    # ---- Evaluation
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """`Trainer.evaluate`; a [`FederatedDataset`] is evaluated as all its rows together."""
-        self.catch_up()
-        return super().evaluate(_rows_together(eval_dataset), *args, **kwargs)
+        """`Trainer.evaluate`. A [`FederatedDataset`] is evaluated as one dataset."""
+        self.sync_model()
+        return super().evaluate(_concatenate_clients(eval_dataset), *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.predict`, also of a [`FederatedDataset`]."""
-        self.catch_up()
-        return super().predict(_rows_together(test_dataset), *args, **kwargs)
+        """`Trainer.predict`. A [`FederatedDataset`] is predicted as one dataset."""
+        self.sync_model()
+        return super().predict(_concatenate_clients(test_dataset), *args, **kwargs)
 
 
-def _rows_together(dataset: Any) -> Any:
+def _concatenate_clients(dataset: Any) -> Any:
     if isinstance(dataset, dict):
-        return {name: _rows_together(own) for name, own in dataset.items()}
+        return {name: _concatenate_clients(value) for name, value in dataset.items()}
     return dataset.to_dataset() if isinstance(dataset, FederatedDataset) else dataset
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:
-    """The user's arguments as a loop sees them of which an item is an optimizer step already."""
-    own = copy.copy(args)
-    own.gradient_accumulation_steps = 1
-    # Parties clip by one norm, which the loop does not see.
-    own.max_grad_norm = 0.0
-    own.include_num_input_tokens_seen = "no"
-    own.save_total_limit = None
-    return own
+    """Training arguments for the loop of `Trainer` when each item of the data loader is a full optimizer step."""
+    loop_args = copy.copy(args)
+    loop_args.gradient_accumulation_steps = 1
+    # The joint optimizer clips the gradients.
+    loop_args.max_grad_norm = 0.0
+    loop_args.include_num_input_tokens_seen = "no"
+    loop_args.save_total_limit = None
+    return loop_args
 
 
-class _StepEnd(TrainerCallback):
-    """What happens between the optimizers' step and what looks at the model."""
+class _StepCallback(TrainerCallback):
+    """Callback that runs the federation's part of a step before other callbacks see the model."""
 
     def __init__(self, trainer: SplitMixin) -> None:
         self._trainer = trainer
@@ -431,7 +458,7 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.begin()
+        self._trainer.start_training()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -441,4 +468,4 @@ class _StepEnd(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.catch_up()
+        self._trainer.sync_model()

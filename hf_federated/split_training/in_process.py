@@ -1,0 +1,293 @@
+"""Split training with all parties in one process.
+
+Each client has its own head and tail, and a link to the server that transfers serialized messages only. The clients
+share their frozen parameters. The server has one body, or with `"server_hierarchical"` one replica of the body per
+client. The strategies differ in the clients that take part in a step and in how the server batches their requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters.copying import copy_model
+from ..aggregation import WeightedMean
+from ..messages.ledger import Ledger
+from ..security.encrypted_session import Identity
+from ..split.body import BodyServer
+from ..split.boundary import Boundary, Link, LocalLink
+from ..split.client_batch import ClientBatchRunner
+from ..split.model import SplitModel
+from ..split.parts import Part
+from ..utils.random import derived_seed, own_draws, seed_generators
+from .config import SplitConfig
+from .link_wrappers import with_byte_counting, with_encryption
+from .messages import PartParameters
+from .optimization import JointOptimizer, Party
+
+
+SERVER = "server"
+
+# Trains one client on its batches of a step and returns the loss.
+TrainClient = Callable[["ClientParty", Any], torch.Tensor]
+
+
+class ClientParty(Party):
+    """
+    A client with its head and tail.
+
+    Args:
+        client_id (`str`): Id of the client.
+        model ([`SplitModel`]): The client's head, tail and link to the server, without a body.
+
+    Attributes:
+        num_examples (`int`): Number of examples trained since the last average of the client's parts.
+    """
+
+    def __init__(self, client_id: str, model: SplitModel) -> None:
+        parts = nn.ModuleDict({"head": model.client_head, "tail": model.client_tail})
+        super().__init__(f"client/{client_id}", parts, None)
+        self.client_id = client_id
+        self.model = model
+        self.num_examples = 0
+
+
+class SplitFederation:
+    """
+    All parties of a run.
+
+    Args:
+        model ([`SplitModel`]): The initial model of all clients, which is also the model that is evaluated and saved.
+            `"serial"` and `"client_batch"` train its body in place.
+        client_ids (`Sequence[str]`): The clients.
+        config ([`SplitConfig`]): Strategy, averaging and encryption.
+        seed (`int`): Seed of the random numbers that the parties draw.
+        ledger ([`Ledger`]): Records the transferred bytes, by optimizer step.
+    """
+
+    def __init__(
+        self, model: SplitModel, client_ids: Sequence[str], config: SplitConfig, seed: int, ledger: Ledger
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.seed = seed
+        self.ledger = ledger
+        self.step = 0
+        # The client that trained last. With `hands_over` the next client continues with its parts.
+        self.last_client: str | None = None
+        assert model.server_body is not None
+        wire = model.boundary.wire
+        self.clients: dict[str, ClientParty] = {}
+        self.servers: dict[str, Party] = {}
+        self._body_servers: dict[str, BodyServer] = {}
+        self._server_names: dict[str, str] = {}
+        self._client_batch: ClientBatchRunner | None = None
+        self._identity = Identity.generate(SERVER) if config.encryption else None
+        for client_id in client_ids:
+            name = f"{SERVER}/{client_id}" if config.strategy == "server_hierarchical" else SERVER
+            if name not in self.servers:
+                body = model.server_body if name == SERVER else copy_model(model.server_body)
+                self.servers[name] = Party(name, body, None)
+                self._body_servers[name] = BodyServer(body, wire, seed)
+            self._server_names[client_id] = name
+            if config.strategy == "client_batch" and self._client_batch is None:
+                self._client_batch = ClientBatchRunner(self._body_servers[name])
+            self.clients[client_id] = ClientParty(client_id, self._client_model(client_id, self._body_servers[name]))
+
+    def _client_model(self, client_id: str, server: BodyServer) -> SplitModel:
+        """Copy the head and tail, and link the copies to the server."""
+        parts = copy_model(nn.ModuleList([self.model.client_head, self.model.client_tail]))
+        head, tail = parts
+        assert isinstance(head, Part) and isinstance(tail, Part)
+        link: Link = LocalLink(server) if self._client_batch is None else self._client_batch.link(client_id)
+        if self._identity is not None:
+            link = with_encryption(link, client_id, self._identity, self.config.rotate_keys_every)
+        boundary = Boundary(
+            with_byte_counting(link, client_id, self._record_bytes), self.model.boundary.wire, client_id
+        )
+        boundary.defers_backward = self._client_batch is not None
+        client = SplitModel(self.model.config, head, tail, boundary)
+        client.adapter_config = self.model.adapter_config
+        client.generation_config = self.model.generation_config
+        return client.train(self.model.training)
+
+    def _record_bytes(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
+        self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
+
+    @property
+    def parties(self) -> dict[str, Party]:
+        """All clients and servers, by name."""
+        return {party.name: party for party in (*self.clients.values(), *self.servers.values())}
+
+    def run_step(
+        self,
+        step: int,
+        batches: Mapping[str, Any],
+        num_examples: Mapping[str, int],
+        num_targets: Mapping[str, int | None],
+        train: TrainClient,
+        optimizer: JointOptimizer,
+    ) -> torch.Tensor:
+        """
+        Run the forward and backward passes of an optimizer step.
+
+        Args:
+            step (`int`): Number of optimizer steps before this one.
+            batches (`Mapping[str, Any]`): Batches of each client that takes part, in the order in which the server
+                stacks their examples.
+            num_examples (`Mapping[str, int]`): Number of examples of each client.
+            num_targets (`Mapping[str, int]`): Number of target tokens of each client in all its batches.
+            train (`Callable`): Trains one client on its batches and returns its loss.
+            optimizer ([`JointOptimizer`]): Receives the groups of parties that take the step.
+
+        Returns:
+            `torch.Tensor`: The mean of the clients' losses, weighted by their target tokens, or by their examples if
+                the
+            target tokens are not counted. A scalar.
+        """
+        self.step = step
+        participants = [self.clients[client_id] for client_id in batches]
+        if self.config.hands_over:
+            self._transfer_parts_to(participants[0])
+        for client in participants:
+            total_targets = num_targets[client.client_id] if self._client_batch is not None else None
+            client.model.boundary.begin_step(step, total_targets)
+
+        def make_task(client: ClientParty) -> Callable[[], torch.Tensor]:
+            def run() -> torch.Tensor:
+                seed_generators(derived_seed(self.seed, "client", client.client_id, step))
+                return train(client, batches[client.client_id])
+
+            return run
+
+        with own_draws(self.seed):
+            if self._client_batch is not None:
+                losses = self._client_batch.run({client.client_id: make_task(client) for client in participants})
+                self._client_batch.server.average_gradients()
+            else:
+                losses = {client.client_id: make_task(client)() for client in participants}
+        for client in participants:
+            client.num_examples += num_examples[client.client_id]
+        optimizer.groups = self._clipping_groups(participants)
+        weights = {
+            client_id: num_examples[client_id] if num_targets[client_id] is None else num_targets[client_id]
+            for client_id in losses
+        }
+        # The loss of a client without target tokens is NaN.
+        nonzero_weights = {client_id: weight for client_id, weight in weights.items() if weight} or dict.fromkeys(
+            losses, 1
+        )
+        total_weight = sum(nonzero_weights.values())
+        return torch.stack(
+            [losses[client_id] * (weight / total_weight) for client_id, weight in nonzero_weights.items()]
+        ).sum()
+
+    def _clipping_groups(self, participants: Sequence[ClientParty]) -> list[list[str]]:
+        """Groups of parties that clip by one norm: a server body and the clients that use it."""
+        groups: dict[str, list[str]] = {}
+        for client in participants:
+            server = self._server_names[client.client_id]
+            groups.setdefault(server, [server]).append(client.name)
+        return list(groups.values())
+
+    def _transfer_parts_to(self, client: ClientParty) -> None:
+        if self.last_client is not None and self.last_client != client.client_id:
+            previous = self.clients[self.last_client]
+            message = PartParameters(previous.client_id, self.step, previous.num_examples, previous.state())
+            blob = message.to_bytes()
+            self._record_bytes(previous.client_id, len(blob), 0)
+            self._record_bytes(client.client_id, 0, len(blob))
+            client.load(PartParameters.from_bytes(blob).state)
+        self.last_client = client.client_id
+
+    def end_step(self, num_steps: int) -> None:
+        """
+        Average the clients' parts if the averaging period ends.
+
+        Args:
+            num_steps (`int`): Number of completed optimizer steps.
+        """
+        self.step = num_steps
+        average_every = self.config.average_every
+        if average_every is not None and num_steps % average_every == 0:
+            self.average()
+
+    def average(self) -> None:
+        """Replace all clients' parts by their mean, weighted by the examples trained since the last average."""
+        mean, weights = WeightedMean(), self._averaging_weights()
+        for client_id, num_examples in weights.items():
+            blob = PartParameters(client_id, self.step, num_examples, self.clients[client_id].state()).to_bytes()
+            self._record_bytes(client_id, len(blob), 0)
+            received = PartParameters.from_bytes(blob)
+            mean.add(received.state, received.num_rows)
+        blob = PartParameters("", self.step, sum(weights.values()), mean.finalize()).to_bytes()
+        if len(self.servers) > 1:
+            # The average of the bodies is computed on the server and needs no transfer.
+            mean_body = self._weighted_mean(self._server_by_client())
+            for server in self.servers.values():
+                server.load(mean_body)
+        for client_id, client in self.clients.items():
+            self._record_bytes(client_id, 0, len(blob))
+            client.load(PartParameters.from_bytes(blob).state)
+            client.num_examples = 0
+
+    def _averaging_weights(self) -> dict[str, int]:
+        """
+        Examples since the last average, of the clients that trained any examples; a weight of 1 for all clients if no
+        client trained.
+        """
+        trained = {client_id: client.num_examples for client_id, client in self.clients.items() if client.num_examples}
+        return trained or dict.fromkeys(self.clients, 1)
+
+    def _server_by_client(self) -> dict[str, Party]:
+        return {client_id: self.servers[name] for client_id, name in self._server_names.items()}
+
+    def _weighted_mean(self, parties: Mapping[str, Party]) -> dict[str, torch.Tensor]:
+        """Weighted mean of the trained parameters of clients, or of the bodies that they use."""
+        mean = WeightedMean()
+        for client_id, num_examples in self._averaging_weights().items():
+            mean.add(parties[client_id].state(), num_examples)
+        return mean.finalize()
+
+    def copy_into_model(self) -> None:
+        """
+        Copy the trained parameters into the model that is evaluated and saved: the parts of the client that trained
+        last, or the mean of all parts. Training does not continue from this copy.
+        """
+        model = self.model
+        clients = Party("model", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
+        if not self.config.hands_over:
+            clients.load(self._weighted_mean(self.clients))
+        elif self.last_client is not None:
+            clients.load(self.clients[self.last_client].state())
+        if model.server_body is not next(iter(self.servers.values())).module:
+            assert model.server_body is not None
+            Party("model", model.server_body, None).load(self._weighted_mean(self._server_by_client()))
+
+    def state(self) -> dict[str, Any]:
+        """State of the run for a checkpoint, in addition to the states of the parties."""
+        return {
+            "config": self.config.to_dict(),
+            "clients": list(self.clients),
+            "holder": self.last_client,
+            "num_rows": {client_id: client.num_examples for client_id, client in self.clients.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """
+        Load the state of a checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint belongs to a run with another configuration or other clients.
+        """
+        for name, expected in (("config", self.config.to_dict()), ("clients", list(self.clients))):
+            if state[name] != expected:
+                raise ValueError(
+                    f"The checkpoint belongs to a run with {name}={state[name]}, but this run has {expected}."
+                )
+        self.last_client = state["holder"]
+        for client_id, num_examples in state["num_rows"].items():
+            self.clients[client_id].num_examples = num_examples

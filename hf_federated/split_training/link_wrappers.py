@@ -1,0 +1,140 @@
+"""Wrappers around a client's link to the server: byte counting, encryption, and replies of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..messages.serialization import packed_kind
+from ..security.encrypted_link import EncryptedLink, EncryptedServer, ServerConnection
+from ..security.encrypted_session import ClientSession, Identity, ServerSession
+from ..split.boundary import Link
+from .messages import LateReply
+
+
+# Arguments: client id, bytes sent, bytes received.
+RecordBytes = Callable[[str, int, int], None]
+
+
+class ByteCountingLink:
+    """
+    A link that counts the bytes of its messages.
+
+    Args:
+        link ([`~split.Link`]): The link that transfers the messages.
+        client_id (`str`): The client that uses the link.
+        record_bytes (`Callable[[str, int, int], None]`): Called after each exchange with the client id, the bytes sent
+            and the bytes received.
+    """
+
+    def __init__(self, link: Link, client_id: str, record_bytes: RecordBytes) -> None:
+        self.link = link
+        self.client_id = client_id
+        self.record_bytes = record_bytes
+
+    def exchange(self, blob: bytes) -> bytes:
+        """Send a message and return the answer."""
+        answer = self.link.exchange(blob)
+        self.record_bytes(self.client_id, len(blob), len(answer))
+        return answer
+
+    def end_step(self) -> None:
+        """Report the end of an optimizer step."""
+        self.link.end_step()
+
+
+class _ByteCountingServer:
+    """The server side of an encrypted link, with a count of the encrypted bytes."""
+
+    def __init__(self, server: ServerConnection, client_id: str, record_bytes: RecordBytes) -> None:
+        self.server = server
+        self.client_id = client_id
+        self.record_bytes = record_bytes
+
+    def hello(self, hello: bytes) -> bytes:
+        reply = self.server.hello(hello)
+        self.record_bytes(self.client_id, len(hello), len(reply))
+        return reply
+
+    def finish(self, finish: bytes) -> None:
+        self.server.finish(finish)
+        self.record_bytes(self.client_id, len(finish), 0)
+
+    def exchange(self, encrypted: bytes) -> bytes:
+        answer = self.server.exchange(encrypted)
+        self.record_bytes(self.client_id, len(encrypted), len(answer))
+        return answer
+
+    def check_size(self, num_bytes: int) -> None:
+        self.server.check_size(num_bytes)
+
+
+def with_byte_counting(link: Link, client_id: str, record_bytes: RecordBytes) -> Link:
+    """
+    Count the bytes of a link. For an encrypted link the count includes the encrypted messages and the handshakes.
+
+    Args:
+        link ([`~split.Link`]): The link of a client.
+        client_id (`str`): The client.
+        record_bytes (`Callable[[str, int, int], None]`): As in [`ByteCountingLink`].
+    """
+    if isinstance(link, EncryptedLink):
+        return EncryptedLink(link.session, _ByteCountingServer(link.server, client_id, record_bytes))
+    return ByteCountingLink(link, client_id, record_bytes)
+
+
+def with_encryption(link: Link, client_id: str, server_identity: Identity, rotate_every: int) -> EncryptedLink:
+    """
+    Encrypt a link between a client and a server in the same process, with new keys.
+
+    Args:
+        link ([`~split.Link`]): The link that transfers the decrypted messages.
+        client_id (`str`): The client.
+        server_identity ([`~split.encryption.Identity`]): The identity of the server.
+        rotate_every (`int`): Number of optimizer steps after which the keys are replaced.
+
+    Raises:
+        ImportError: If the extra `split` is not installed.
+    """
+    client_identity = Identity.generate(client_id)
+    server_session = ServerSession(server_identity, client_id, client_identity.fingerprint, rotate_every=rotate_every)
+    client_session = ClientSession(
+        client_identity, server_identity.name, server_identity.fingerprint, rotate_every=rotate_every
+    )
+    return EncryptedLink(client_session, EncryptedServer(server_session, link.exchange))
+
+
+class LateError(RuntimeError):
+    """The deadline of a step passed, and the step continues without this client."""
+
+
+class RunLink:
+    """
+    A client's link to the server of a networked run, for hidden states, gradients and control messages.
+
+    Args:
+        link ([`~split.Link`]): The link that transfers the messages.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def exchange(self, blob: bytes) -> bytes:
+        """
+        Send a message and return the answer.
+
+        Raises:
+            LateError: If the step continues without this client.
+        """
+        answer = self.link.exchange(blob)
+        if packed_kind(answer) == LateReply.kind:
+            raise LateError("The deadline of the step passed, and the step continues without this client.")
+        return answer
+
+    def end_step(self) -> None:
+        """Report the end of an optimizer step."""
+        self.link.end_step()
+
+    def request(self, message: Any, answer: type[Any]) -> Any:
+        """Send a control message and return its deserialized answer."""
+        return answer.from_bytes(self.exchange(message.to_bytes()))

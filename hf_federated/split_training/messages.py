@@ -1,0 +1,323 @@
+"""Messages of a networked run, apart from hidden states and their gradients.
+
+Control messages coordinate the run between a client and the server. Each names the client that sends it or that
+receives the answer, and the type of each field is checked. [`PartParameters`] carries trained parameters from one
+client to another. In a networked run the clients encrypt it for each other (`security/envelope.py`), and the server
+relays it without access to the content. The server sees its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..messages import Packed
+from ..messages.serialization import unpack
+from ..split.messages import REQUESTS
+
+
+@dataclass(frozen=True)
+class ControlMessage(Packed):
+    """
+    Base class of the control messages.
+
+    Args:
+        client_id (`str`): The client that sends the message or receives the answer.
+
+    Raises:
+        ValueError: If a field has a wrong type, or a negative value where a count or a norm is expected.
+    """
+
+    client_id: str
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if not _is_valid_field(item.name, value):
+                raise ValueError(f"{self.kind}: {item.name} has an invalid value of type {type(value).__name__}.")
+
+
+# A field has the same type in all messages.
+_STRING_FIELDS = {"client_id", "digest", "recipient", "sender"}
+_COUNT_FIELDS = {"step", "num_steps", "num_rows", "num_batches", "resume_step"}
+_BYTE_FIELDS = {"introduction", "sealed"}
+
+
+def _is_valid_field(name: str, value: Any) -> bool:
+    if name in _STRING_FIELDS:
+        return type(value) is str
+    if name in _COUNT_FIELDS:
+        return type(value) is int and value >= 0
+    if name in _BYTE_FIELDS:
+        return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
+    if name == "checkpoints":
+        return isinstance(value, list) and all(type(item) is int and item > 0 for item in value)
+    if name == "steps_of":
+        return isinstance(value, dict) and all(type(item) is int and item > 0 for item in value.values())
+    if name == "introductions":
+        return isinstance(value, dict) and all(_is_valid_field("sealed", item) for item in value.values())
+    # A norm or a squared norm. NaN passes this check; the server rejects it with a more specific error.
+    return type(value) is float and not value < 0
+
+
+@dataclass(frozen=True)
+class Join(ControlMessage):
+    """
+    Client to server: join the run.
+
+    Args:
+        digest (`str`): Digest of the settings that all parties share, see [`~split_training.config.run_digest`].
+        num_steps (`int`): Optimizer steps of this client in an epoch.
+        checkpoints (`list[int]`): Steps of the checkpoints from which this client can resume.
+        introduction (`torch.Tensor`): Signed public key for the other clients; uint8 of shape `(num_bytes,)`. Empty if
+            the client exchanges no encrypted parameters.
+    """
+
+    kind: ClassVar[str] = "split_join"
+
+    digest: str
+    num_steps: int
+    checkpoints: list[int]
+    introduction: torch.Tensor
+
+
+@dataclass(frozen=True)
+class JoinReply(ControlMessage):
+    """
+    Server to client: all clients have joined.
+
+    Args:
+        resume_step (`int`): Latest step for which all parties have a checkpoint; 0 starts from scratch.
+        steps_of (`dict[str, int]`): Optimizer steps of each client in an epoch, in the order of the clients.
+        introductions (`dict[str, torch.Tensor]`): The introduction of each client, by client id.
+    """
+
+    kind: ClassVar[str] = "split_joined"
+
+    resume_step: int
+    steps_of: dict[str, int]
+    introductions: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BeginStep(ControlMessage):
+    """
+    Client to server: wait for a step, and take part in it.
+
+    Args:
+        step (`int`): Number of optimizer steps before this one.
+        num_batches (`int`): Micro-batches of this client in the step; 0 waits for the step without taking part.
+        num_rows (`int`): Examples of this client in the step, which weight the average of the body replicas. At most
+            the number of examples in its micro-batches.
+    """
+
+    kind: ClassVar[str] = "split_begin"
+
+    step: int
+    num_batches: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class BeginStepReply(ControlMessage):
+    """Server to client: the step has begun."""
+
+    kind: ClassVar[str] = "split_begun"
+
+    step: int
+
+
+@dataclass(frozen=True)
+class EndStep(ControlMessage):
+    """
+    Client to server: the client has all gradients of the step.
+
+    Args:
+        step (`int`): Number of optimizer steps before this one.
+        squared_norm (`float`): Squared norm of the gradients of the client's head and tail.
+    """
+
+    kind: ClassVar[str] = "split_step"
+
+    step: int
+    squared_norm: float
+
+
+@dataclass(frozen=True)
+class EndStepReply(ControlMessage):
+    """
+    Server to client: the server has updated its parameters.
+
+    Args:
+        step (`int`): Number of optimizer steps before this one.
+        norm (`float`): Norm of the gradients of all parties that share the step. Each party clips its gradients by it.
+    """
+
+    kind: ClassVar[str] = "split_stepped"
+
+    step: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class LateReply(ControlMessage):
+    """Server to client: the deadline has passed, and the step continues without this client."""
+
+    kind: ClassVar[str] = "split_late"
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SendEnvelope(ControlMessage):
+    """
+    Client to server: an encrypted message for another client.
+
+    Args:
+        step (`int`): Number of optimizer steps so far.
+        recipient (`str`): The client that can decrypt the message.
+        sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
+    """
+
+    kind: ClassVar[str] = "split_send"
+
+    step: int
+    recipient: str
+    sealed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SendEnvelopeReply(ControlMessage):
+    """Server to client: the server stores the encrypted message until its recipient fetches it."""
+
+    kind: ClassVar[str] = "split_sent"
+
+    step: int
+
+
+@dataclass(frozen=True)
+class FetchEnvelope(ControlMessage):
+    """
+    Client to server: wait for an encrypted message of another client.
+
+    Args:
+        step (`int`): Number of optimizer steps so far.
+        sender (`str`): The client that sends the message.
+    """
+
+    kind: ClassVar[str] = "split_fetch"
+
+    step: int
+    sender: str
+
+
+@dataclass(frozen=True)
+class FetchEnvelopeReply(ControlMessage):
+    """
+    Server to client: an encrypted message of another client.
+
+    Args:
+        step (`int`): Number of optimizer steps so far.
+        sender (`str`): The client that sent the message.
+        sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
+    """
+
+    kind: ClassVar[str] = "split_fetched"
+
+    step: int
+    sender: str
+    sealed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Finish(ControlMessage):
+    """Client to server: the client has finished and sends no further requests."""
+
+    kind: ClassVar[str] = "split_finish"
+
+    step: int
+
+
+CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {
+    message.kind: message for message in (Join, BeginStep, EndStep, SendEnvelope, FetchEnvelope, Finish)
+}
+
+
+def read_message(blob: bytes) -> Any:
+    """
+    Deserialize a message of a client: a control message, or hidden states or gradients.
+
+    Args:
+        blob (`bytes`): The serialized message.
+
+    Raises:
+        ValueError: If the message is damaged, has an unknown kind, or has a field that is not declared.
+    """
+    tree = unpack(blob)
+    kind = tree.get("kind") if isinstance(tree, dict) else None
+    kinds: dict[str, Any] = {**CONTROL_MESSAGES, **REQUESTS}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"The message has kind {kind!r}. A server accepts the kinds {sorted(kinds)}.")
+    return kinds[kind]._from_tree(tree)
+
+
+def as_tensor(value: bytes) -> torch.Tensor:
+    """Convert bytes to a uint8 tensor, which a message can hold."""
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
+
+
+def as_bytes(value: torch.Tensor) -> bytes:
+    """Convert a tensor of `as_tensor` back to bytes."""
+    return value.numpy().tobytes()
+
+
+# Limit of an averaging weight. It keeps the sums of a weighted mean finite, also in half precision.
+MAX_NUM_EXAMPLES = 10**9
+
+
+@dataclass(frozen=True)
+class PartParameters(Packed):
+    """
+    Client to client: the trained parameters of a head and a tail.
+
+    The server that holds the body must not receive this message. With the head of a client it could reconstruct the
+    client's input from the hidden states.
+
+    Args:
+        client_id (`str`): The client that trained the parameters; empty for an average.
+        step (`int`): Number of optimizer steps so far.
+        num_rows (`int`): Examples trained since the last average, at most `MAX_NUM_EXAMPLES`. The number is not
+            verified: the client that averages does not see the examples.
+        state (`dict[str, torch.Tensor]`): The parameters, by name.
+
+    Raises:
+        ValueError: If a field has a wrong type, `num_rows` is out of range, or a parameter is not finite.
+    """
+
+    kind: ClassVar[str] = "split_parameters"
+
+    client_id: str
+    step: int
+    num_rows: int
+    state: dict[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        for name, kind in (("client_id", str), ("step", int), ("num_rows", int), ("state", dict)):
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"{self.kind}: {name} must have type {kind.__name__}.")
+        if not 0 <= self.num_rows <= MAX_NUM_EXAMPLES:
+            raise ValueError(
+                f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}. It must be between 0 and "
+                f"{MAX_NUM_EXAMPLES}."
+            )
+        for name, value in self.state.items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{self.kind}: {name!r} is not a tensor.")
+            if value.is_floating_point() and not value.isfinite().all():
+                raise ValueError(
+                    f"{self.kind}: {name!r} of client {self.client_id!r} has NaN or infinite values at step "
+                    f"{self.step}. Lower the learning rate, or set max_grad_norm."
+                )

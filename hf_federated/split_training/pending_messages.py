@@ -1,0 +1,201 @@
+"""State of the pending messages on the server of a networked run.
+
+- [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
+- [`RequestBatch`]: Requests of several clients that the server answers together.
+- [`EnvelopeStore`]: Encrypted messages between clients until their recipients fetch them.
+
+For each micro-batch a client sends hidden states and then their gradient. After the last micro-batch it ends the
+step. The server rejects any other order at once. With `"client_batch"` all clients would otherwise wait for a client
+that skips a micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..split.messages import Backward, Forward
+from .messages import BeginStep, EndStep, FetchEnvelope, SendEnvelope
+
+
+# Answers the requests of several clients, in their order.
+BatchHandler = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class StepProgress:
+    """
+    Progress of the clients within one optimizer step.
+
+    Args:
+        is_batched (`bool`): Whether the server batches the micro-batches of all clients. A client then finishes a
+            micro-batch before it starts the next one.
+    """
+
+    def __init__(self, is_batched: bool) -> None:
+        self._is_batched = is_batched
+        self._announced: dict[str, BeginStep] = {}
+        # For each client: the examples of its micro-batches in order, and the micro-batches with a gradient.
+        self._num_examples: dict[str, list[int]] = {}
+        self._with_gradient: dict[str, set[int]] = {}
+
+    def begin(self, message: BeginStep) -> None:
+        """
+        Record that a client takes part in the step.
+
+        Raises:
+            ValueError: If the client began this step before.
+        """
+        if message.client_id in self._announced:
+            raise ValueError(f"Client {message.client_id!r} began step {message.step} twice.")
+        self._announced[message.client_id] = message
+
+    def may_send(self, client_id: str, micro_step: int) -> bool:
+        """Whether a client may send a micro-batch: it announced the micro-batch, or did not begin the step yet."""
+        return client_id not in self._announced or self._announced[client_id].num_batches > micro_step
+
+    def num_examples(self, client_id: str) -> int:
+        """Number of examples of a client in the step."""
+        return self._announced[client_id].num_rows
+
+    def check(self, message: Forward | Backward | EndStep) -> None:
+        """
+        Reject a message that does not follow the announced sequence.
+
+        Raises:
+            ValueError: If the client did not begin the step, or sends more messages than announced, fewer messages, or
+                messages in another order.
+        """
+        client_id, announced = message.client_id, self._announced.get(message.client_id)
+        if announced is None:
+            raise ValueError(
+                f"Client {client_id!r} sent a message of step {message.step}, but did not begin this step."
+            )
+        announcement = f"Client {client_id!r} began step {message.step} with"
+        num_examples, with_gradient = self._num_examples.get(client_id, []), self._with_gradient.get(client_id, set())
+        if isinstance(message, EndStep):
+            if not len(num_examples) == len(with_gradient) == announced.num_batches:
+                raise ValueError(
+                    f"{announcement} {announced.num_batches} micro-batches, but ended it after {len(num_examples)}, "
+                    f"{len(with_gradient)} of them with a gradient. Compute the loss of every batch from the output "
+                    "of the model, and run its backward pass."
+                )
+            if announced.num_rows > sum(num_examples):
+                raise ValueError(
+                    f"{announcement} {announced.num_rows} examples, but sent {sum(num_examples)}. The loss must call "
+                    "the model on all examples of a batch."
+                )
+        elif message.micro_step >= announced.num_batches:
+            raise ValueError(
+                f"{announcement} {announced.num_batches} micro-batches, but sent another one. The loss must call the "
+                "model once per batch."
+            )
+        elif isinstance(message, Forward):
+            if message.micro_step != len(num_examples):
+                raise ValueError(
+                    f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step}, but "
+                    f"micro-batch {len(num_examples)} is next."
+                )
+            if self._is_batched and len(num_examples) != len(with_gradient):
+                raise ValueError(
+                    f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step} before the "
+                    "gradient of the previous micro-batch."
+                )
+        elif message.micro_step >= len(num_examples) or message.micro_step in with_gradient:
+            raise ValueError(
+                f"Client {client_id!r} sent a gradient of micro-batch {message.micro_step} at step {message.step}, "
+                "but no such micro-batch waits for a gradient."
+            )
+
+    def record(self, message: Forward | Backward) -> None:
+        """Record a message that was answered."""
+        if isinstance(message, Forward):
+            self._num_examples.setdefault(message.client_id, []).append(message.num_sequences)
+        else:
+            self._with_gradient.setdefault(message.client_id, set()).add(message.micro_step)
+
+
+class RequestBatch:
+    """Requests of one kind, at most one per client, that the server answers together."""
+
+    def __init__(self) -> None:
+        self.started_at = time.monotonic()
+        self.messages: dict[str, Any] = {}
+        self.answers: dict[str, Any] | None = None
+        self.error: str | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the requests have been answered, or the handler raised an error."""
+        return self.answers is not None or self.error is not None
+
+    def answer_all(self, messages: Sequence[Any], handler: BatchHandler) -> None:
+        """
+        Answer the requests, or keep the message of a `ValueError` for the clients.
+
+        Args:
+            messages (`Sequence[Any]`): The requests.
+            handler (`Callable`): Returns one answer per request, in the same order.
+
+        Raises:
+            Exception: If the handler raises an exception other than `ValueError`.
+        """
+        try:
+            replies = handler(messages)
+        except ValueError as error:
+            self.error = str(error)
+            return
+        self.answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
+
+
+class EnvelopeStore:
+    """
+    Encrypted messages between clients, at most one per pair of sender and recipient.
+
+    Args:
+        client_ids (`Sequence[str]`): The clients of the run.
+
+    Attributes:
+        waiting_clients (`set[str]`): Clients that wait for a message.
+    """
+
+    def __init__(self, client_ids: Sequence[str]) -> None:
+        self.waiting_clients: set[str] = set()
+        self._client_ids = client_ids
+        self._envelopes: dict[tuple[str, str, int], Any] = {}
+
+    def put(self, message: SendEnvelope) -> None:
+        """
+        Store a message.
+
+        Raises:
+            ValueError: If the recipient is not a client of the run, or a message of the same sender and recipient is
+                stored.
+        """
+        sender, recipient = message.client_id, message.recipient
+        if recipient not in self._client_ids:
+            raise ValueError(f"Client {sender!r} sent a message to {recipient!r}, which is not a client of this run.")
+        if any(key[:2] == (sender, recipient) for key in self._envelopes):
+            raise ValueError(f"Client {recipient!r} did not fetch the previous message of client {sender!r} yet.")
+        self._envelopes[sender, recipient, message.step] = message.sealed
+
+    def check_fetch(self, message: FetchEnvelope) -> None:
+        """
+        Reject a request for a message that no client sends.
+
+        Raises:
+            ValueError: If the sender is not a client of the run, or is the client itself.
+        """
+        if message.sender not in self._client_ids or message.sender == message.client_id:
+            raise ValueError(
+                f"Client {message.client_id!r} requested a message of {message.sender!r}, which is not another client "
+                "of this run."
+            )
+
+    def has(self, message: FetchEnvelope) -> bool:
+        """Whether the message has arrived."""
+        return (message.sender, message.client_id, message.step) in self._envelopes
+
+    def take(self, message: FetchEnvelope) -> Any:
+        """Remove and return the message."""
+        return self._envelopes.pop((message.sender, message.client_id, message.step))

@@ -1,0 +1,224 @@
+"""The model that the server of a networked run trains: its body or bodies, their optimizers, and their checkpoints.
+
+The module does not handle messages. `server.py` receives the messages and waits for the clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import PretrainedConfig, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..adapters.copying import copy_model
+from ..aggregation import WeightedMean
+from ..split.body import BodyServer
+from ..split.messages import Backward, Forward
+from ..split.parts import Part
+from ..split.saving import save_parts
+from ..split.wire import Wire
+from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
+from .config import SplitConfig, run_and_step
+from .in_process import SERVER
+from .optimization import Party, create_optimizers, num_training_steps, total_norm
+from .saving import is_save_step, load_party, num_kept_checkpoints, party_directory, save_party
+
+
+class ServerModel:
+    """
+    The server's body, or one replica per client with `"server_hierarchical"`, and the state of its training.
+
+    Args:
+        body ([`Part`]): The server's blocks, with their adapters.
+        config (`PretrainedConfig`): Config of the whole model.
+        wire ([`Wire`]): Encoding of hidden states.
+        split ([`SplitConfig`]): Configuration, equal to that of the clients.
+        args (`TrainingArguments`): Training arguments, equal to those of the clients except for `output_dir`.
+        client_ids (`Sequence[str]`): The clients of the run, in their order.
+        adapter (`PeftConfig`, *optional*): Config of the body's adapters.
+
+    Attributes:
+        parties (`dict[str, Party]`): Each body with its optimizer, by name.
+        body_servers (`dict[str, BodyServer]`): The server of each client's messages, by client id.
+        max_steps (`int`): Number of optimizer steps of the run; 0 before `prepare`.
+    """
+
+    def __init__(
+        self,
+        body: Part,
+        config: PretrainedConfig,
+        wire: Wire,
+        split: SplitConfig,
+        args: TrainingArguments,
+        client_ids: Sequence[str],
+        adapter: PeftConfig | None = None,
+    ) -> None:
+        self.config = config
+        self.split = split
+        self.args = args
+        self.adapter = adapter
+        self.max_steps = 0
+        enable_checkpointing(body, args)
+        has_replicas = split.strategy == "server_hierarchical"
+        self._party_names = {
+            client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids
+        }
+        parts = {name: copy_model(body) if has_replicas else body for name in self._party_names.values()}
+        servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
+        self.parties = {name: Party(name, part, None) for name, part in parts.items()}
+        self.body_servers = {client_id: servers[name] for client_id, name in self._party_names.items()}
+        # Examples trained since the last average of the bodies.
+        self._num_examples = dict.fromkeys(client_ids, 0)
+
+    def prepare(self, steps_per_epoch: int) -> None:
+        """
+        Create the optimizers and learning rate schedules of a run.
+
+        Args:
+            steps_per_epoch (`int`): Number of optimizer steps in an epoch.
+        """
+        self._steps_per_epoch = steps_per_epoch
+        self.max_steps = num_training_steps(self.args, steps_per_epoch)
+        self._schedulers = create_optimizers(self.parties.values(), self.args, self.max_steps)
+
+    def check_batchable(self, message: Forward | Backward) -> None:
+        """
+        Reject a message that the body cannot process in one batch with messages of other clients.
+
+        Raises:
+            ValueError: If hidden states are sent without dropout or with an autocast dtype that differs from the
+                training arguments, or a gradient is sent without its number of target tokens.
+        """
+        if isinstance(message, Backward):
+            if message.num_targets is None:
+                raise ValueError(f"Client {message.client_id!r} sent a gradient without its number of target tokens.")
+            return
+        autocast = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
+        if not message.training or message.autocast != autocast:
+            raise ValueError(
+                f"Client {message.client_id!r} sent training={message.training} and autocast={message.autocast}. With "
+                f"strategy='client_batch' all clients must send training=True and autocast={autocast}."
+            )
+
+    def train_step(
+        self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
+    ) -> dict[str, float]:
+        """
+        Clip and update every body that the clients of the step used, and average the replicas if the averaging period
+        ends.
+
+        A body and the clients that use it clip their gradients by one norm.
+
+        Args:
+            step (`int`): Number of optimizer steps before this one.
+            squared_norms (`Mapping[str, float]`): Squared norm of the gradients of each client that took part.
+            num_examples (`Mapping[str, int]`): Number of examples of each client that took part.
+
+        Returns:
+            `dict[str, float]`: The norm by which each client clips its gradients.
+
+        Raises:
+            ValueError: If the gradients of a body or of its clients are not finite. In this case no body is updated.
+        """
+        norms: dict[str, float] = {}
+        names = list(dict.fromkeys(self._party_names[client_id] for client_id in squared_norms))
+        for name in names:
+            party = self.parties[name]
+            members = [client_id for client_id in squared_norms if self._party_names[client_id] == name]
+            self.body_servers[members[0]].average_gradients()
+            norm = total_norm([party.squared_norm(), *(squared_norms[client_id] for client_id in members)])
+            if not math.isfinite(norm):
+                raise ValueError(
+                    f"The gradients of {name!r} for {', '.join(members)} are not finite at step {step}. Lower the "
+                    "learning rate."
+                )
+            norms |= dict.fromkeys(members, norm)
+        # Update the bodies after all norms are checked. If the run ends here, all bodies are at the same step.
+        for name in names:
+            member = next(client_id for client_id in squared_norms if self._party_names[client_id] == name)
+            self.parties[name].step(norms[member], self.args.max_grad_norm)
+        for scheduler in self._schedulers:
+            scheduler.step()
+        for client_id in squared_norms:
+            self._num_examples[client_id] += num_examples[client_id]
+        num_steps, average_every = step + 1, self.split.average_every
+        # After the last step the clients evaluate the average, which is also saved.
+        if len(self.parties) > 1 and (
+            num_steps == self.max_steps or (average_every is not None and num_steps % average_every == 0)
+        ):
+            mean = self._average_bodies()
+            for party in self.parties.values():
+                party.load(mean)
+            self._num_examples = dict.fromkeys(self._num_examples, 0)
+        return norms
+
+    def _average_bodies(self) -> dict[str, Any]:
+        """Mean of all bodies, weighted by the examples of their clients since the last average."""
+        weights = {
+            client_id: num_examples for client_id, num_examples in self._num_examples.items() if num_examples
+        } or dict.fromkeys(self._num_examples, 1)
+        mean = WeightedMean()
+        for client_id, num_examples in weights.items():
+            mean.add(self.parties[self._party_names[client_id]].state(), num_examples)
+        return mean.finalize()
+
+    # ---- Files
+
+    @property
+    def _directory(self) -> str:
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Checkpoints from which the server can resume, by step."""
+        return {step_of(path): path for path in list_checkpoints(self._directory)}
+
+    def save_checkpoint(self, step: int) -> None:
+        """Save a checkpoint if the training arguments request one at this step."""
+        if not is_save_step(self.args, step, self.max_steps, self._steps_per_epoch):
+            return
+        state = {"rows": self._num_examples, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+        run = self._run_and_step(step)
+        with staged_directory(self._directory) as staging:
+            for party in self.parties.values():
+                save_party(party, self.config, party_directory(staging, party.name), self.adapter, run, state)
+            publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        rotate(self._directory, num_kept_checkpoints(self.args), None, step)
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """
+        Load a checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint is incomplete, or belongs to another run.
+        """
+        state: Mapping[str, Any] = {}
+        for party in self.parties.values():
+            state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
+        self._num_examples = dict(state["rows"])
+        for scheduler, scheduler_state in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
+
+    def save(self) -> None:
+        """Save the body, or the mean of all replicas."""
+        first = next(iter(self.parties.values()))
+        if len(self.parties) > 1:
+            first.load(self._average_bodies())
+        assert isinstance(first.module, Part)
+        run = self._run_and_step(self.max_steps)
+        save_parts([first.module], self.config, self._directory, self.adapter, run=run)
+
+    def _run_and_step(self, step: int) -> dict[str, object]:
+        return run_and_step(self.config, self.split, self.args, self.adapter, step)
+
+
+def enable_checkpointing(part: Part, args: TrainingArguments) -> None:
+    """Enable activation checkpointing as the training arguments request it."""
+    if args.activation_checkpointing:
+        settings = dict(args.activation_checkpointing_kwargs or {})
+        every_n_layers, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+        part.enable_checkpointing(settings or None, every_n_layers=every_n_layers, offload=offload)

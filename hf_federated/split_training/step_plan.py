@@ -1,0 +1,210 @@
+"""Assignment of examples to clients and optimizer steps."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset as HFDataset
+from torch.utils.data import Dataset
+
+from ..utils.random import derived_seed
+
+
+# The batches of a client in an optimizer step, each a list of indices of examples.
+ExampleBatches = list[list[int]]
+# The batches of every client that takes part in an optimizer step.
+StepBatches = dict[str, list[Any]]
+
+
+class SplitSteps(Dataset[StepBatches]):
+    """
+    Dataset with one item per optimizer step: the batches of every client that takes part in the step.
+
+    The items can be read in any order. A resumed run skips the steps before its checkpoint.
+
+    Args:
+        datasets (`Mapping[str, Sequence]`): The dataset of each client.
+        collate (`Mapping[str, Callable]`): The data collator of each client.
+        batch_size (`int`): Number of examples in a batch.
+        num_batches (`int`): Number of batches that a client accumulates in a step.
+        simultaneous (`bool`): Whether all clients take part in each step. Otherwise one client takes part in each
+            step. A client that has used all its examples in an epoch takes no part in the remaining steps of the
+            epoch, so every example is used once.
+        steps_per_turn (`int`, *optional*): If one client takes part in each step: number of steps of a client before
+            the next client continues. By default its full epoch.
+        seed (`int`): Seed of the order of the examples. A single client has the order of `Trainer` with this seed.
+        shuffle (`bool`): Whether the examples are shuffled in each epoch.
+        drop_last (`bool`): Whether to drop the last incomplete batch.
+        steps_per_client (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, for a networked run. The
+            items contain the batches of the clients in `datasets` only.
+
+    Raises:
+        ValueError: If a client has too few examples for a batch.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Sequence[Any]],
+        collate: Mapping[str, Callable[[list[Any]], Any]],
+        batch_size: int,
+        num_batches: int,
+        *,
+        simultaneous: bool,
+        steps_per_turn: int | None,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        steps_per_client: Mapping[str, int] | None = None,
+    ) -> None:
+        self.datasets = datasets
+        self.collate = collate
+        self.batch_size = batch_size
+        self.num_batches = num_batches
+        self.simultaneous = simultaneous
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        steps = {
+            client_id: count_steps(len(datasets[client_id]), batch_size, num_batches, drop_last)
+            for client_id in datasets
+        }
+        too_small = [client_id for client_id, num_steps in steps.items() if not num_steps]
+        if too_small:
+            raise ValueError(
+                f"Client {too_small[0]!r} has {len(datasets[too_small[0]])} examples, too few for a batch of "
+                f"{batch_size} examples. Lower the batch size, or set dataloader_drop_last=False."
+            )
+        steps = dict(steps if steps_per_client is None else steps_per_client)
+        self.num_clients = len(steps)
+        self._plan = StepPlan(steps, simultaneous, steps_per_turn)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the order of the examples of an epoch, which is a function of the seed and the epoch number."""
+        self._batches: dict[str, list[ExampleBatches]] = {}
+        for client_id, dataset in self.datasets.items():
+            order = list(range(len(dataset)))
+            if self.shuffle:
+                # A single client has the order of accelerate's `SeedableRandomSampler`.
+                seed = self.seed if self.num_clients == 1 else derived_seed(self.seed, "rows", client_id)
+                order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+            size = self.batch_size
+            num_batches = count_batches(len(dataset), size, self.drop_last)
+            batches = [order[start * size :][:size] for start in range(num_batches)]
+            self._batches[client_id] = [
+                batches[start:][: self.num_batches] for start in range(0, len(batches), self.num_batches)
+            ]
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of all clients in an epoch."""
+        return sum(len(dataset) for dataset in self.datasets.values())
+
+    def num_examples_of_step(self, index: int) -> dict[str, int]:
+        """
+        Number of examples of each client that takes part in a step, equal in every epoch.
+
+        A batch may pack several examples into one long sequence. The result counts the examples.
+
+        Args:
+            index (`int`): Index of the step in an epoch.
+        """
+        num_examples = {}
+        for client_id, client_step in self._plan[index].items():
+            if client_id in self.datasets:
+                size = self.batch_size * self.num_batches
+                remaining = len(self.datasets[client_id]) - client_step * size
+                if self.drop_last:
+                    remaining -= remaining % self.batch_size
+                num_examples[client_id] = min(remaining, size)
+        return num_examples
+
+    def count_single_client_periods(self, average_every: int, num_steps: int) -> tuple[int, int]:
+        """
+        Count the averaging periods of the first epoch, and those in which a single client trains.
+
+        Args:
+            average_every (`int`): Optimizer steps from one average to the next.
+            num_steps (`int`): Optimizer steps of the run.
+
+        Returns:
+            `tuple[int, int]`: The number of periods with a single client, and the number of all periods.
+        """
+        starts = range(0, min(num_steps, len(self)), average_every)
+        periods = [range(start, min(start + average_every, num_steps)) for start in starts]
+        trained = [{client_id for step in period for client_id in self._plan[step % len(self)]} for period in periods]
+        return sum(len(clients) == 1 for clients in trained), len(periods)
+
+    def __getitem__(self, index: int) -> StepBatches:
+        step = self._plan[index]
+        return {client_id: self._fetch(client_id, step[client_id]) for client_id in step if client_id in self.datasets}
+
+    def _fetch(self, client_id: str, client_step: int) -> list[Any]:
+        dataset, collate = self.datasets[client_id], self.collate[client_id]
+        batches = self._batches[client_id][client_step]
+        if isinstance(dataset, HFDataset):
+            return [collate(dataset.__getitems__(batch)) for batch in batches]
+        return [collate([dataset[index] for index in batch]) for batch in batches]
+
+
+def count_batches(num_examples: int, batch_size: int, drop_last: bool) -> int:
+    """Number of batches of a dataset."""
+    return num_examples // batch_size if drop_last else -(-num_examples // batch_size)
+
+
+def count_steps(num_examples: int, batch_size: int, num_batches: int, drop_last: bool) -> int:
+    """Number of optimizer steps of a dataset, with `num_batches` batches per step."""
+    return -(-count_batches(num_examples, batch_size, drop_last) // num_batches)
+
+
+class StepPlan:
+    """
+    Clients that take part in each step of an epoch, each with the index of the step among the client's steps.
+
+    Each step is computed on access. The memory does not depend on the number of steps that a remote client reports.
+
+    Args:
+        num_steps (`Mapping[str, int]`): Steps of each client in an epoch.
+        simultaneous (`bool`): Whether all clients take part in each step. Otherwise one client takes part in each
+            step.
+        steps_per_turn (`int`, *optional*): If one client takes part in each step: number of steps of a client before
+            the next client continues. By default its full epoch.
+    """
+
+    def __init__(self, num_steps: Mapping[str, int], simultaneous: bool, steps_per_turn: int | None = None) -> None:
+        self._num_steps = dict(num_steps)
+        self._simultaneous = simultaneous
+        self._longest = max(self._num_steps.values(), default=0)
+        self._turn = steps_per_turn or max(self._longest, 1)
+
+    def __len__(self) -> int:
+        return self._longest if self._simultaneous else sum(self._num_steps.values())
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        step = range(len(self))[index]
+        if self._simultaneous:
+            return {client_id: step for client_id, num_steps in self._num_steps.items() if step < num_steps}
+        rounds = range(-(-self._longest // self._turn))
+        round_index = bisect.bisect_right(rounds, step, key=self._num_steps_before) - 1
+        remaining, done = step - self._num_steps_before(round_index), round_index * self._turn
+        for client_id, num_steps in self._num_steps.items():
+            turn = min(max(num_steps - done, 0), self._turn)
+            if remaining < turn:
+                return {client_id: done + remaining}
+            remaining -= turn
+        raise AssertionError("Each step of the plan belongs to a client.")
+
+    def _num_steps_before(self, round_index: int) -> int:
+        """Number of steps before a round of turns."""
+        return sum(min(num_steps, round_index * self._turn) for num_steps in self._num_steps.values())
+
+
+def collate_single_step(items: list[StepBatches]) -> StepBatches:
+    """Collate the batch of a data loader, which contains one step."""
+    return items[0]

@@ -1,0 +1,149 @@
+"""Waiting for clients in a networked run: warnings of the server and deadlines."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from networked import DirectLink, Run
+from split_runs import LORA, clients_of, rows_of
+
+from hf_federated import SplitConfig
+from hf_federated.split_training.messages import EndStep, Join, read_message
+
+
+NOTICE_AFTER = 0.2
+
+
+def collect_notices(create_run, is_held, monkeypatch):
+    """
+    Collect the warnings of a run from the time when a message is held back until the second warning.
+
+    Earlier warnings are not collected, because they may result from a slow machine.
+
+    Args:
+        create_run: Creates the run from a function that creates links.
+        is_held: Whether a message is held back.
+    """
+    notices: list[str] = []
+    held, enough_notices = threading.Event(), threading.Event()
+
+    def warning(text):
+        if held.is_set():
+            notices.append(text)
+        if len(notices) == 2:
+            enough_notices.set()
+
+    monkeypatch.setattr("hf_federated.split_training.server.logger.warning", warning)
+
+    def links(server, client_id):
+        def watch(blob):
+            if is_held(read_message(blob)):
+                held.set()
+                assert enough_notices.wait(30)
+
+        return DirectLink(server, client_id, watch)
+
+    run = create_run(links)
+    watcher = threading.Thread(target=run.server.wait, args=(NOTICE_AFTER,))
+    watcher.start()
+    run.train()
+    watcher.join(30)
+    assert not watcher.is_alive() and not run.errors
+    return notices
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        (Join, None, "Step 0 has been waiting for client 1 for"),
+        (EndStep, 1, "Step 1 has been waiting for client 1 for"),
+    ],
+)
+def test_client_that_delays_the_run_is_named_in_log(kind, step, expected, tmp_path, monkeypatch):
+    def is_held(message):
+        mine = isinstance(message, kind) and message.client_id == "client 1"
+        return mine and (step is None or message.step == step)
+
+    def create_run(links):
+        return Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA, links=links)
+
+    notices = collect_notices(create_run, is_held, monkeypatch)
+    assert sum(expected in notice for notice in notices) >= 2
+    assert not any("client 0" in notice for notice in notices if expected in notice)
+
+
+def test_serial_client_whose_turn_it_is_is_named_in_log(tmp_path, monkeypatch):
+    def is_held(message):
+        return isinstance(message, EndStep) and message.client_id == "client 0"
+
+    def create_run(links):
+        return Run(tmp_path, clients_of(2, 2), SplitConfig(steps_per_turn=1), LORA, links=links)
+
+    notices = collect_notices(create_run, is_held, monkeypatch)
+    assert all("Step 0 has been waiting for client 0 for" in notice for notice in notices[:2])
+
+
+def test_run_without_delay_logs_no_warning(tmp_path, monkeypatch):
+    notices: list[str] = []
+    monkeypatch.setattr("hf_federated.split_training.server.logger.warning", notices.append)
+    run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy="client_batch"), LORA)
+    watcher = threading.Thread(target=run.server.wait)
+    watcher.start()
+    run.train()
+    watcher.join(30)
+    assert not watcher.is_alive() and not notices
+
+
+def test_step_continues_without_late_client_after_deadline(tmp_path):
+    clients = clients_of(8, 8)
+    slow = {"at": 1}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # The gradient is late once.
+            if client_id == "client 1" and type(message).kind == "split_backward" and message.step == slow["at"]:
+                slow["at"] = -1
+                time.sleep(1.5)
+
+        return DirectLink(server, client_id, wait)
+
+    run = Run(tmp_path, clients, SplitConfig(strategy="client_batch"), LORA, deadline=0.5, links=links)
+    run.train()
+    assert not run.errors
+    assert run.trainers["client 1"]._networked.num_late >= 1 and run.trainers["client 0"]._networked.num_late == 0
+    assert run.server.step == 4 and run.server.server_model._num_examples["client 0"] == 8
+    # Examples of skipped steps are not counted.
+    assert run.server.server_model._num_examples["client 1"] == 8 - 2 * run.trainers["client 1"]._networked.num_late
+
+
+def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
+    clients = {"client 0": rows_of(0, 2), "client 1": rows_of(1, 4), "client 2": rows_of(2, 4)}
+
+    def links(server, client_id):
+        def wait(blob):
+            message = read_message(blob)
+            # Client 0 waits at the end of the step. Client 1 waits for the second micro-batch of client 2.
+            if client_id == "client 2" and getattr(message, "micro_step", 0) == 1:
+                step_ended.wait(20)
+
+        return DirectLink(server, client_id, wait)
+
+    split, step_ended = SplitConfig(strategy="client_batch"), threading.Event()
+    run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
+    end_step = run.server._train_step
+
+    def end_step_and_signal(messages):
+        step_ended.set()
+        return end_step(messages)
+
+    run.server._train_step = end_step_and_signal
+    run.train()
+    assert not run.errors
+    assert {client_id: trainer._networked.num_late for client_id, trainer in run.trainers.items()} == {
+        "client 0": 0,
+        "client 1": 0,
+        "client 2": 1,
+    }
