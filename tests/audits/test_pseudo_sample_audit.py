@@ -78,7 +78,7 @@ def test_audit_after_the_last_round_and_its_results_in_the_card(audited, tmp_pat
     record = RunRecord.from_trainer(trainer)
     text = render(record)
     assert "trained with federated learning (`hf_federated`, FedDRS)" in text
-    assert "its number of examples of each label" in text and "sent back the trainable parameters" in text
+    assert "| number of examples | class | server | none |" in text and "sent back the trainable parameters" in text
     assert (
         "higher than both, the pseudo-samples reveal information about the client's text" in text
         and f"{audit.results['a'].own:.4g}"[:5] in text

@@ -115,7 +115,7 @@ def test_recipe_is_trained_over_network_and_merged(split_recipe, certificates, t
     # All clients evaluate the final average.
     assert results[0]["accuracy"] == results[1]["accuracy"]
     cards = [(run / client_id / "README.md").read_text() for client_id in CLIENTS]
-    assert all("one client's part alone: each of 2 clients" in card and str(tmp_path) not in card for card in cards)
+    assert all("part of one client only. Each of 2 clients" in card and str(tmp_path) not in card for card in cards)
     # The recipe enables encryption, and the card describes the link.
     assert all("AES-256-GCM between this client and the server" in card for card in cards)
     adapters = [(run / client_id / "adapter_model.safetensors").read_bytes() for client_id in CLIENTS]
@@ -222,7 +222,7 @@ def test_parties_load_the_parts_of_the_model_that_train_loads(adapter, kwargs, s
     line = ["split-client", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
     sets = [part for change in changes for part in ("--set", change)]
     recipe, split, args, adapter_config = _load_settings(build_parser().parse_args([*line, *sets]), "0")
-    client = client_model(recipe, split, "0", adapter_config, args.seed, run.inputs.task)
+    client = client_model(recipe, split, "0", adapter_config, args.seed, run.data.task)
     config, body, wire = server_body(recipe, split, adapter_config, args.seed)
 
     whole = run.trainer.model

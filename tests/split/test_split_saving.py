@@ -226,7 +226,7 @@ def test_split_merge_command_builds_the_full_model(tmp_path, capsys):
     split = create_modified("llama")
     folders = [str(folder) for folder in save(split, tmp_path)]
     assert main(["split-merge", *folders, "--output-dir", str(tmp_path / "merged")]) == 0
-    assert "Written to" in capsys.readouterr().out
+    assert "Saved the model to" in capsys.readouterr().out
     ids = batch(None)["input_ids"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.config.num_hidden_layers == NUM_BLOCKS

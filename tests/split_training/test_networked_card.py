@@ -66,13 +66,13 @@ def test_card_of_networked_client_describes_its_part(split, tmp_path):
         "whole model of",
     ):
         assert phrase not in text
-    assert "one client's part alone: each of 2 clients kept" in text and "hf-federated split-merge" in text
+    assert "the part of one client only. Each of 2 clients kept" in text and "hf-federated split-merge" in text
     assert card.data.library_name == "hf_federated" and card.data.eval_results[0].metric_type == "loss"
-    assert (table["Clients"], table["Rows"]) == ("2", "4") and "Rows of a client" not in table
-    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes that this client sent"]
+    assert (table["Clients"], table["Examples"]) == ("2", "4") and "Examples per client" not in table
+    assert f"({trainer.ledger.bytes_up:,} bytes)" in table["Bytes sent by this client"]
     number = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    assert f"the {number:,} values that it trains" in text
-    assert "They travel through the server in envelopes: encrypted" in text
+    assert f"the {number:,} trained values" in text
+    assert "sent through the server in envelopes. An envelope is encrypted" in text
     assert "envelopes for other clients, which it cannot read" in table["The server"]
     assert "trained parameters" not in table["The server"]
     hands_over = split.strategy == "serial" and split.average_every is None

@@ -342,6 +342,6 @@ def test_body_draws_new_dropout_masks_for_every_micro_batch():
     outputs = []
     for step in (0, 0, 1):
         boundary.begin_step(step)
-        outputs.append([boundary.cross(hidden, None, None, training=True) for _ in range(2)])
+        outputs.append([boundary.run_body(hidden, None, None, training=True) for _ in range(2)])
     assert all(torch.equal(*pair) for pair in zip(outputs[0], outputs[1], strict=True))
     assert not torch.equal(*outputs[0]) and not torch.equal(outputs[0][0], outputs[2][0])
