@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import conformance
 import numpy as np
 import torch
 from language import masking_tokenizer
@@ -126,6 +127,8 @@ class Noise(Postprocessor):
 
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model, the fields of the federation, the training arguments and what else the trainer gets."""
+    if name in conformance.SCENARIOS:
+        return conformance.scenario(name)
     # A federation under test must not depend on draws that differ by rank.
     model: nn.Module = tiny_model(problem_type="single_label_classification")
     federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4}
@@ -310,6 +313,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
                 model=model,
                 args=training_arguments,
                 federation=FederatedConfig(**{"num_rounds": NUM_ROUNDS, **federation}),
+                engine=conformance.ENGINES[request["engine"]][0]() if "engine" in request else None,
                 callbacks=callbacks,
                 client_callbacks=client_callbacks,
                 **others,

@@ -1,0 +1,280 @@
+"""The federations of the conformance suite: one for each registered algorithm, and dummies that use every hook."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from rank_troubles import SIZES
+from tiny import rows, tiny_model
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_federated import AGGREGATIONS, DISTILLATIONS, Aggregation, Distillation, FederatedDataset, LocalHook
+from hf_federated.aggregation import Accumulator, WeightedMean
+from hf_federated.distillation import DistillationClient, DistillationServer, LocalDistillation, Requirements
+from hf_federated.engines import Engine, LocalEngine, RankEngine
+from hf_federated.messages import ClientUpdate, Fit
+from hf_federated.postprocessing import ClipUpdate, Postprocessor
+
+
+# The engines of the suite, each with its numbers of processes. A new engine adds its line here.
+ENGINES: dict[str, tuple[Callable[[], Engine | None], int]] = {
+    "local": (LocalEngine, 1),
+    "serialized": (lambda: LocalEngine(serialize=True), 1),
+    "1 rank": (RankEngine, 1),
+    "2 ranks": (RankEngine, 2),
+}
+REFERENCE = "local"
+
+
+class EveryAggregationHook(Aggregation):
+    """Overrides every hook of an averaging algorithm, so that each of them changes the result."""
+
+    name: ClassVar[str] = "every_aggregation_hook"
+    needs_gradients: ClassVar[bool] = True
+
+    def __init__(self, weighting: str = "tokens", pull: float = 0.1) -> None:
+        super().__init__(weighting)
+        self.pull = pull
+        self._velocity: dict[str, torch.Tensor] = {}
+        self._rounds = 0
+        self._num_clients = 0
+
+    def setup(self, num_rounds: int, num_clients: int) -> None:
+        self._velocity, self._rounds, self._num_clients = {}, 0, num_clients
+
+    def postprocessors(self) -> list[Postprocessor]:
+        return [ClipUpdate(0.05)]
+
+    def fit_settings(self) -> dict[str, Any]:
+        return {"scale": 1.0 + self._rounds / 7}
+
+    def fit_extra(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"shift": torch.tensor([0.01 * self._rounds, 0.02])}
+
+    def expected_extra(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"steps": torch.zeros(2), "seen": torch.zeros((), dtype=torch.int64)}
+
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        if extra["steps"][0] < 1:
+            raise ValueError("no step")
+
+    def weight(self, update: ClientUpdate) -> float:
+        return super().weight(update) + update.num_steps
+
+    def accumulator(self, state: dict[str, torch.Tensor], extra: dict[str, torch.Tensor] | None = None) -> Accumulator:
+        accumulator = super().accumulator(state, extra)
+        accumulator.means["squares"] = WeightedMean({name: value.double() for name, value in state.items()})
+        accumulator.means["counts"] = WeightedMean({"examples": torch.zeros(1), "first": torch.zeros(1).long()})
+        return accumulator
+
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        super().accumulate(accumulator, update)
+        squares = {name: value.double().square() for name, value in update.state.items()}
+        accumulator.means["squares"].add(squares, float(update.num_examples))
+        counts = {"examples": torch.tensor([float(update.num_examples)]), "first": torch.tensor([update.num_examples])}
+        accumulator.means["counts"].add(counts, 1.0)
+
+    def aggregate(self, accumulator: Accumulator, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self._rounds += 1
+        squares, counts = accumulator.means["squares"], accumulator.means["counts"]
+        factor = float(counts.mean_of("examples")) / (accumulator.num_updates * self._num_clients)
+        factor += float(accumulator.extra.mean_of("steps")[1]) + 1e-3 * int(counts.mean_of("first"))
+        result = {}
+        for name, mean in accumulator.mean.finalize().items():
+            spread = (squares.mean_of(name) - mean.double().square()).clamp(min=0).sqrt().to(mean)
+            velocity = self._velocity.get(name, torch.zeros_like(mean)) * 0.5 + (mean - state[name])
+            self._velocity[name] = velocity
+            result[name] = state[name] + velocity * (1 + 1e-2 * factor) + 1e-3 * spread
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"velocity": self._velocity, "rounds": self._rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._velocity, self._rounds = dict(state["velocity"]), state["rounds"]
+
+    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
+        return EveryLocalHook(self.pull, message, kept or {"seen": 0, "offset": torch.zeros(2)})
+
+
+class EveryLocalHook(LocalHook):
+    changes_loss: ClassVar[bool] = True
+
+    def __init__(self, pull: float, message: Fit, kept: dict[str, Any]) -> None:
+        self._pull = pull
+        self._message = message
+        self._kept = kept
+        self._steps = 0
+        self._rate = 0.0
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**inputs, "output_hidden_states": True}
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        penalty = outputs["hidden_states"][-1].square().mean()
+        return self._message.settings["scale"] * loss + 1e-2 * penalty * float(self._message.extra["shift"].sum())
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                parameter.grad += self._pull * (parameter.detach() - self._message.state[name])
+
+    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._steps += 1
+        self._rate += param_groups[0]["lr"]
+
+    def finish(self) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+        seen = self._kept["seen"] + self._steps
+        offset = self._kept["offset"] + torch.tensor([1.0, self._rate])
+        extra = {"steps": torch.tensor([float(self._steps), float(offset[1])]), "seen": torch.tensor(seen)}
+        return extra, {"seen": seen, "offset": offset}
+
+
+class CountBatches(TrainerCallback):
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.num_steps += 1
+
+
+class EveryLocalDistillation(LocalDistillation):
+    def __init__(self, model: nn.Module, state: dict[str, Any]) -> None:
+        self._counter = CountBatches()
+        self._state = state
+        self._num_batches = 0
+        self.callbacks = (self._counter,)
+        self.frozen = [parameter for name, parameter in model.named_parameters() if name.endswith("LayerNorm.bias")]
+
+    def on_batch(self, trainer, model, inputs, num_items):
+        self._num_batches += 1
+
+    def finish(self, trainer, metrics):
+        metrics["batches"] = float(self._num_batches + self._counter.num_steps + self._state["rounds"])
+        return {}
+
+
+class EveryDistillationClient(DistillationClient):
+    def before_training(self, context):
+        context.state["rounds"] = context.state.get("rounds", 0) + 1
+        context.state["size"] = torch.tensor(len(context.open_dataset()))
+
+    def local_training(self, context, round):
+        return EveryLocalDistillation(context.model.trainer.model, context.state)
+
+    def handle(self, message, context):
+        context.state["answers"] = context.state.get("answers", 0) + 1
+        context.state_changed = True
+        return super().handle(message, context)
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class EveryDistillationHook(Distillation):
+    """Overrides every hook of a distillation in which clients keep their parameters."""
+
+    name: ClassVar[str] = "every_distillation_hook"
+    broadcasts: ClassVar[str] = "probabilities"
+    client_class: ClassVar[type[DistillationClient]] = EveryDistillationClient
+
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._total = torch.zeros(1)
+
+    @property
+    def requirements(self) -> Requirements:
+        return dataclasses.replace(super().requirements, server_dataset=True)
+
+    def setup(self, num_rounds: int) -> None:
+        self._total = torch.zeros(1)
+
+    def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
+        if metrics["batches"] < 1:
+            raise ValueError("no batch")
+
+    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
+        if update.state:
+            raise ValueError("a client that keeps its parameters sent some")
+
+    def ensemble(self, predictions, cohort):
+        weights = {client_id: cohort.metrics[client_id]["batches"] for client_id in predictions}
+        mean = sum(predictions[name].double() * weight for name, weight in weights.items()) / sum(weights.values())
+        self._total = self._total + mean.abs().sum().float()
+        return (self.power * mean.float()).softmax(-1)
+
+    def server_loss(self, logits, targets):
+        return -(targets * logits.log_softmax(-1)).sum(-1).mean()
+
+    def broadcast(self, ensemble, server):
+        return (ensemble + server.predict().softmax(-1)) / 2
+
+    def client_loss(self, logits, targets, settings):
+        return -(targets * logits.log_softmax(-1)).sum(-1).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self._total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._total = state["total"]
+
+
+AGGREGATION_NAMES = [*AGGREGATIONS, EveryAggregationHook.name]
+DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
+SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
+SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
+
+# Settings without which an algorithm does not run, or runs too long.
+FEDERATIONS: dict[str, dict[str, Any]] = {
+    "fedkd": {"num_rounds": 1},
+    "feddrs": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}},
+    "fedopt": {"aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.01}},
+}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05},
+    "scaffold": {"optim": "sgd", "learning_rate": 0.05},
+}
+
+
+def client_model(client_id: str) -> nn.Module:
+    """The own model of a client, with one to three layers."""
+    number = int(client_id.split()[1])
+    return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
+
+
+def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """
+    The federation of an algorithm.
+
+    Args:
+        name (`str`): One of `SCENARIOS`.
+
+    Returns:
+        `tuple`: The model, the fields of the configuration, the training arguments and other trainer arguments.
+    """
+    kind, _, algorithm = name.partition(" ")
+    clients = {f"client {number}": rows(size, seed=number) for number, size in enumerate(SIZES)}
+    federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4, "log_clients": True}
+    if algorithm != "fednova":
+        federation["client_optimizer_state"] = "carry"
+    training: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "eval_strategy": "steps"}
+    others: dict[str, Any] = {"train_dataset": FederatedDataset.from_dict(clients), "eval_dataset": rows(11, seed=9)}
+    if kind == "aggregation":
+        own_model = algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_private_models
+        federation["aggregation"] = EveryAggregationHook() if algorithm == EveryAggregationHook.name else algorithm
+    else:
+        method = EveryDistillationHook() if algorithm == EveryDistillationHook.name else DISTILLATIONS[algorithm]()
+        own_model = not method.sends_parameters
+        federation["distillation"] = method if algorithm == EveryDistillationHook.name else algorithm
+        if method.requirements.public_dataset:
+            others |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
+    if own_model:
+        others["client_model_init"] = client_model
+    federation |= FEDERATIONS.get(algorithm, {})
+    training |= TRAININGS.get(algorithm, {})
+    return tiny_model(problem_type="single_label_classification"), federation, training, others
