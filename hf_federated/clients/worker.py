@@ -40,6 +40,10 @@ logger = logging.get_logger(__name__)
 POSITIONS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 
 
+# Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
+MAX_OPEN_CLIENTS = 256
+
+
 class ClientWorker:
     """
     Trains and evaluates clients one after the other.
@@ -82,6 +86,7 @@ class ClientWorker:
         self._global_schedule = config.lr_schedule == "global"
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
+        self._open_datasets: dict[str, Any] = {}
         # With one client the global generators are left alone, so that it equals the plain Trainer draw for draw.
         self._is_federation = len(train_datasets) > 1
 
@@ -177,7 +182,7 @@ class ClientWorker:
             model,
             self._config.federation_seed or 0,
             dict(kept.get("distillation", {})),
-            lambda: self._train_datasets[client_id],
+            lambda: self._open_examples(client_id),
         )
 
     def _train(
@@ -213,11 +218,19 @@ class ClientWorker:
 
     def _rows(self, message: Fit) -> Any:
         """What the client trains on in this round: all its rows, or those that it draws."""
-        rows = self._train_datasets[message.client_id]
+        rows = self._open_examples(message.client_id)
         if message.max_rows is None:
             return rows
         drawn = draw_rows(len(rows), message.max_rows, message.seed)
         return rows if drawn is None else rows.select(drawn)
+
+    def _open_examples(self, client_id: str) -> Any:
+        """The client's training examples, which stay open for the next rounds if the federation is small."""
+        if len(self._train_datasets) > MAX_OPEN_CLIENTS:
+            return self._train_datasets[client_id]
+        if client_id not in self._open_datasets:
+            self._open_datasets[client_id] = self._train_datasets[client_id]
+        return self._open_datasets[client_id]
 
     def _arguments(self, model: ClientModel) -> TrainingArguments:
         args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)

@@ -154,7 +154,71 @@ def packed_size(tree: Any) -> int:
     """
     `len(pack(tree))` in bytes, computed from shapes without copying a tensor.
 
-    It follows the safetensors layout: eight bytes of length, a JSON header padded to a multiple of eight, the tensors
+    The length of the header is computed once for all trees with the same names, shapes and dtypes, such as the updates
+    of a round. Trees with other numbers and texts differ only by the lengths of these.
+    """
+    structure, length = _structure(tree, {})
+    sizes = _SIZES.get(structure)
+    if sizes is None:
+        header_length, num_data_bytes = _measure(tree)
+        sizes = (header_length - length, num_data_bytes)
+        if len(_SIZES) >= _MAX_SIZES:
+            _SIZES.clear()
+        _SIZES[structure] = sizes
+    return 8 + math.ceil((sizes[0] + length) / 8) * 8 + sizes[1]
+
+
+# Header length without scalars, and bytes of tensors, by structure.
+_SIZES: dict[Any, tuple[int, int]] = {}
+_MAX_SIZES = 256
+
+
+def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
+    """
+    What decides the size of a packed tree: names, shapes, dtypes and shared tensors; and the bytes of its scalars.
+
+    Args:
+        value (`Any`): The tree.
+        numbers (`dict[int, int]`): Numbers of the tensors before, by `id`.
+
+    Returns:
+        `tuple`: A hashable description, and the bytes that scalars take in the header.
+    """
+    kind = type(value)
+    if kind is dict and value and all(map(_is_tensor, value.values())) and all(map(_is_plain_key, value)):
+        # A state: the usual case, and the one with many entries.
+        places = tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in value.values())
+        return (tuple(value), tuple((tensor.dtype, tensor.shape) for tensor in value.values()), places), 0
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, numbers.setdefault(id(value), len(numbers))), 0
+    if isinstance(value, float):
+        return float, 0  # All floats have one length.
+    if value is None or isinstance(value, (bool, int, str)):
+        return None, len(json.dumps(json.dumps(value))) - 2
+    if isinstance(value, Mapping):
+        pairs = [(_structure(key, numbers), _structure(item, numbers)) for key, item in value.items()]
+        length = sum(key[1] + item[1] for key, item in pairs)
+        plain = all(map(_is_plain_key, value))
+        return (plain, tuple((key[0], item[0]) for key, item in pairs)), length
+    if isinstance(value, (list, tuple)):
+        items = [_structure(item, numbers) for item in value]
+        return (isinstance(value, tuple), tuple(item[0] for item in items)), sum(item[1] for item in items)
+    return object(), 0  # `_measure` raises the error that names the place.
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_plain_key(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("$")
+
+
+def _measure(tree: Any) -> tuple[int, int]:
+    """
+    The length of the JSON header and of the tensors of a packed tree.
+
+    The safetensors layout is eight bytes of length, a JSON header padded to a multiple of eight, and the tensors
     ordered by dtype, widest first, and then by name.
     """
     tensors, metadata = _split(tree)
@@ -164,8 +228,7 @@ def packed_size(tree: Any) -> int:
         offsets = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _LAYOUT[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": offsets}
         offset += tensor.nbytes
-    header_bytes = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return 8 + math.ceil(len(header_bytes) / 8) * 8 + offset
+    return len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()), offset
 
 
 # safetensors' name of each dtype, and its place in the file.

@@ -27,15 +27,21 @@ def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, wider)
 
 
-def _add(total: torch.Tensor, value: torch.Tensor, weight: float) -> None:
-    """`total += weight · value` of a narrower dtype."""
-    if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= PIECE:
-        total.add_(value, alpha=weight)
-        return
-    # On a CPU the conversion is a tensor of its own. Pieces of it stay in the cache, and in memory at hand.
-    length = max(1, PIECE // (total.numel() // total.shape[0]))
-    for part, addend in zip(total.split(length), value.split(length), strict=True):
-        part.add_(addend, alpha=weight)
+def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
+    """`total += weight · value` for each pair, where the values have a narrower dtype."""
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for total, value in zip(totals, values, strict=True):
+        value = value.to(total.device)
+        if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= PIECE:
+            small[0].append(total)
+            small[1].append(value)
+            continue
+        # On a CPU the conversion needs memory. Pieces of it stay in the cache.
+        length = max(1, PIECE // (total.numel() // total.shape[0]))
+        for part, addend in zip(total.split(length), value.split(length), strict=True):
+            part.add_(addend, alpha=weight)
+    if small[0]:
+        torch._foreach_add_(*small, alpha=weight)
 
 
 class WeightedMean:
@@ -92,8 +98,7 @@ class WeightedMean:
             self._start(state, copy=True)
         else:
             self._make_sum()
-            for name, total in self._sums.items():
-                _add(total, state[name].to(total.device), weight)
+            _add(list(self._sums.values()), [state[name] for name in self._sums], weight)
         self.total_weight += weight
         self.num_updates += 1
 

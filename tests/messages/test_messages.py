@@ -381,3 +381,35 @@ def test_the_blob_is_a_safetensors_file_that_others_read():
     assert sorted(tuple(tensor.shape) for tensor in tensors.values()) == [(2,), (2,), (2, 3)]
     header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
     assert json.loads(header["__metadata__"]["tree"])["kind"] == "fit"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"client_id": "a" * 9},
+        {"client_id": 'quotes " and \\ and é'},
+        {"num_examples": 10**12},
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {"loss": 0.25, "other": 3}},
+        {"state": {"w": torch.zeros(2, 3), "v": torch.zeros(7)}},
+        {"state": {"w": torch.zeros(2, 4)}},
+        {"state": {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}},
+        {"extra": {"w": torch.zeros(2, 3)}},
+        {"extra": {"$w": torch.zeros(2, 3)}},
+    ],
+)
+def test_the_size_of_a_message_is_right_after_one_of_similar_structure(changes):
+    """The size of a structure is computed once; every part of the structure must be part of its key."""
+    first = ClientUpdate(0, "b", {"w": torch.ones(2, 3)}, num_examples=1, num_tokens=2, num_steps=3)
+    second = dataclasses.replace(first, **changes)
+    for message in (first, second, first):
+        assert message.num_bytes == len(message.to_bytes())
+
+
+def test_shared_tensors_count_once_in_the_size():
+    shared = torch.ones(5)
+    twice = ClientUpdate(0, "b", {"w": shared, "v": shared}, num_examples=1, num_tokens=2, num_steps=3)
+    apart = dataclasses.replace(twice, state={"w": shared, "v": shared.clone()})
+    across = dataclasses.replace(twice, state={"w": shared}, extra={"v": shared})
+    for message in (twice, apart, across, twice):
+        assert message.num_bytes == len(message.to_bytes())
