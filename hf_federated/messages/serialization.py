@@ -188,9 +188,9 @@ def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
     if kind is dict and value and all(map(_is_tensor, value.values())) and all(map(_is_plain_key, value)):
         # A state: the usual case, and the one with many entries.
         places = tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in value.values())
-        return (tuple(value), tuple((tensor.dtype, tensor.shape) for tensor in value.values()), places), 0
+        return ("state", tuple(value), tuple((tensor.dtype, tensor.shape) for tensor in value.values()), places), 0
     if isinstance(value, torch.Tensor):
-        return (value.dtype, value.shape, numbers.setdefault(id(value), len(numbers))), 0
+        return ("tensor", value.dtype, value.shape, numbers.setdefault(id(value), len(numbers))), 0
     if isinstance(value, float):
         return float, 0  # All floats have one length.
     if value is None or isinstance(value, (bool, int, str)):
@@ -198,11 +198,13 @@ def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
     if isinstance(value, Mapping):
         pairs = [(_structure(key, numbers), _structure(item, numbers)) for key, item in value.items()]
         length = sum(key[1] + item[1] for key, item in pairs)
-        plain = all(map(_is_plain_key, value))
-        return (plain, tuple((key[0], item[0]) for key, item in pairs)), length
+        plain = all(map(_is_plain_key, value)) and tuple(value)
+        return ("mapping", plain, tuple((key[0], item[0]) for key, item in pairs)), length
     if isinstance(value, (list, tuple)):
         items = [_structure(item, numbers) for item in value]
-        return (isinstance(value, tuple), tuple(item[0] for item in items)), sum(item[1] for item in items)
+        return ("tuple" if isinstance(value, tuple) else "list", tuple(item[0] for item in items)), sum(
+            item[1] for item in items
+        )
     return object(), 0  # `_measure` raises the error that names the place.
 
 
