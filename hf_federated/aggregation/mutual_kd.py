@@ -25,7 +25,7 @@ from ..distillation.low_rank import compress, decompress, energy_schedule
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..messages.validation import InvalidUpdateError
 from ..postprocessing import Postprocessor
-from ..utils.random import own_draws
+from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
 from .base import Accumulator, Aggregation, LocalHook
 
@@ -232,7 +232,7 @@ class Mentor(LocalHook):
         if self._match_hidden:
             small, large = model.config.hidden_size, self._mentor.config.hidden_size
             if small != large:
-                with own_draws(self._seed):
+                with isolated_rng(self._seed):
                     self._projection = nn.Linear(small, large, bias=False).to(trainer.args.device)
         self._trainer.create_optimizer()
         if self._projection is not None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from ..split import Part
-from ..utils.random import own_draws
+from ..utils.random import isolated_rng
 from .config import AuditConfig
 from .examples import TokenizedExamples
 
@@ -130,7 +130,7 @@ class LearnedDecoder(nn.Module):
         self._mean, self._scale = known.mean(0), known.std(0).clamp_min(1e-6)
         self._table = normalize(embedding.detach().float(), dim=1)
         self.contextual = contextual
-        with own_draws(config.seed):
+        with isolated_rng(config.seed):
             if contextual:
                 heads = next(number for number in (8, 4, 2, 1) if hidden_size % number == 0)
                 self.mixer: nn.Module = nn.TransformerEncoderLayer(

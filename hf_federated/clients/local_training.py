@@ -31,7 +31,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from ..utils.random import derived_seed, own_draws, seed_generators
+from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .sampling import at_most
 
 
@@ -168,7 +168,7 @@ def _divides_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     """Tried out: many models take a number of items and have no use for it."""
     losses = []
     for num_items in (1, 2):
-        with torch.no_grad(), trainer.compute_loss_context_manager(), own_draws(0):
+        with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
             losses.append(float(trainer.model(**inputs, num_items_in_batch=num_items)["loss"]))
     return losses[0] != losses[1]
 

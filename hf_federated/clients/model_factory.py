@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..adapters import Exchange, copy_model, freeze_layers
-from ..utils.random import derived_seed, own_draws, preserved_generators
+from ..utils.random import derived_seed, isolated_rng, preserved_generators
 from . import ClientSpec, Student, client_arguments
 from .participants import INPUT_IDS, Participants, PublicRowsEncoded
 
@@ -78,7 +78,7 @@ class ClientModelBuilder:
         if spec.model is None and init is None:
             return self._copy_of_servers()
         # A head that is drawn is another one for every client, and the same whenever it is drawn.
-        with own_draws(derived_seed(self._seed, "model", client_id)):
+        with isolated_rng(derived_seed(self._seed, "model", client_id)):
             if isinstance(spec.model, str):
                 if self._participants.task is None:
                     raise ValueError(

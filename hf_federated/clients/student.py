@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from ..messages import public_order
 from ..tasks.base import NUM_POSITIONS
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .features import pooled_features
 from .local_training import place_schedule
 from .positions import Positions
@@ -354,7 +354,7 @@ class Student:
         place_of = None
         if self.positions is not None:
             place_of = self.positions.places_among(rows)
-        with own_draws(derived_seed(seed, "dropout")):
+        with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 losses = []
                 for batch in public_order(len(rows), derived_seed(seed, "epoch", epoch)).split(self.batch_size):

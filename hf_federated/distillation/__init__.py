@@ -18,7 +18,7 @@ from .client_weights import (
     uniform,
 )
 from .codec import PredictionCodec
-from .cohort import Ask, Cohort, FromMain, PublicRows, reports
+from .cohort import Ask, Cohort, PublicRows, RunOnMain, reports
 from .cronus import Cronus
 from .dsfl import DSFL
 from .fedaux import FedAUX
@@ -119,12 +119,12 @@ __all__ = [
     "FedID",
     "FedKD",
     "FedMD",
-    "FromMain",
     "LLMWeighting",
     "LocalDistillation",
     "PredictionCodec",
     "PublicRows",
     "Requirements",
+    "RunOnMain",
     "Teachers",
     "Weighting",
     "build_distillation",

@@ -207,7 +207,7 @@ class AdaFD(Distillation):
                 self._llm = LLMWeighting(self._load_answers(), beta=self.beta)
             return {"weights": self._llm(told), "fell_back": self._llm.fell_back}
 
-        answer = cohort.from_main(f"weights of a language model, round {cohort.round}", find)
+        answer = cohort.run_on_main(f"weights of a language model, round {cohort.round}", find)
         self._fell_back = bool(answer["fell_back"])
         return answer["weights"]
 

@@ -19,7 +19,7 @@ from ..clients.models import OwnModel
 from ..clients.positions import Positions
 from ..clients.student import Rows, Student
 from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage, public_order
-from ..utils.random import own_draws
+from ..utils.random import isolated_rng
 
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _training_forward(message: PublicRowsMessage, student: Student) -> torch.Ten
     rows = student.with_positions(rows_of(message, student))
     if not len(rows):
         return torch.zeros(0, student.num_classes, device=student.device)
-    with own_draws(message.seed):
+    with isolated_rng(message.seed):
         return student.forward(student.inputs(rows))
 
 

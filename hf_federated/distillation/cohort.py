@@ -40,8 +40,8 @@ logger = logging.get_logger(__name__)
 # `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
-# `from_main(place, find)`: what `find` returns in the main process, in all processes.
-FromMain = Callable[[str, Callable[[], Any]], Any]
+# `run_on_main(label, find)`: what `find` returns in the main process, in all processes.
+RunOnMain = Callable[[str, Callable[[], Any]], Any]
 # What F1 is called: by a user's own metrics, by those of tasks. The first that there is stands for a client.
 F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -95,8 +95,8 @@ class Cohort:
         positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where in public rows the server's model
             predicts, if that is not once a row. "Rows" of predictions below are then positions: those that all clients
             of the cohort, and the server's model, have a place for.
-        from_main (`Callable`, *optional*): `from_main(place, find)` lets the main process alone find something, and
-            returns it in all processes, which run the same rounds. By default there is one process.
+        run_on_main (`Callable`, *optional*): `run_on_main(label, find)` calls `find` on the main process and returns
+            its result on all processes, which run the same rounds. By default there is one process.
 
     Example: [`Distillation`].
     """
@@ -111,7 +111,7 @@ class Cohort:
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
     positions: Positions | None = None
-    from_main: FromMain = field(default_factory=lambda: lambda place, find: find())
+    run_on_main: RunOnMain = field(default_factory=lambda: lambda label, find: find())
 
     @property
     def client_ids(self) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..utils.random import own_draws
+from ..utils.random import isolated_rng
 
 
 class EpochLosses(TrainerCallback):
@@ -78,7 +78,7 @@ class EpochLosses(TrainerCallback):
         losses = []
         num_items = torch.as_tensor(num_items)
         for items in ({}, {"num_items_in_batch": num_items}, {"num_items_in_batch": 2 * num_items}):
-            with torch.no_grad(), trainer.compute_loss_context_manager(), own_draws(0):
+            with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
                 losses.append(float(trainer.compute_loss(model, dict(inputs), **items).mean()))
         plain, once, of_twice = losses
         # A loss that is divided would be half of it.

@@ -20,7 +20,7 @@ from ..clients.features import base_model_of
 from ..clients.student import Student
 from ..messages import Disclosure, public_order
 from ..tasks.metrics.base import require_extra
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
 from .client import DistillationClient, LocalDistillation
@@ -61,7 +61,7 @@ class FedAUXClient(DistillationClient):
         if limit is not None and limit < len(dataset):
             dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:limit].tolist())
         # An import may draw random numbers too: scikit-learn's first import in a process does.
-        with own_draws(seed):
+        with isolated_rng(seed):
             context.state[CERTAINTY] = self.scores(student.features(dataset), student.features(), seed)
 
     def scores(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> torch.Tensor:

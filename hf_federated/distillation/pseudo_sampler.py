@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .feedback import evaluation_mode
 from .losses import kl_divergence
 from .pseudo_samples import (
@@ -210,7 +210,7 @@ class PseudoSampler:
         logits_of = self._logits(self._student.model)
         self._student.model.train()
         losses: list[torch.Tensor] = []
-        with own_draws(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
+        with isolated_rng(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
             for start in range(0, len(order), size):
                 batch = [places[place] for place in order[start : start + size]]
                 embeddings, labels = (

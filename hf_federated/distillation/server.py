@@ -11,7 +11,7 @@ from datasets import Dataset
 from ..adapters import Exchange
 from ..clients.student import Student
 from ..messages import public_order
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .cohort import PublicRows
 from .packed import PackedRows
 from .teachers import Teachers
@@ -147,7 +147,7 @@ class DistillationServer:
         seed = derived_seed(self.seed, "labelled training", round)
         self.student.model.train()
         losses: list[torch.Tensor] = []
-        with own_draws(derived_seed(seed, "dropout")):
+        with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 order = public_order(len(self.labelled), derived_seed(seed, "epoch", epoch))
                 losses = [
@@ -189,7 +189,7 @@ class DistillationServer:
             `torch.Tensor`: The loss, detached.
         """
         self.student.model.train()
-        with own_draws(derived_seed(self.seed, "server step", *purpose)):
+        with isolated_rng(derived_seed(self.seed, "server step", *purpose)):
             logits = self.student.forward(inputs)
         return self.student.step(loss(logits))
 

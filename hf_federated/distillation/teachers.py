@@ -15,7 +15,7 @@ from ..messages import CLASS_COUNT, ClientUpdate
 from ..utils.weighted_mean import State, WeightedMean
 
 
-# `gather(place, tree)`: that of all processes, in their order.
+# `gather(label, tree)`: that of all processes, in their order.
 Gather = Callable[[str, Any], list[Any]]
 
 
@@ -39,7 +39,7 @@ class Teachers:
         self._servers = model
         self._what = what
         self._store = store
-        self._gather: Gather = gather or (lambda place, tree: [tree])
+        self._gather: Gather = gather or (lambda label, tree: [tree])
         # Whose are here, with their label histograms.
         self._held: dict[str, list[float]] = {}
         self._copy: tuple[nn.Module, Exchange] | None = None
@@ -95,16 +95,16 @@ class Teachers:
         exchange.write(self._store.get(client_id)["state"])
         return model.eval()
 
-    def together(self, place: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
+    def together(self, label: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
         """
         What all processes found of some clients.
 
         Args:
-            place (`str`): What for, as it stands in an error.
+            label (`str`): What for, as it stands in an error.
             found (`Mapping[str, Any]`): What this process found, by client: trees of scalars and tensors.
             client_ids (`Sequence[str]`): The order of the result.
         """
-        parts = self._gather(place, dict(found))
+        parts = self._gather(label, dict(found))
         return {client_id: part[client_id] for client_id in client_ids for part in parts if client_id in part}
 
     def mean(self, client_ids: Sequence[str]) -> State:

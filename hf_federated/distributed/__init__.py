@@ -1,1 +1,1 @@
-"""The processes of one `accelerate launch`: their process group, and how a failure reaches all of them."""
+"""Process group of one `accelerate launch`, and the report of a failure to all its processes."""

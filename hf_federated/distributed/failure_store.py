@@ -1,8 +1,9 @@
-"""`NoticeBoard`: short notices that the processes of a launch leave for one another.
+"""`FailureStore`: events and the first failure of a launch, shared by its processes.
 
-They hang in the key-value store through which the processes met. It works before their first collective and after a
-connection broke, so it is where a process says that it has come, that it failed and that it has ended. The store may
-lie in the main process and go with it; what was seen until then is kept.
+The events are keys of the key-value store through which the processes found each other. The store works before the
+first collective operation and after a connection is lost. The processes use it to announce that they joined, that they
+failed and that they finished. The store may run inside the main process and disappear with it; each process keeps the
+failure that it read before.
 """
 
 from __future__ import annotations
@@ -16,76 +17,93 @@ import torch.distributed as dist
 
 
 PREFIX = "hf_federated/"
-FAILURE = f"{PREFIX}failure"
-SECONDS_BETWEEN_LOOKS = 0.25
+FAILURE_KEY = f"{PREFIX}failure"
+POLL_INTERVAL_SECONDS = 0.25
 
 
-class NoticeBoard:
+class FailureStore:
     """
-    The notices of a launch.
+    Events of a launch, such as the first failure.
+
+    Each process posts events by name: `"joined"`, `"finished"`, and `"acknowledged"` for a process that has read the
+    failure.
 
     Args:
-        store (`torch.distributed.Store`): Shared by all processes.
-        rank (`int`): Number of this process.
-        world_size (`int`): How many there are.
+        store (`torch.distributed.Store`): Store that all processes share.
+        rank (`int`): Rank of this process.
+        world_size (`int`): Number of processes.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store: dist.Store | None = store
         self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
-        # The first failure of the launch as far as this process knows: `"rank"` and `"error"`.
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        # The first failure of the launch that this process has read: a dictionary with `"rank"` and `"error"`.
         self.known_failure: dict[str, Any] | None = None
         self._is_closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def say(self, what: str) -> None:
-        """Leave the notice that this process did something: `"came"`, `"ended"`, `"knows"` (of the failure)."""
-        self._ask("set", f"{PREFIX}{what}/{self._rank}", "1")
+    def post(self, event: str) -> None:
+        """Post an event of this process: `"joined"`, `"finished"` or `"acknowledged"`."""
+        self._call_store("set", f"{PREFIX}{event}/{self._rank}", "1")
 
-    def others_without(self, *whats: str) -> list[int]:
-        """The other processes that left none of these notices."""
-        return [rank for rank in self._others if not any(self._hangs(f"{PREFIX}{what}/{rank}") for what in whats)]
+    def ranks_without(self, *events: str) -> list[int]:
+        """Return the ranks of the other processes that posted none of the events."""
+        return [rank for rank in self._peers if not any(self._exists(f"{PREFIX}{event}/{rank}") for event in events)]
 
-    def wait_for_others(self, *whats: str, seconds: float) -> list[int]:
-        """Wait until each of the others left one of these notices, or for some seconds; who did not."""
+    def wait_for_peers(self, *events: str, seconds: float) -> list[int]:
+        """
+        Wait until each other process has posted one of the events, or until the time is over.
+
+        Args:
+            events (`str`): Names of the events.
+            seconds (`float`): Longest time to wait, in seconds.
+
+        Returns:
+            `list[int]`: Ranks of the processes that posted none of the events.
+        """
         deadline = time.monotonic() + seconds
-        while (missing := self.others_without(*whats)) and time.monotonic() < deadline:
+        while (missing := self.ranks_without(*events)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return missing
 
-    def report(self, error: str) -> None:
-        """Say that this process failed. Only the first such notice of a launch is kept."""
-        self._ask("compare_set", FAILURE, "", json.dumps({"rank": self._rank, "error": error}))
+    def report_failure(self, error: str) -> None:
+        """Report that this process failed. The store keeps only the first failure of a launch."""
+        self._call_store("compare_set", FAILURE_KEY, "", json.dumps({"rank": self._rank, "error": error}))
 
-    def failure(self) -> dict[str, Any] | None:
-        """Look for the first failure of the launch."""
-        if self.known_failure is None and self._hangs(FAILURE):
-            text = self._ask("get", FAILURE)
+    def get_failure(self) -> dict[str, Any] | None:
+        """
+        Read the first failure of the launch, and post that this process has read it.
+
+        Returns:
+            `dict[str, Any]`, *optional*: `"rank"` and `"error"` of the failure, or `None` if no process has failed.
+        """
+        if self.known_failure is None and self._exists(FAILURE_KEY):
+            text = self._call_store("get", FAILURE_KEY)
             self.known_failure = None if text is None else json.loads(text)
-            self.say("knows")
+            self.post("acknowledged")
         return self.known_failure
 
-    def watch(self) -> None:
-        """Look for a failure from now on, also while this process waits inside a library."""
-        self._watcher = threading.Thread(target=self._watch, name="hf_federated-notices", daemon=True)
+    def start_watching(self) -> None:
+        """Poll for a failure in a thread, so that `known_failure` is updated while this process waits in a library."""
+        self._watcher = threading.Thread(target=self._watch, name="hf_federated-failures", daemon=True)
         self._watcher.start()
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(SECONDS_BETWEEN_LOOKS) and self.failure() is None:
+        while not self._is_closed.wait(POLL_INTERVAL_SECONDS) and self.get_failure() is None:
             pass
 
     def close(self) -> None:
-        """Stop looking. A thread must not be in the store while the interpreter ends."""
+        """Stop the polling thread. No thread may use the store while the interpreter shuts down."""
         self._is_closed.set()
         if self._watcher is not None:
             self._watcher.join()
 
-    def _hangs(self, key: str) -> bool:
-        return bool(self._ask("check", [key]))
+    def _exists(self, key: str) -> bool:
+        return bool(self._call_store("check", [key]))
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the store; `None` once the store has gone with its process."""
+    def _call_store(self, method: str, *args: Any) -> Any:
+        """Call a method of the store. Return `None` if the process that ran the store has ended."""
         store = self._store
         try:
             return None if store is None else getattr(store, method)(*args)

@@ -1,8 +1,8 @@
-"""`Processes`: the processes of one launch, and what they tell each other.
+"""`ProcessGroup`: communication and shared failure of the processes of one launch.
 
-A federation under `accelerate launch` runs the same program in every process. What crosses between them is tensors and
-packed trees; nothing is pickled. A process that fails says so to the others before it ends, so that each of them ends
-with the error that came first and not with a lost connection.
+A federation under `accelerate launch` runs the same program in every process. The processes exchange tensors and
+serialized trees; nothing is pickled. A process that fails reports its error to the other processes before it ends.
+Each process then ends with the first error of the launch instead of a lost connection.
 """
 
 from __future__ import annotations
@@ -22,67 +22,74 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from ..messages.serialization import pack, unpack
-from .failure_store import NoticeBoard
+from .failure_store import FailureStore
 
 
 T = TypeVar("T")
 
-# One process may wait for another's clients for as long as these train; one that died is noticed at once.
-PATIENCE = timedelta(days=30)
+# A process may wait for the clients of another process for as long as these train. A dead process is noticed at once.
+COLLECTIVE_TIMEOUT = timedelta(days=30)
 BUCKET_BYTES = 32 * 2**20
-# So long the main process stays for the others, that they can read why it failed.
-SECONDS_TO_READ = 5.0
-# Gloo raises plain RuntimeErrors, and DistributedDataParallel some about its own.
+# The main process waits this long before it ends, so that the other processes can read its error.
+SHUTDOWN_WAIT_SECONDS = 5.0
+# Gloo raises plain RuntimeErrors, and so does DistributedDataParallel for its process group.
 LOST_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|process group", re.IGNORECASE)
 
 
 class PeerFailedError(RuntimeError):
-    """Another process of the launch failed. The message holds its error."""
+    """Another process of the launch failed. The message contains the error of that process."""
 
 
 class LaunchFailedError(RuntimeError):
-    """An earlier run of this launch failed, and its processes have left one another."""
+    """An earlier run of this launch failed, and its process group is closed."""
 
 
 class OutOfStepError(RuntimeError):
-    """The processes of the launch met from different places of the program. The message says which is where."""
+    """The processes of the launch called a collective operation at different points of the program.
 
-
-class Processes:
+    The message lists the point of each process.
     """
-    The processes of one launch, seen from one of them. Use [`processes`], which makes one for each program.
+
+
+class ProcessGroup:
+    """
+    Processes of one launch. Use [`process_group`], which creates one instance per program.
+
+    Every process has its own instance, with its own rank.
 
     Args:
-        rank (`int`): Number of this process among all, from 0.
-        world_size (`int`): How many there are.
+        rank (`int`): Rank of this process, from 0.
+        world_size (`int`): Number of processes.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The first error of the launch, once there was one. Its processes have then left one another.
+        # The first error of the launch, or `None`. After an error, the process group is closed.
         self.failed: str | None = None
         self._group: Any = None
-        self._place = ""
+        self._label = ""
         if world_size > 1:
-            # The store through which the processes met. A socket of our own would need another open port.
-            self._board = NoticeBoard(dist.distributed_c10d._get_default_store(), rank, world_size)
+            # The store through which the processes found each other. A separate socket would need another open port.
+            self._store = FailureStore(dist.distributed_c10d._get_default_store(), rank, world_size)
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files that there are one of."""
+        """Whether this process writes the files that the launch writes once."""
         return self.rank == 0
 
     @contextmanager
     def independent(self, as_main: bool = False) -> Iterator[None]:
         """
-        Let accelerate and transformers take this process for the only one: models are not wrapped, data is not cut
-        among processes, nothing waits for others.
+        Make accelerate and transformers treat this process as the only process of the launch.
+
+        Inside the context, models are not wrapped, data is not split across processes, and no operation waits for
+        another process.
 
         Args:
             as_main (`bool`, *optional*, defaults to `False`):
-                Let it also take itself for the main process. Otherwise it keeps its number, so that what only the main
-                process does (write files, log) is done once.
+                Whether this process also becomes the main process. By default the process keeps its rank, so that only
+                the main process of the launch writes files and logs.
         """
         if self.world_size == 1:
             yield
@@ -90,7 +97,7 @@ class Processes:
         alone: dict[str, Any] = {"num_processes": 1, "distributed_type": DistributedType.NO}
         if as_main:
             alone |= {"process_index": 0, "local_process_index": 0}
-        # The states of accelerate share one dictionary each; they have no interface for this.
+        # All instances of a state class of accelerate share one dictionary. accelerate has no public method to set it.
         shared = [PartialState._shared_state, AcceleratorState._shared_state]
         before = [{name: state[name] for name in alone if name in state} for state in shared]
         for state, values in zip(shared, before, strict=True):
@@ -101,58 +108,64 @@ class Processes:
             for state, values in zip(shared, before, strict=True):
                 state.update(values)
 
-    def meet(self, patience: float) -> None:
+    def initialize(self, timeout: float) -> None:
         """
-        Wait for all processes, the first time for a limited while. All must call it before they tell each other
-        anything.
+        Create the process group once all processes have called this method.
+
+        Every process must call it before it communicates with other processes. Later calls return at once.
 
         Args:
-            patience (`float`): Seconds.
+            timeout (`float`): Longest time to wait for the other processes, in seconds.
 
         Raises:
-            TimeoutError: If a process did not come. The message names it.
+            TimeoutError: If a process did not call this method in time. The message lists its rank.
             PeerFailedError: If another process failed.
             LaunchFailedError: If an earlier run of this launch failed.
         """
         self.raise_if_failed()
         if self.world_size == 1 or self._group is not None:
             return
-        self._board.say("came")
-        self._board.watch()
-        deadline = time.monotonic() + patience
-        while missing := self._board.wait_for_others("came", seconds=0.5):
-            self.look_for_failure()
+        self._store.post("joined")
+        self._store.start_watching()
+        deadline = time.monotonic() + timeout
+        while missing := self._store.wait_for_peers("joined", seconds=0.5):
+            self.raise_if_peer_failed()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{name_processes(missing).capitalize()} of {self.world_size} did not come within {patience:g} s "
-                    "(`ddp_timeout` of the arguments) to where the others build their trainer: every process has to "
-                    "build it, also those whose `is_world_process_zero()` is False. Its own output may hold an error."
+                    f"{format_ranks(missing).capitalize()} of {self.world_size} did not build the trainer within "
+                    f"{timeout:g} s (`ddp_timeout` of the training arguments). Build the trainer in every process, "
+                    "also where `is_world_process_zero()` is False, and look for an error in the output of the "
+                    "missing process."
                 )
-        # Small things travel between the hosts' memories, whatever the backend of the accelerators.
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        atexit.register(self._end)
+        # CPU tensors and serialized trees use gloo with every backend of the accelerators.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        atexit.register(self._finish)
 
-    # ---- What they tell each other
+    # ---- Communication
 
-    def gather(self, place: str, tree: Any) -> list[Any]:
+    def gather(self, label: str, tree: Any) -> list[Any]:
         """
-        What every process gave, in the order of their numbers. All must call it.
+        Collect one tree from every process, on all processes. Every process must call it.
 
         Args:
-            place (`str`): Where in the program this process is, as it stands in an error. The same in all of them.
-            tree (`Any`): What [`~hf_federated.messages.serialization.pack`] takes.
+            label (`str`): Point of the program, for error messages. It must be the same in all processes.
+            tree (`Any`): Tree of this process, of the types that [`~hf_federated.messages.serialization.pack`]
+                supports.
+
+        Returns:
+            `list[Any]`: Trees of all processes, in the order of their ranks.
 
         Raises:
-            OutOfStepError: In all processes, if they came from different places.
+            OutOfStepError: In all processes, if their labels differ.
             PeerFailedError: If another process failed or was killed.
             LaunchFailedError: If an earlier run of this launch failed.
         """
         if self.world_size == 1:
             return [tree]
         self.raise_if_failed()
-        self._place = place
-        blob = torch.frombuffer(bytearray(pack({"place": place, "tree": tree})), dtype=torch.uint8)
-        with self._lost_connections():
+        self._label = label
+        blob = torch.frombuffer(bytearray(pack({"label": label, "tree": tree})), dtype=torch.uint8)
+        with self._explain_lost_connection():
             lengths = torch.zeros(self.world_size, dtype=torch.int64)
             lengths[self.rank] = blob.numel()
             dist.all_reduce(lengths, group=self._group)
@@ -160,59 +173,62 @@ class Processes:
             padded = torch.zeros_like(blobs[0])
             padded[: blob.numel()] = blob
             dist.all_gather(blobs, padded, group=self._group)
-        told = [
+        messages = [
             unpack(received[:length].numpy().tobytes())
             for received, length in zip(blobs, lengths.tolist(), strict=True)
         ]
-        differing = by_value([theirs["place"] for theirs in told])
-        if len(differing) > 1:
+        ranks_by_label = group_ranks_by_value([message["label"] for message in messages])
+        if len(ranks_by_label) > 1:
             raise OutOfStepError(
-                "The processes of this launch are in different places: "
-                + "; ".join(f"{name_processes(ranks)} at {place!r}" for place, ranks in differing.items())
-                + ". Each of them has to build, train, evaluate and save alike: `if trainer.is_world_process_zero()` "
-                "may guard only what does none of this, and each has to catch an error that another one catches."
+                "The processes of this launch are at different points of the program: "
+                + "; ".join(f"{format_ranks(ranks)} at {label!r}" for label, ranks in ranks_by_label.items())
+                + ". Build, train, evaluate and save in every process: put none of these calls under `if "
+                "trainer.is_world_process_zero()`, and catch the same errors in every process."
             )
-        return [theirs["tree"] for theirs in told]
+        return [message["tree"] for message in messages]
 
-    def from_main(self, place: str, find: Callable[[], T]) -> T:
+    def run_on_main(self, label: str, function: Callable[[], T]) -> T:
         """
-        What the main process finds, for all of them: what would differ between processes is asked once. All must call
-        it.
+        Run `function` on the main process and return its result on all processes. Every process must call it.
+
+        Use it for values that could differ between processes.
 
         Args:
-            place (`str`): As in `gather`.
-            find (`Callable`): Called in the main process alone. It returns what
-                [`~hf_federated.messages.serialization.pack`] takes.
+            label (`str`): Point of the program, as in `gather`.
+            function (`Callable`): Function without arguments, called on the main process only. It returns a tree of
+                the types that [`~hf_federated.messages.serialization.pack`] supports.
 
         Raises:
-            OutOfStepError: In all processes, if they came from different places.
+            OutOfStepError: In all processes, if their labels differ.
             PeerFailedError: If another process failed or was killed.
         """
-        return self.gather(place, find() if self.is_main else None)[0]
+        return self.gather(label, function() if self.is_main else None)[0]
 
-    def wait(self, place: str) -> None:
+    def wait(self, label: str) -> None:
         """
-        Wait for all processes.
+        Wait until all processes have called this method.
 
         Args:
-            place (`str`): As in `gather`.
+            label (`str`): Point of the program, as in `gather`.
 
         Raises:
-            OutOfStepError: In all processes, if they came from different places.
+            OutOfStepError: In all processes, if their labels differ.
             PeerFailedError: If another process failed or was killed.
         """
-        self.gather(place, None)
+        self.gather(label, None)
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> int:
         """
-        Replace tensors by their sums over all processes, which must give the same shapes, dtypes and order. A `gather`
-        just before makes sure that they are in the same place.
+        Replace tensors in place by their sums over all processes.
+
+        Every process must pass tensors of the same shapes and dtypes in the same order. Call `gather` just before, so
+        that all processes are at the same point of the program.
 
         Args:
-            tensors (`Iterable[torch.Tensor]`): Contiguous; on the CPU or on this process's accelerator.
+            tensors (`Iterable[torch.Tensor]`): Contiguous tensors, on the CPU or on the accelerator of this process.
 
         Returns:
-            `int`: Bytes that this process gave.
+            `int`: Number of bytes that this process contributed.
 
         Raises:
             PeerFailedError: If another process failed or was killed.
@@ -220,7 +236,7 @@ class Processes:
         num_bytes = 0
         if self.world_size == 1:
             return num_bytes
-        with self._lost_connections():
+        with self._explain_lost_connection():
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=self._group_of(flat))
@@ -231,21 +247,23 @@ class Processes:
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """
-        Replace tensors by those of one process. A `gather` just before makes sure that all are in the same place.
+        Replace tensors in place by the tensors of one process.
+
+        Call `gather` just before, so that all processes are at the same point of the program.
 
         Args:
-            tensors (`Iterable[torch.Tensor]`): The same shapes, dtypes and order in every process; on the CPU or on
-                this process's accelerator.
-            source (`int`): Whose.
+            tensors (`Iterable[torch.Tensor]`): Tensors on the CPU or on the accelerator of this process, of the same
+                shapes and dtypes and in the same order in every process.
+            source (`int`): Rank of the process whose tensors are copied.
 
         Raises:
             PeerFailedError: If another process failed or was killed.
         """
         if self.world_size == 1:
             return
-        with self._lost_connections(), torch.no_grad():
+        with self._explain_lost_connection(), torch.no_grad():
             for bucket in _buckets(tensors):
-                # As bytes, since the libraries below do not know every dtype.
+                # Tensors are sent as bytes, because the backends do not support every dtype.
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket])
                 dist.broadcast(flat, src=source, group=self._group_of(flat))
                 for tensor, part in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
@@ -257,18 +275,20 @@ class Processes:
     # ---- Failures
 
     @contextmanager
-    def shared_fate(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """
-        Whatever ends the body with an error ends it in all processes. After that the launch has failed: its processes
-        have left one another, and only what one of them can do alone still works.
+        End the body in all processes if it raises an error in one of them.
+
+        After an error the launch has failed: its process group is closed, and only operations that need no other
+        process still work.
 
         Raises:
-            PeerFailedError: If another process failed first. The message holds its error.
+            PeerFailedError: If another process failed first. The message contains the error of that process.
         """
         try:
             yield
         except BaseException as error:
-            # Of nested bodies the inner one has told the others.
+            # In nested contexts, the inner context has already reported the error.
             if self.world_size == 1 or self.failed is not None:
                 raise
             shown = self._fail(error)
@@ -277,180 +297,186 @@ class Processes:
             raise shown from error
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Tell the others of an error and leave them; the error to show instead of it, or itself."""
-        shown = self.lost_peer(error) or error
+        """
+        Report an error to the other processes and close the process group.
+
+        Returns:
+            `BaseException`: The error to raise: `error`, or the failure of another process that caused it.
+        """
+        shown = self.to_peer_failed_error(error) or error
         own = f"{type(shown).__name__}: {shown}"
-        first = self._board.failure()
+        first = self._store.get_failure()
         if first is None:
-            self._board.report(own)
+            self._store.report_failure(own)
         elif not isinstance(shown, PeerFailedError) and first["rank"] != self.rank and first["error"] != own:
             shown = PeerFailedError(_describe(first))
         self.failed = own if first is None else _describe(first)
-        self._leave()
-        self._board.say("knows")
-        self._stay_for_others("knows", "ended")
-        self._board.close()
+        self._close_group()
+        self._store.post("acknowledged")
+        self._wait_for_readers("acknowledged", "finished")
+        self._store.close()
         return shown
 
     def raise_if_failed(self) -> None:
         """
-        Refuse to go on in a launch that has failed.
+        Raise an error if an earlier run of this launch failed.
 
         Raises:
-            LaunchFailedError: If so.
+            LaunchFailedError: If an earlier run failed.
         """
         if self.failed is not None:
             raise LaunchFailedError(
-                f"An earlier run of this launch failed, and its processes have left one another ({self.failed}). "
-                "Start the launch again; `resume_from_checkpoint=True` goes on from the last checkpoint."
+                f"An earlier run of this launch failed, and its process group is closed ({self.failed}). Start the "
+                "launch again; `resume_from_checkpoint=True` resumes from the last checkpoint."
             )
 
-    def look_for_failure(self) -> None:
+    def raise_if_peer_failed(self) -> None:
         """
-        Raise if another process has failed. Cheap enough for every step.
+        Raise an error if another process has failed. The check is cheap enough for every step.
 
         Raises:
-            PeerFailedError: If so.
+            PeerFailedError: If another process has failed. The message contains the error of that process.
         """
-        if self.world_size > 1 and self._board.known_failure is not None:
-            raise PeerFailedError(_describe(self._board.known_failure))
+        if self.world_size > 1 and self._store.known_failure is not None:
+            raise PeerFailedError(_describe(self._store.known_failure))
 
-    def lost_peer(self, error: BaseException | None) -> PeerFailedError | None:
+    def to_peer_failed_error(self, error: BaseException | None) -> PeerFailedError | None:
         """
-        What lies behind an error of the communication libraries: another process went, and why if it said so.
+        Convert an error of a communication library into the failure of another process.
 
         Args:
-            error (`BaseException`, *optional*): Any.
+            error (`BaseException`, *optional*): Any error.
 
         Returns:
-            [`PeerFailedError`]: `None` if the error is of another kind.
+            [`PeerFailedError`], *optional*: Error that names the process that ended and its error, if the process
+            reported one. `None` if `error` is not about a lost connection.
         """
         if self.world_size == 1 or not isinstance(error, RuntimeError) or isinstance(error, PeerFailedError):
             return None
         if not isinstance(error, dist.DistError) and not LOST_CONNECTION.search(str(error)):
             return None
-        return self._lost_connection(error)
+        return self._to_peer_failed_error(error)
 
-    def _lost_connection(self, error: RuntimeError, where: str = "") -> PeerFailedError:
-        failure = self._board.failure()
+    def _to_peer_failed_error(self, error: RuntimeError, where: str = "") -> PeerFailedError:
+        failure = self._store.get_failure()
         if failure is not None:
             return PeerFailedError(_describe(failure))
-        ended = [
-            rank for rank in range(self.world_size) if rank not in (self.rank, *self._board.others_without("ended"))
+        finished = [
+            rank for rank in range(self.world_size) if rank not in (self.rank, *self._store.ranks_without("finished"))
         ]
-        if ended:
+        if finished:
             return PeerFailedError(
-                f"{name_processes(ended).capitalize()} came to the end of its script{where}. Each process has to "
-                "build, train, evaluate and save alike."
+                f"{format_ranks(finished).capitalize()} reached the end of the script{where}. Build, train, evaluate "
+                "and save in every process."
             )
         return PeerFailedError(
-            f"A process of the launch ended without a word{where}; it may have been killed, run out of memory or come "
-            f"to the end of its script: {error}"
+            f"A process of the launch ended without a report{where}. It may have been killed, run out of memory or "
+            f"reached the end of the script: {error}"
         )
 
     @contextmanager
-    def _lost_connections(self) -> Iterator[None]:
-        """Say why a connection was lost."""
+    def _explain_lost_connection(self) -> Iterator[None]:
+        """Replace the error of a lost connection by the failure of the process that ended."""
         try:
             yield
         except RuntimeError as error:
-            where = f" while process {self.rank} waited for it at {self._place!r}"
-            raise self._lost_connection(error, where) from error
+            where = f" while process {self.rank} waited for it at {self._label!r}"
+            raise self._to_peer_failed_error(error, where) from error
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         if self.failed is None:
-            self._board.say("ended")
-            self._stay_for_others("ended")
-        self._board.close()
-        self._leave()
+            self._store.post("finished")
+            self._wait_for_readers("finished")
+        self._store.close()
+        self._close_group()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _stay_for_others(self, *whats: str) -> None:
-        # The board goes with the main process, where it is not kept by a launcher as torchrun.
+    def _wait_for_readers(self, *events: str) -> None:
+        # Without a launcher that runs the store, such as torchrun, the store ends with the main process.
         if self.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._board.wait_for_others(*whats, seconds=SECONDS_TO_READ)
+            self._store.wait_for_peers(*events, seconds=SHUTDOWN_WAIT_SECONDS)
 
-    def _leave(self) -> None:
-        """Close the connections of the group, so that nobody waits for this process."""
+    def _close_group(self) -> None:
+        """Close the connections of the group, so that no process waits for this process."""
         if self._group is not None and dist.is_initialized():
-            # The default group stays: new training arguments would wait for everybody to make another.
+            # The default group stays open: new training arguments would wait for all processes to create another.
             dist.destroy_process_group(self._group)
-        self._group = None  # Connections last as long as anything refers to them.
+        self._group = None  # The connections stay open as long as a reference to the group exists.
 
 
-# Environment variables that hold the number of processes of a launch, as accelerate reads them.
-WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# Environment variables from which accelerate reads the number of processes of a launch.
+WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def check_launch(num_processes: int) -> None:
     """
-    Refuse a launch that was set up for several processes and runs as independent processes.
+    Raise an error if a launch of several processes runs as independent processes.
 
-    `accelerate launch` with `distributed_type: MULTI_CPU` and without `mpirun` sets the address of a main process and
-    no world size, so each machine would train the whole federation alone.
+    `accelerate launch` with `distributed_type: MULTI_CPU` and without `mpirun` sets the address of a main process but
+    no world size. Each machine would then train the whole federation alone.
 
     Args:
         num_processes (`int`): Number of processes that accelerate found.
 
     Raises:
-        ValueError: If the environment announces more processes.
+        ValueError: If accelerate found one process and the environment describes several.
     """
     if num_processes > 1:
         return
-    announced = max(int(os.environ.get(name, 1)) for name in WORLD_SIZES)
+    announced = max(int(os.environ.get(name, 1)) for name in WORLD_SIZE_VARIABLES)
     launched_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if announced > 1:
-        found = f"The launch announces {announced} processes"
-    elif launched_by_accelerate and not any(name in os.environ for name in WORLD_SIZES):
-        found = f"`accelerate launch` set up several processes around {os.environ['MASTER_ADDR']}"
+        found = f"The environment of the launch sets {announced} processes"
+    elif launched_by_accelerate and not any(name in os.environ for name in WORLD_SIZE_VARIABLES):
+        found = f"`accelerate launch` set up several processes with the main process at {os.environ['MASTER_ADDR']}"
     else:
         return
     raise ValueError(
-        f"{found}, but accelerate found one, so each process would train the whole federation alone. Launch with "
-        "`torchrun`, with `distributed_type: MULTI_GPU` (with `use_cpu: true` on machines without GPUs), or with "
+        f"{found}, but accelerate found one process, so each process would train the whole federation alone. Launch "
+        "with `torchrun`, with `distributed_type: MULTI_GPU` (with `use_cpu: true` on machines without GPUs), or with "
         "`--mpirun_hostfile` for `distributed_type: MULTI_CPU`."
     )
 
 
 @functools.cache
-def processes() -> Processes:
-    """The processes of this launch, after accelerate was set up."""
+def process_group() -> ProcessGroup:
+    """Return the process group of this launch. Call it after accelerate is set up."""
     state = PartialState()
-    return Processes(state.process_index, state.num_processes)
+    return ProcessGroup(state.process_index, state.num_processes)
 
 
 @contextmanager
-def shared_construction() -> Iterator[None]:
+def fail_together_during_init() -> Iterator[None]:
     """
-    [`~Processes.shared_fate`] for the construction of a trainer, in whose course accelerate is set up.
+    Apply [`~ProcessGroup.fail_together`] to the construction of a trainer, which sets up accelerate.
 
     Raises:
         LaunchFailedError: If an earlier run of this launch failed.
-        PeerFailedError: If another process failed first. The message holds its error.
+        PeerFailedError: If another process failed first. The message contains the error of that process.
     """
-    # In a launch that has failed there is nothing initialised any more.
-    if processes.cache_info().currsize:
-        processes().raise_if_failed()
+    # A failed launch must not wait for processes that have ended.
+    if process_group.cache_info().currsize:
+        process_group().raise_if_failed()
     try:
         yield
     except BaseException:
         if not dist.is_initialized():
             raise
-        with processes().shared_fate():
+        with process_group().fail_together():
             raise
 
 
-def by_value(values: Sequence[str]) -> dict[str, list[int]]:
-    """The values that processes gave in the order of their numbers, and who gave each."""
+def group_ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    """Map each value to the ranks of the processes that passed it. `values` is in the order of the ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
 
 
-def name_processes(ranks: Sequence[int]) -> str:
-    """Processes as they stand in an error."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return the text for ranks in an error message."""
     return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
 
 
@@ -459,7 +485,10 @@ def _describe(failure: dict[str, Any]) -> str:
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device, up to a size."""
+    """Group consecutive tensors of the same dtype and device into buckets.
+
+    A bucket has at most `BUCKET_BYTES` bytes. A larger tensor forms its own bucket.
+    """
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:

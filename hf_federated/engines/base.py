@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
-from ..distributed.process_group import Processes
+from ..distributed.process_group import ProcessGroup
 from ..messages import Message
 from ..messages.ledger import Ledger
 
@@ -76,13 +76,13 @@ class EngineContext:
             whose clients are in other processes does not call it.
         costs (`Mapping[str, float]`): Expected cost of each client in a round, in any unit.
         parallelism (`str`): `parallelism` of [`FederatedConfig`], `"data"` or `"clients"`.
-        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
     """
 
     build_worker: Callable[[], ClientWorker]
     costs: Mapping[str, float]
     parallelism: str
-    processes: Processes
+    processes: ProcessGroup
 
 
 class Engine(ABC):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..aggregation import Accumulator
-from ..distributed.process_group import Processes
+from ..distributed.process_group import ProcessGroup
 from ..messages import ClientFailure, Message, message_from_tree
 from .base import EngineContext, Plan
 from .local import LocalEngine
@@ -64,16 +64,16 @@ class WatchPeers(TrainerCallback):
     Ends a client's training when another process has failed.
 
     Args:
-        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._processes.look_for_failure()
+        self._processes.raise_if_peer_failed()
 
 
 class RankEngine(LocalEngine):
@@ -126,7 +126,7 @@ class RankEngine(LocalEngine):
             return plan.is_over(started, num_replies, math.ceil(plan.min_replies * own / len(plan.cohort)))
         # The ranks train each client together, and their clocks differ.
         label = f"{plan.phase}, round {plan.round}: deadline after {num_replies} replies"
-        return self.processes.from_main(label, lambda: plan.is_over(started, num_replies))
+        return self.processes.run_on_main(label, lambda: plan.is_over(started, num_replies))
 
     def _deliver(self, message: Message) -> Message:
         if not self._spreads_clients:
@@ -139,7 +139,7 @@ class RankEngine(LocalEngine):
         for client_id, reply in super()._execute(plan, dispatch):
             # The ranks cannot continue without a client that failed in the middle of a common step.
             if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
-                if lost := self.processes.lost_peer(self.last_error):
+                if lost := self.processes.to_peer_failed_error(self.last_error):
                     raise lost from self.last_error
                 raise RuntimeError(f"Client {client_id!r}, round {plan.round}: {reply.error}") from self.last_error
             yield client_id, reply

@@ -1,6 +1,6 @@
 """The messages between server and clients, their bytes, and the checks of what arrives."""
 
-from .base import Message, Packed
+from .base import Message, Serializable
 from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
 from .registry import KINDS, message_from_tree, read_message
@@ -19,10 +19,10 @@ __all__ = [
     "Fit",
     "Message",
     "Metrics",
-    "Packed",
     "Predict",
     "Predictions",
     "PublicRowsMessage",
+    "Serializable",
     "message_from_tree",
     "public_order",
     "read_message",

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, TypeVar
 from .serialization import pack, packed_size, unpack
 
 
-M = TypeVar("M", bound="Packed")
+M = TypeVar("M", bound="Serializable")
 
 
 @dataclass(frozen=True)
-class Packed:
+class Serializable:
     """
     A frozen dataclass that serialises to bytes: exactly its fields, and its kind.
 
-    A subclass declares its fields and nothing else travels: [`~Packed.to_bytes`] serialises exactly these, and
-    [`~Packed.from_bytes`] refuses a blob that holds others.
+    A subclass declares its fields and nothing else travels: [`~Serializable.to_bytes`] serialises exactly these, and
+    [`~Serializable.from_bytes`] refuses a blob that holds others.
     """
 
     kind: ClassVar[str] = ""
@@ -64,7 +64,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Message(Packed):
+class Message(Serializable):
     """
     Base of what crosses a client's boundary in a round.
 

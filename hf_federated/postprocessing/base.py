@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..messages import ClientUpdate, Fit
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 
 
 class Postprocessor:
@@ -64,7 +64,7 @@ class Postprocessor:
 def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, message: Fit) -> ClientUpdate:
     """All client sides, in order. What they draw follows from the message's seed."""
     if steps:
-        with own_draws(derived_seed(message.seed, "client side")):
+        with isolated_rng(derived_seed(message.seed, "client side")):
             for step in steps:
                 update = step.client_side(update, message)
     return update
@@ -75,7 +75,7 @@ def run_server_side(
 ) -> ClientUpdate:
     """All server sides, in reverse order. What they draw follows from the seed that the client was sent."""
     if steps:
-        with own_draws(derived_seed(seed, "server side")):
+        with isolated_rng(derived_seed(seed, "server side")):
             for step in reversed(steps):
                 update = step.server_side(update, state)
     return update

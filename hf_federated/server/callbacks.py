@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..adapters import Exchange
 from ..aggregation import Accumulator, Aggregation, WeightedMean
-from ..distillation import Ask, Cohort, Distillation, DistillationServer, FromMain
+from ..distillation import Ask, Cohort, Distillation, DistillationServer, RunOnMain
 from ..messages import ClientUpdate
 from ..messages.validation import CheckExtra
 
@@ -287,16 +287,16 @@ class DistillationCallback(FederatedCallback):
         self.logs: dict[str, float] = {}
         self._extra: WeightedMean | None = None
 
-    def start(self, server: DistillationServer, from_main: FromMain) -> None:
+    def start(self, server: DistillationServer, run_on_main: RunOnMain) -> None:
         """
         Begin a run.
 
         Args:
             server ([`DistillationServer`]): The server's model and examples.
-            from_main (`Callable`): As in [`~hf_federated.distillation.Cohort`].
+            run_on_main (`Callable`): As in [`~hf_federated.distillation.Cohort`].
         """
         self.logs = {}
-        self.server, self._from_main = server, from_main
+        self.server, self._run_on_main = server, run_on_main
         self.algorithm.setup(server.num_rounds)
 
     def on_round_begin(
@@ -340,7 +340,7 @@ class DistillationCallback(FederatedCallback):
             extra=self._extra,
             teachers=self.server.teachers,
             positions=student.positions,
-            from_main=self._from_main,
+            run_on_main=self._run_on_main,
         )
         if self.server.teachers is not None:
             self.server.teachers.settle(cohort.client_ids)

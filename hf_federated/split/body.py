@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
@@ -156,7 +156,7 @@ class BodyServer:
         inputs.requires_grad_(first.grad)
         random_numbers: Any = contextlib.nullcontext()
         if self.seed is not None and first.training:
-            random_numbers = own_draws(derived_seed(self.seed, "body", *first.micro_batch_id))
+            random_numbers = isolated_rng(derived_seed(self.seed, "body", *first.micro_batch_id))
         with random_numbers, torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from ..messages import Packed
+from ..messages import Serializable
 from ..messages.serialization import unpack
 
 
@@ -55,7 +55,7 @@ def unpack_mask(bits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SplitMessage(Packed):
+class SplitMessage(Serializable):
     """
     Base class of the messages about one micro-batch.
 
@@ -263,7 +263,7 @@ class Gradient(SplitMessage):
 
 
 @dataclass(frozen=True)
-class Forget(Packed):
+class Forget(Serializable):
     """
     Client to server: the client no longer needs a key/value cache.
 
@@ -293,7 +293,7 @@ _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
 }
 
 
-def _check_states(message: Packed, name: str, encoded: Mapping[str, torch.Tensor]) -> None:
+def _check_states(message: Serializable, name: str, encoded: Mapping[str, torch.Tensor]) -> None:
     if not isinstance(encoded, dict) or "values" not in encoded or not encoded.keys() <= _ENCODED.keys():
         raise ValueError(
             f"{message.kind}: {name} must be a dictionary with the key 'values' and other keys from "

@@ -19,7 +19,7 @@ from ..split.loading import load_parts
 from ..split.model import SplitModel
 from ..split.parts import Part
 from ..split.wire import Wire
-from ..utils.random import derived_seed, own_draws
+from ..utils.random import derived_seed, isolated_rng
 from .config import SplitConfig
 
 
@@ -149,7 +149,7 @@ def _load_parts(
     loaded = load_parts(name, config, cut, roles, dtype=dtype, **file_arguments(kwargs))
     parts = [loaded[role] for role in roles]
     if adapter is not None:
-        with own_draws(seed):
+        with isolated_rng(seed):
             add_adapter(parts, config, adapter)
     return config, parts
 

@@ -6,22 +6,22 @@ import os
 from pathlib import Path
 
 from ..distillation import Teachers
-from ..distributed.process_group import Processes
+from ..distributed.process_group import ProcessGroup
 from ..engines import Engine
 
 
 TEACHERS_DIR = "teachers"
 
 
-def save_clients(directory: Path, engine: Engine, processes: Processes, place: str) -> dict[str, str]:
+def save_clients(directory: Path, engine: Engine, processes: ProcessGroup, label: str) -> dict[str, str]:
     """
     Write what the clients of every process keep. All processes must call it.
 
     Args:
         directory (`Path`): Which the main process has made.
         engine ([`Engine`]): Whose clients they are.
-        processes ([`Processes`]): Of the launch.
-        place (`str`): Where in the program this process is.
+        processes ([`ProcessGroup`]): Of the launch.
+        label (`str`): Where in the program this process is.
 
     Returns:
         `dict[str, str]`: The digests of all processes' files, by client, sorted.
@@ -34,11 +34,11 @@ def save_clients(directory: Path, engine: Engine, processes: Processes, place: s
             f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
             f"{processes.rank}: `output_dir` must lie on a file system that all processes share."
         )
-    return _together(processes, place, engine.save(directory))
+    return _together(processes, label, engine.save(directory))
 
 
 def save_teachers(
-    directory: Path, teachers: Teachers | None, processes: Processes, spreads_clients: bool
+    directory: Path, teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
 ) -> dict[str, str]:
     """
     Write what clients sent and the server still needs. All processes must call it.
@@ -46,7 +46,7 @@ def save_teachers(
     Args:
         directory (`Path`): That of what clients keep, in which this is a folder.
         teachers ([`Teachers`], *optional*): Those of this process.
-        processes ([`Processes`]): Of the launch.
+        processes ([`ProcessGroup`]): Of the launch.
         spreads_clients (`bool`): Whether each process has teachers of its own, and not all the same.
 
     Returns:
@@ -61,7 +61,7 @@ def save_teachers(
 
 
 def load_teachers(
-    directory: Path, digests: dict[str, str], teachers: Teachers | None, processes: Processes, spreads_clients: bool
+    directory: Path, digests: dict[str, str], teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
 ) -> None:
     """
     Read what `save_teachers` wrote.
@@ -75,8 +75,8 @@ def load_teachers(
         teachers.load(directory / TEACHERS_DIR, digests)
 
 
-def _together(processes: Processes, place: str, own: dict[str, str]) -> dict[str, str]:
+def _together(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:
     digests: dict[str, str] = {}
-    for theirs in processes.gather(place, own):
+    for theirs in processes.gather(label, own):
         digests |= theirs
     return dict(sorted(digests.items()))

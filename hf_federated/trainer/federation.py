@@ -182,7 +182,7 @@ class Federation:
             labelled,
             teachers,
         )
-        callback.start(server, setup.processes.from_main)
+        callback.start(server, setup.processes.run_on_main)
         return teachers
 
     def _load(self, directory: Path, saved: dict[str, Any]) -> None:
@@ -259,8 +259,8 @@ class Federation:
 
     def share_decisions(self, control: TrainerControl) -> None:
         """Make all processes log, evaluate, save or stop if a callback in one process decided so."""
-        place = f"end of round {self.loop.server.round}"
-        for decisions in self._setup.processes.gather(place, vars(control)):
+        label = f"end of round {self.loop.server.round}"
+        for decisions in self._setup.processes.gather(label, vars(control)):
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
 

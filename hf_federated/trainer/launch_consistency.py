@@ -23,7 +23,7 @@ from ..aggregation import Aggregation
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation
-from ..distributed.process_group import Processes, by_value, name_processes
+from ..distributed.process_group import ProcessGroup, format_ranks, group_ranks_by_value
 
 
 # Training arguments that say where a process runs, and what it prints and uploads, but not what it computes.
@@ -90,14 +90,14 @@ def describe(
 
 
 def check_agreement(
-    processes: Processes, place: str, description: Mapping[str, str], clients: Mapping[str, FederatedDataset]
+    processes: ProcessGroup, label: str, description: Mapping[str, str], clients: Mapping[str, FederatedDataset]
 ) -> None:
     """
     Compare what the processes are about to do. All must call it.
 
     Args:
-        processes ([`Processes`]): Of the launch.
-        place (`str`): Where in the program this process is.
+        processes ([`ProcessGroup`]): Of the launch.
+        label (`str`): Where in the program this process is.
         description (`Mapping[str, str]`): What [`describe`] made of this process.
         clients (`Mapping[str, FederatedDataset]`): By what they are called in an error. Their rows are compared too.
 
@@ -108,11 +108,11 @@ def check_agreement(
         return
     rows = {f"rows of the {what}": of_clients for what, of_clients in clients.items()}
     prints = {name: _fingerprint(of_clients) for name, of_clients in rows.items()}
-    different = _differences(processes.gather(place, {**description, **prints}))
+    different = _differences(processes.gather(label, {**description, **prints}))
     if different and different.keys() <= rows.keys():
         # `datasets` makes up a fingerprint where it cannot hash a function. Then the rows themselves decide.
         contents = {name: _contents(rows[name]) for name in different}
-        different = _differences(processes.gather(f"{place}, comparing rows", contents))
+        different = _differences(processes.gather(f"{label}, comparing rows", contents))
     if different:
         lines = [f"  {name}: {values}" for name, values in different.items()]
         if len(lines) > NUM_SHOWN:
@@ -128,9 +128,9 @@ def _differences(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """What is not the same in all processes, with who has which value."""
     different = {}
     for name in dict.fromkeys(name for theirs in told for name in theirs):
-        values = by_value([theirs.get(name, "absent") for theirs in told])
+        values = group_ranks_by_value([theirs.get(name, "absent") for theirs in told])
         if len(values) > 1:
-            different[name] = "; ".join(f"{text} in {name_processes(ranks)}" for text, ranks in values.items())
+            different[name] = "; ".join(f"{text} in {format_ranks(ranks)}" for text, ranks in values.items())
     return different
 
 

@@ -33,11 +33,11 @@ from ..clients import ClientSpec, fresh_collator
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
 from ..data import FederatedDataset
-from ..distributed.process_group import shared_construction
+from ..distributed.process_group import fail_together_during_init
 from ..engines import Engine
 from ..postprocessing import Postprocessor
 from ..tasks import Task
-from ..utils.gc import frozen_heap
+from ..utils.gc import frozen_gc
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
 from .dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
@@ -75,7 +75,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             super().__init__(*args, **kwargs)
             return
         participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
-        with shared_construction():
+        with fail_together_during_init():
             self._build(given, rows, federation, engine, postprocessors, client_callbacks, participants)
 
     def _build(
@@ -211,7 +211,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         if setup is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         setup.processes.raise_if_failed()
-        with setup.processes.shared_fate(), setup.independent():
+        with setup.processes.fail_together(), setup.independent():
             return self._train_rounds(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _train_rounds(
@@ -225,7 +225,10 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         self.neftune_noise_alpha = None
         self._runs_rounds = True
         try:
-            with frozen_heap(), self._arguments(round_arguments(self._user_args, self._federation_setup.num_rounds)):
+            with (
+                frozen_gc(),
+                self._arguments(round_arguments(self._user_args, self._federation_setup.num_rounds)),
+            ):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
@@ -398,7 +401,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         setup = self._setup
         if setup is None or self.local_training is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-        with setup.processes.shared_fate(), setup.independent():
+        with setup.processes.fail_together(), setup.independent():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
             if eval_dataset is not None or not setup.config.evaluate_clients:
                 return metrics

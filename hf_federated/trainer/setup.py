@@ -19,7 +19,7 @@ from ..clients.participants import Participants
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
-from ..distributed.process_group import Processes, check_launch, processes
+from ..distributed.process_group import ProcessGroup, check_launch, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
 from ..server import AggregationCallback, DistillationCallback
@@ -55,7 +55,7 @@ class FederationSetup:
         postprocessors (`list[Postprocessor]`): Steps between a client's training and the aggregate.
         client_callbacks (`list[TrainerCallback]`): Callbacks that run inside clients.
         sampler ([`ClientSampler`]): Draws the cohort of a round.
-        processes ([`~hf_federated.distributed.process_group.Processes`]): The processes of the launch.
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
         exchange ([`Exchange`]): Reads and writes the exchanged values of the model.
     """
 
@@ -73,7 +73,7 @@ class FederationSetup:
     postprocessors: list[Postprocessor]
     client_callbacks: list[TrainerCallback]
     sampler: ClientSampler
-    processes: Processes
+    processes: ProcessGroup
     exchange: Exchange
 
     @classmethod
@@ -107,9 +107,9 @@ class FederationSetup:
         """
         args = trainer.args
         resolved = resolve_federation(config, args)
-        launched = processes()
+        launched = process_group()
         check_launch(launched.world_size)
-        launched.meet(args.ddp_timeout)
+        launched.initialize(args.ddp_timeout)
         if engine is None:
             engine = LocalEngine() if launched.world_size == 1 else RankEngine()
         engine.check_launch(launched.world_size)
@@ -192,7 +192,7 @@ class FederationSetup:
             self.config, self.aggregation, self.distillation, self.clients, self.participants, args
         )
 
-    def check_agreement(self, place: str, args: TrainingArguments, checkpoint: str | None) -> None:
+    def check_agreement(self, label: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """
         Compare the processes of the launch before they start.
 
@@ -217,7 +217,7 @@ class FederationSetup:
             self.postprocessors,
             None if checkpoint is None else Path(checkpoint).name,
         )
-        check_agreement(self.processes, place, description, datasets)
+        check_agreement(self.processes, label, description, datasets)
 
 
 def _install_distillation(

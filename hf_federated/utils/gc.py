@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def frozen_heap() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """
     Collections inside pass over what exists by now, which is mostly imported modules: a million objects take half a
     second each time, which of a short local training is more than the training.
@@ -20,9 +20,9 @@ def frozen_heap() -> Iterator[None]:
 
     ```python
     >>> import gc
-    >>> from hf_federated.utils.gc import frozen_heap
+    >>> from hf_federated.utils.gc import frozen_gc
     >>> gc.unfreeze()
-    >>> with frozen_heap():
+    >>> with frozen_gc():
     ...     print(len(gc.get_objects()) < gc.get_freeze_count())
     True
     >>> gc.get_freeze_count()

@@ -76,7 +76,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 @contextmanager
-def own_draws(seed: int) -> Iterator[None]:
+def isolated_rng(seed: int) -> Iterator[None]:
     """What is drawn in the body follows from a seed, and nothing that is drawn elsewhere notices."""
     with preserved_generators():
         seed_generators(seed)

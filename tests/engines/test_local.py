@@ -9,7 +9,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.adapters import Exchange
 from hf_federated.clients import ClientStore, ClientWorker, MemoryStore, SharedModel
-from hf_federated.distributed.process_group import processes
+from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, LocalEngine, Plan
 from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 
@@ -88,7 +88,7 @@ def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) 
         )
 
     local = LocalEngine(serialize=serialize)
-    local.start(EngineContext(build_worker, dict.fromkeys(CLIENTS, 1.0), "data", processes()))
+    local.start(EngineContext(build_worker, dict.fromkeys(CLIENTS, 1.0), "data", process_group()))
     return local
 
 

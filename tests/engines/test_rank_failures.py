@@ -88,14 +88,14 @@ def test_a_process_that_does_not_come_is_named(launch, tmp_path: Path) -> None:
     assert answer["seconds"] < SOON
     for rank in range(2):
         error = last_error(tmp_path, rank)
-        assert "Process 2 of 3 did not come within 3 s (`ddp_timeout`" in error
+        assert "Process 2 of 3 did not build the trainer within 3 s (`ddp_timeout`" in error
 
 
 def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates alone")
     assert answer["codes"] == [1, 0], logs(tmp_path)
     error = last_error(tmp_path, 0)
-    assert "Process 1 came to the end of its script while process 0 waited" in error
+    assert "Process 1 reached the end of the script while process 0 waited" in error
     assert "at 'predictions of an evaluation'" in error
 
 
@@ -124,7 +124,7 @@ def test_a_killed_process_is_not_blamed_on_a_client(launch, tmp_path: Path) -> N
     answer = launch(tmp_path, "data many", 2, trouble="kill")
     assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
     assert answer["seconds"] < SOON
-    assert "PeerFailedError: A process of the launch ended without a word" in last_error(tmp_path, 0)
+    assert "PeerFailedError: A process of the launch ended without a report" in last_error(tmp_path, 0)
     assert "Error: Client" not in (tmp_path / "rank-0.log").read_text()
 
 
