@@ -1,4 +1,7 @@
-"""Averaging algorithms, one a file. A new one adds its file, its import and its line in `AGGREGATIONS`."""
+"""Averaging algorithms, one per module.
+
+To add an algorithm, add its module, import its class here and register it in `AGGREGATIONS`.
+"""
 
 from typing import Any
 
@@ -26,30 +29,39 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
 
 def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Aggregation:
     """
-    The algorithm that a configuration names.
+    Build the aggregation algorithm of a configuration.
 
     Args:
-        aggregation (`str` or [`Aggregation`]): A name of `AGGREGATIONS`, or an instance, which is returned as it is.
-        kwargs (`dict`, *optional*): The constructor's arguments for a name.
+        aggregation (`str` or [`Aggregation`]): Name in `AGGREGATIONS`, or an instance, which is returned unchanged.
+        kwargs (`dict`, *optional*): Constructor arguments. Only allowed if `aggregation` is a name.
+
+    Returns:
+        [`Aggregation`]: The algorithm.
 
     Raises:
-        ValueError: If the name is unknown, an argument does not fit, or arguments come with an instance.
+        ValueError: If the name is unknown, if the constructor does not accept an argument, or if `kwargs` are passed
+            together with an instance.
     """
     kwargs = kwargs or {}
     if isinstance(aggregation, Aggregation):
         if kwargs:
-            raise ValueError("`aggregation_kwargs` go with a name; give them to the instance instead.")
+            raise ValueError(
+                "`aggregation_kwargs` is set, but `aggregation` is an instance. Set `aggregation` to a name, or pass "
+                "the arguments to the constructor of the instance."
+            )
         return aggregation
     if aggregation not in AGGREGATIONS:
         raise ValueError(
-            f"Unknown aggregation {aggregation!r}; known are {', '.join(sorted(AGGREGATIONS))}. "
-            "An instance of your own `Aggregation` works too."
+            f"Unknown aggregation {aggregation!r}. Set it to one of {', '.join(sorted(AGGREGATIONS))}, or pass an "
+            "instance of an `Aggregation` subclass."
         )
     try:
         return AGGREGATIONS[aggregation](**kwargs)
     except TypeError as error:
         allowed = sorted(AGGREGATIONS[aggregation]().settings())
-        raise ValueError(f"`aggregation_kwargs` of {aggregation!r}: {error}. Allowed are {allowed}.") from error
+        raise ValueError(
+            f"Invalid `aggregation_kwargs` of {aggregation!r}: {error}. Allowed arguments are {allowed}."
+        ) from error
 
 
 __all__ = [

@@ -1,15 +1,15 @@
-"""What every averaging algorithm is made of.
+"""Base classes of the averaging algorithms.
 
-An algorithm has a server side, the methods of [`Aggregation`], and optionally a client side, a [`LocalHook`] that runs
-inside local training. The two sides share nothing but messages: whatever the client side needs is in the `Fit` it
-received (`settings`, `extra`) and in the state that this client kept from its earlier rounds.
+An algorithm has a server side, the methods of [`Aggregation`], and an optional client side, a [`LocalHook`] that runs
+inside local training. The two sides share only messages. The client side reads its input from the received `Fit`
+(`settings`, `extra`) and from the state that this client kept in earlier rounds.
 
-A round on the server is
+A round on the server has these steps:
 
 ```
-fit_settings(), fit_extra()      -> into the Fit message
+fit_settings(), fit_extra()      -> fields of the Fit message
 accumulator(state)               -> empty means
-accumulator.add(update)          for each reply, in any order, none kept
+accumulator.add(update)          for each reply, in any order; no reply is stored
 aggregate(accumulator, state)    -> the new global state
 ```
 """
@@ -33,9 +33,10 @@ WEIGHTINGS = ("examples", "tokens", "uniform")
 
 class LocalHook:
     """
-    The client side of an algorithm: what it does inside local training.
+    Client side of an algorithm, called during local training.
 
-    One is made for each `Fit` by [`Aggregation.local_hook`], used for that client's local training, and dropped.
+    [`Aggregation.local_hook`] creates one hook for each `Fit`. The hook is discarded after the local training of the
+    client.
 
     Example:
 
@@ -50,44 +51,47 @@ class LocalHook:
     ```
     """
 
-    # Whether `inputs` and `loss` do anything.
+    # Whether the subclass overrides `inputs` or `loss`.
     changes_loss: ClassVar[bool] = False
 
     def start(self, trainer: Any, exchange: Any, model: Any) -> None:
         """
-        Called before local training, of an algorithm that [trains private models][`Aggregation`].
+        Called before local training if the algorithm [trains private models][`Aggregation`].
 
         Args:
-            trainer (`transformers.Trainer`): Around the client's private model, as it is before the first round.
-            exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes that model.
-            model (`PreTrainedModel`): The shared one.
+            trainer (`transformers.Trainer`): Trainer of the private model of the client. The model is in its state
+                before the first round.
+            exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes the parameters of the private model.
+            model (`PreTrainedModel`): The shared model.
         """
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the shared model is called with in a training step, from a batch."""
+        """Return the keyword arguments of the shared model for a batch of a training step."""
         return dict(inputs)
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """
-        The loss of a training step.
+        Compute the loss of a training step.
 
         Args:
-            loss (`torch.Tensor`): The trainer's, as the mean over this batch.
-            outputs (`Any`): The shared model's, by name.
-            inputs (`Mapping[str, Any]`): From [`~LocalHook.inputs`].
+            loss (`torch.Tensor`): Loss of the trainer, as the mean over this batch.
+            outputs (`Any`): Outputs of the shared model, by name.
+            inputs (`Mapping[str, Any]`): Inputs of the model, from [`~LocalHook.inputs`].
 
         Returns:
-            `torch.Tensor`: Of the same scale. Where batches are accumulated, it is weighed as the trainer's is.
+            `torch.Tensor`: Loss on the same scale as `loss`. With gradient accumulation, it gets the same weight as
+            the loss of the trainer.
         """
         return loss
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """
-        Called before each optimizer step, when the gradients of the whole (accumulated) batch are in `.grad`, and
-        before they are clipped.
+        Called before each optimizer step and before gradient clipping.
+
+        The gradients of the whole accumulated batch are in `.grad`.
 
         Args:
-            parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
+            parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters, by name.
         """
 
     def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -95,8 +99,8 @@ class LocalHook:
         Called before each optimizer step, after [`~LocalHook.on_gradients`].
 
         Args:
-            param_groups (`Sequence[Mapping[str, Any]]`): The optimizer's parameter groups, with the learning rate of
-                this step under `"lr"`.
+            param_groups (`Sequence[Mapping[str, Any]]`): Parameter groups of the optimizer. `"lr"` is the learning
+                rate of this step.
         """
 
     def finish(self) -> tuple[State, dict[str, Any] | None]:
@@ -104,22 +108,23 @@ class LocalHook:
         Called after local training.
 
         Returns:
-            `tuple`: What to send beside the update, by parameter name, and what this client keeps for its next round
-            (`None`: nothing).
+            `tuple`: Tensors to send as `extra` of the update, by parameter name, and the state that this client keeps
+            for its next round. The state is `None` if the client keeps nothing.
         """
         return {}, None
 
 
 class Aggregation:
     """
-    Base of the averaging algorithms; it averages parameters and nothing else.
+    Base class of the averaging algorithms. It averages the parameters of the clients.
 
-    A subclass stores each constructor argument under its own name, and overrides the methods of the side it changes.
+    A subclass stores each constructor argument in an attribute of the same name and overrides the methods of the side
+    that it changes.
 
     Args:
         weighting (`str`, *optional*, defaults to `"examples"`):
-            What an update weighs: `"examples"` (rows of the client's data), `"tokens"` (input tokens seen in the
-            round, without padding) or `"uniform"`.
+            Weight of an update in the mean: `"examples"` (number of training examples of the client), `"tokens"`
+            (number of input tokens seen in the round, without padding) or `"uniform"`.
 
     Raises:
         ValueError: If `weighting` is unknown.
@@ -141,11 +146,11 @@ class Aggregation:
     """
 
     name: ClassVar[str] = ""
-    # Whether parameters go to the clients and come back. Without, each client has a model of its own.
+    # Whether server and clients exchange parameters. If not, each client keeps its own model.
     exchanges_parameters: ClassVar[bool] = True
     # What an update holds: trained parameters (`"parameters"`) or how training changed them (`"changes"`).
     update_content: ClassVar[str] = "parameters"
-    # Whether a client has a model beside the shared one, which its hook is given by `start` and trains.
+    # Whether each client also trains a private model, which its hook receives in `start`.
     trains_private_models: ClassVar[bool] = False
 
     def __init__(self, weighting: str = "examples") -> None:
@@ -153,14 +158,14 @@ class Aggregation:
             raise ValueError(f"`weighting` is {weighting!r}; allowed are {', '.join(map(repr, WEIGHTINGS))}.")
         self.weighting = weighting
 
-    # ---- What it is
+    # ---- Settings
 
     def settings(self) -> dict[str, Any]:
-        """All constructor arguments and their values."""
+        """Return all constructor arguments with their values."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def non_default_settings(self) -> dict[str, Any]:
-        """The constructor arguments whose values are not the defaults."""
+        """Return the constructor arguments whose values differ from the defaults."""
         parameters = inspect.signature(type(self)).parameters
         return {name: value for name, value in self.settings().items() if value != parameters[name].default}
 
@@ -177,36 +182,43 @@ class Aggregation:
 
     def check_setup(self, args: Any, config: Any) -> None:
         """
-        Refuse training arguments or a federation that the algorithm does not support.
+        Check that the algorithm supports the training arguments and the federation.
 
         Args:
-            args (`TrainingArguments`): The user's training arguments.
-            config ([`FederatedConfig`]): The configuration of the federation.
+            args (`TrainingArguments`): Training arguments of the user.
+            config ([`FederatedConfig`]): Configuration of the federation.
 
         Raises:
-            ValueError: If a value is not supported. The message names the alternative.
+            ValueError: If a value is not supported. The message names a supported value.
         """
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         """
-        Called once, before the first round or before the state of a checkpoint is loaded. Forgets an earlier run.
+        Reset the algorithm for a new run.
+
+        It is called once, before the first round and before the state of a checkpoint is loaded.
 
         Args:
-            num_rounds (`int`): Rounds of the run.
-            num_clients (`int`): Clients of the federation, sampled or not.
+            num_rounds (`int`): Number of rounds of the run.
+            num_clients (`int`): Number of clients of the federation, including clients that are not sampled.
         """
 
     def postprocessors(self) -> list[Postprocessor]:
-        """Steps between a client's training and the aggregate that belong to the algorithm; the last to leave."""
+        """
+        Return the postprocessors that belong to the algorithm.
+
+        They process an update between local training and aggregation. On the client they run after all other
+        postprocessors.
+        """
         return []
 
     def fit_settings(self) -> dict[str, Any]:
-        """JSON scalars for the `settings` of this round's `Fit`."""
+        """Return the `settings` of the `Fit` messages of this round, as JSON scalars."""
         return {}
 
     def fit_extra(self, state: State) -> State:
         """
-        Tensors for the `extra` of this round's `Fit`.
+        Return the tensors for `extra` of the `Fit` messages of this round.
 
         Args:
             state (`dict[str, torch.Tensor]`): The global state.
@@ -215,8 +227,9 @@ class Aggregation:
 
     def expected_extra(self, state: State) -> State:
         """
-        What an update's `extra` must look like: tensors of the names, shapes and dtypes that clients send beside the
-        state. Others are refused.
+        Return tensors with the names, shapes and dtypes that `extra` of an update must have.
+
+        The server rejects an update with a different `extra`. The values of the returned tensors are not used.
 
         Args:
             state (`dict[str, torch.Tensor]`): The global state.
@@ -225,46 +238,50 @@ class Aggregation:
 
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
         """
-        Refuse the values that a client sends in addition to its state. Names, shapes and dtypes are those of
-        [`~Aggregation.expected_extra`], and all values are finite.
+        Check the values of the additional tensors of an update.
+
+        The names, shapes and dtypes have already been compared with [`~Aggregation.expected_extra`], and all values
+        are finite.
 
         Args:
-            extra (`Mapping[str, torch.Tensor]`): The client's tensors.
+            extra (`Mapping[str, torch.Tensor]`): Additional tensors of the client.
 
         Raises:
-            ValueError: If the algorithm cannot use them. The client's update is then refused.
+            ValueError: If the algorithm cannot use the values. The server then rejects the update.
         """
 
     def weight(self, update: ClientUpdate) -> float:
-        """What an update weighs in the mean."""
+        """Return the weight of an update in the mean."""
         if self.weighting == "uniform":
             return 1.0
         weight = update.num_tokens if self.weighting == "tokens" else update.num_examples
         if weight <= 0:
             raise ValueError(
-                f"Client {update.client_id!r} reports {weight} {self.weighting}, so its update has no weight; use "
-                "weighting='uniform' for clients that do not count them."
+                f"Client {update.client_id!r} reports {weight} {self.weighting}, so its update has no weight. Set "
+                f"weighting='uniform' if clients do not count {self.weighting}."
             )
         return float(weight)
 
     def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
         """
-        An empty accumulator for one round. An override may add means to `means`, each with its reference.
+        Create an empty accumulator for one round.
+
+        An override may add means with their references to [`~Accumulator.means`].
 
         Args:
-            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
-            extra (`dict[str, torch.Tensor]`, *optional*): The same for an update's `extra`. Defaults to
-                [`~Aggregation.expected_extra`].
+            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
+            extra (`dict[str, torch.Tensor]`, *optional*): Tensors with the names, shapes and dtypes of `extra` of an
+                update. Defaults to [`~Aggregation.expected_extra`].
         """
         return Accumulator(self, state, self.expected_extra(state) if extra is None else extra)
 
     def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
         """
-        Add an update to the means of an accumulator. The update must not be kept.
+        Add an update to the means of an accumulator. Do not store the update.
 
         Args:
-            accumulator ([`Accumulator`]): From [`~Aggregation.accumulator`].
-            update ([`ClientUpdate`]): An accepted update.
+            accumulator ([`Accumulator`]): Accumulator from [`~Aggregation.accumulator`].
+            update ([`ClientUpdate`]): An update that passed all checks.
         """
         accumulator.means["state"].add(update.state, self.weight(update))
         if update.extra:
@@ -272,23 +289,23 @@ class Aggregation:
 
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         """
-        The new global state.
+        Compute the new global state.
 
         Args:
-            accumulator ([`Accumulator`]): What this round's updates came to.
-            state (`dict[str, torch.Tensor]`): The global state that the clients started from.
+            accumulator ([`Accumulator`]): Means of the updates of this round.
+            state (`dict[str, torch.Tensor]`): The global state that the clients received.
 
         Returns:
-            `dict[str, torch.Tensor]`: The same names, shapes and dtypes as `state`.
+            `dict[str, torch.Tensor]`: The new global state, with the names, shapes and dtypes of `state`.
         """
         return accumulator.mean.finalize()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the server keeps between rounds, as scalars and tensors."""
+        """Return the state that the server keeps between rounds, as scalars and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     # ---- Client side
 
@@ -296,34 +313,39 @@ class Aggregation:
 
     def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
         """
-        The client side for one local training.
+        Create the client side for one local training.
 
-        It runs where the client is, on another instance of this class than the server's: it may use the constructor's
-        arguments, `message` and `kept`, nothing else.
+        The method runs on the client, on a different instance of this class than the instance of the server. It may
+        use only the constructor arguments, `message` and `kept`.
 
         Args:
-            message ([`Fit`]): What the server sent.
-            kept (`dict`, *optional*): What this client's last hook returned to keep.
+            message ([`Fit`]): Message from the server.
+            kept (`dict`, *optional*): State that the previous hook of this client returned from
+                [`~LocalHook.finish`].
+
+        Returns:
+            [`LocalHook`], *optional*: The hook, or `None` if the algorithm has no client side.
         """
         return None
 
 
 class Accumulator:
     """
-    The named means of one round, which updates stream into. No update is kept.
+    Streaming means of the updates of one round. It stores no update.
 
-    Each process of a launch accumulates the updates of its own clients. The engine reduces every mean in `means`
-    before it calls [`Aggregation.aggregate`], so an algorithm that needs another mean adds it in
-    [`Aggregation.accumulator`] and streams into it in [`Aggregation.accumulate`].
+    Each process of a launch accumulates the updates of its clients. The engine reduces every mean in `means` over the
+    processes before it calls [`Aggregation.aggregate`]. An algorithm that needs another mean creates it in
+    [`Aggregation.accumulator`] and adds to it in [`Aggregation.accumulate`].
 
     Args:
-        algorithm ([`Aggregation`]): The algorithm that accumulates.
-        state (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
-        extra (`Mapping[str, torch.Tensor]`): The same for an update's `extra`.
+        algorithm ([`Aggregation`]): The algorithm that adds the updates.
+        state (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
+        extra (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of `extra` of an update.
 
     Attributes:
-        means (`dict[str, WeightedMean]`): The means by name. `"state"` is the mean of the updates' states, `"extra"`
-            the uniform mean of their `extra`.
+        means (`dict[str, WeightedMean]`): The means, by name. `"state"` is the weighted mean of the states of the
+            updates, `"extra"` the uniform mean of their `extra`.
+        first_client (`str`, *optional*): Id of the client whose update was added first.
 
     Example:
 
@@ -347,12 +369,12 @@ class Accumulator:
 
     @property
     def mean(self) -> WeightedMean:
-        """The mean of the updates' states."""
+        """Weighted mean of the states of the updates."""
         return self.means["state"]
 
     @property
     def extra(self) -> WeightedMean:
-        """The uniform mean of the updates' `extra`."""
+        """Uniform mean of `extra` of the updates."""
         return self.means["extra"]
 
     @property
@@ -361,7 +383,7 @@ class Accumulator:
         return self.mean.num_updates
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one client's update."""
+        """Add the update of one client."""
         if self.first_client is None:
             self.first_client = update.client_id
         self._algorithm.accumulate(self, update)

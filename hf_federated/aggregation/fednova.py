@@ -1,8 +1,4 @@
-"""FedNova: averaging of normalized updates, for clients that take different numbers of local steps.
-
-[Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization](https://arxiv.org/abs/2007.07481)
-(Wang et al., NeurIPS 2020). The server step uses `τ_eff = Σ_i p_i ‖a_i‖₁`, as in the paper's experiments.
-"""
+"""FedNova: mean of normalized updates, for clients that take different numbers of local steps."""
 
 from __future__ import annotations
 
@@ -23,36 +19,40 @@ NORMALIZER = "normalizer"
 
 class FedNova(Aggregation):
     """
-    Averages changes per unit of local progress: `x ← x + τ_eff Σ_i p_i Δ_i / τ_i`, with `τ_eff = Σ_i p_i τ_i`.
+    [Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+    Optimization](https://arxiv.org/abs/2007.07481) (Wang et al., NeurIPS 2020).
 
-    `Δ_i` is the change of client `i`. Its normalizer `τ_i` is the distance that local training covers under a constant
-    unit gradient. For SGD with a constant learning rate `η`, the normalizer is `η` times the number of local steps.
-    With momentum, a proximal term or a learning-rate schedule, the client computes the normalizer step by step; it
-    equals the paper's `η ‖a_i‖₁`.
+    The server averages the parameter changes per unit of local progress:
+    `x ← x + τ_eff Σ_i p_i Δ_i / τ_i`, with `τ_eff = Σ_i p_i τ_i` as in the experiments of the paper.
+
+    `Δ_i` is the parameter change of client `i`. The normalizer `τ_i` is the distance that local training covers
+    under a constant unit gradient. For SGD with a constant learning rate `η`, the normalizer is `η` times the number
+    of local steps. With momentum, a proximal term or a learning-rate schedule, the client computes the normalizer step
+    by step. It equals `η ‖a_i‖₁` in the paper.
 
     | paper | here |
     |---|---|
-    | `p_i` | share of the weights that `weighting` gives |
+    | `p_i` | weight of the client from `weighting`, as a share of the sum of the weights |
     | `‖a_i‖₁` | normalizer, in units of the learning rate |
     | `ρ` | `momentum` of the client optimizer (`optim_args="momentum=0.9"`) |
     | `μ` | `proximal_weight` |
 
     Args:
         proximal_weight (`float`, *optional*, defaults to `0.0`):
-            Weight `μ` of the proximal term `(μ/2) ‖w − w_t‖²` in the clients' loss.
+            Weight `μ` of the proximal term `(μ/2) ‖w − w_t‖²` in the loss of the clients.
         weighting (`str`, *optional*, defaults to `"examples"`):
-            `"examples"`, `"tokens"` or `"uniform"`.
+            Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
 
     Raises:
-        ValueError: If `proximal_weight` is negative.
+        ValueError: If `proximal_weight` is negative or `weighting` is unknown.
 
     Requirements:
-        Clients train with SGD (`optim="sgd"`), with or without momentum, and start each round with a fresh optimizer
-        if there is momentum. Every engine is supported.
+        Clients train with SGD (`optim="sgd"`), with or without momentum. With momentum, clients start each round with
+        a fresh optimizer (`client_optimizer_state="reset"`). Every engine is supported.
 
     Relations:
-        - [`FedAvg`] is the same up to rounding if all clients take the same number of local steps.
-        - [`FedProx`] adds the proximal term and averages the changes as they are.
+        - [`FedAvg`] gives the same result up to rounding if all clients take the same number of local steps.
+        - [`FedProx`] adds the same proximal term and averages the changes without normalization.
 
     Example:
 
@@ -79,11 +79,11 @@ class FedNova(Aggregation):
 
     def check_setup(self, args: Any, config: Any) -> None:
         if args.optim != "sgd":
-            raise ValueError(f"optim={args.optim.value!r} has no normalizer in FedNova: set optim='sgd'.")
+            raise ValueError(f"FedNova cannot compute a normalizer for optim={args.optim.value!r}. Set optim='sgd'.")
         if config.client_optimizer_state == "carry" and "momentum" in (args.optim_args or ""):
             raise ValueError(
-                "FedNova with momentum needs a fresh client optimizer in each round: set "
-                "client_optimizer_state='reset'."
+                "FedNova with momentum needs a fresh client optimizer in each round, but "
+                "client_optimizer_state='carry'. Set it to 'reset'."
             )
 
     # Server side
@@ -128,7 +128,7 @@ class FedNova(Aggregation):
 
 
 class NormalizerHook(ProximalHook):
-    """Adds the proximal gradient and computes the normalizer of this local training."""
+    """Add the proximal gradient and compute the normalizer of this local training."""
 
     def __init__(self, proximal_weight: float, anchor: State) -> None:
         super().__init__(proximal_weight, anchor)
@@ -143,12 +143,12 @@ class NormalizerHook(ProximalHook):
         rate, momentum = param_groups[0]["lr"], param_groups[0].get("momentum")
         if momentum is None or any((group["lr"], group["momentum"]) != (rate, momentum) for group in param_groups):
             raise ValueError(
-                "FedNova needs SGD with one learning rate and one momentum for all parameters: set optim='sgd' and "
-                "leave `create_optimizer` as it is."
+                "FedNova needs SGD with one learning rate and one momentum for all parameters. Set optim='sgd' and do "
+                "not override `create_optimizer`."
             )
         if any(group["nesterov"] or group["dampening"] for group in param_groups):
-            raise ValueError("FedNova does not support Nesterov momentum and dampening: leave both out of optim_args.")
-        # Plain SGD on a unit gradient; the proximal term pulls back in proportion to the distance covered.
+            raise ValueError("FedNova does not support Nesterov momentum or dampening. Remove both from optim_args.")
+        # Plain SGD on a unit gradient. The proximal term subtracts `μ` times the distance covered.
         gradient = 1.0 - self._weight * self._normalizer
         self._momentum_buffer = momentum * self._momentum_buffer + gradient
         self._normalizer += rate * self._momentum_buffer

@@ -1,7 +1,6 @@
-"""FedOpt: a server optimizer over the clients' mean change.
+"""FedOpt: an optimizer on the server, applied to the mean change of the clients.
 
-Reddi et al., Adaptive Federated Optimization (ICLR 2021), algorithms 1 and 2; FedNLP (Lin et al., Findings of NAACL
-2022) builds all its methods on it. The optimizers come from `torch.optim`; only Yogi, which it lacks, is here.
+The optimizers come from `torch.optim`. This module adds Yogi, which `torch.optim` does not have.
 """
 
 from __future__ import annotations
@@ -18,15 +17,17 @@ from .base import Accumulator, Aggregation
 
 class Yogi(Optimizer):
     """
-    Yogi, as Reddi et al. (2021, algorithm 2) use it on a server, without bias correction:
+    Yogi without bias correction, as the server optimizer of Reddi et al. (2021, algorithm 2).
+
+    The update is
 
     `m ← β1 m + (1 − β1) g`, `v ← v − (1 − β2) g² sign(v − g²)`, `x ← x − lr · m / (√v + τ)`.
 
     Args:
-        params (`Iterable`): Parameters or groups of them.
+        params (`Iterable`): Parameters, or parameter groups.
         lr (`float`): Learning rate.
         betas (`tuple[float, float]`): `β1` and `β2`.
-        eps (`float`): The paper's `τ`; `v` starts at `τ²`.
+        eps (`float`): `τ` in the paper. The initial value of `v` is `τ²`.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -34,7 +35,7 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
-        """Move every parameter along its gradient; `closure` is not called."""
+        """Update every parameter from its gradient. `closure` is not called."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -50,7 +51,7 @@ class Yogi(Optimizer):
 
 
 SERVER_OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "yogi", "adagrad")
-# Those of `transformers.SchedulerType` that need neither further arguments nor a metric.
+# Values of `transformers.SchedulerType` that need neither further arguments nor a metric.
 SERVER_LR_SCHEDULERS = (
     "linear",
     "cosine",
@@ -64,47 +65,56 @@ SERVER_LR_SCHEDULERS = (
 
 class FedOpt(Aggregation):
     """
-    The server takes one optimizer step on the pseudo-gradient `g = x_t − Σ_i w_i x_i / Σ_i w_i`.
+    [Adaptive Federated Optimization](https://arxiv.org/abs/2003.00295) (Reddi et al., ICLR 2021), algorithms 1 and 2.
+    All methods of FedNLP (Lin et al., Findings of NAACL 2022) build on FedOpt.
+
+    In each round, the server takes one optimizer step on the pseudo-gradient `g = x_t − Σ_i w_i x_i / Σ_i w_i`.
 
     | paper | here |
     |---|---|
     | SERVEROPT | `server_optimizer` |
     | CLIENTOPT, `η_l` | `optim` and `learning_rate` of `TrainingArguments` |
     | `η` | `server_lr` |
-    | `β1`, `β2` | `server_betas`; of `"momentum"` and `"nesterov"` `server_momentum` |
+    | `β1`, `β2` | `server_betas`; for `"momentum"` and `"nesterov"`, `server_momentum` |
     | `τ` | `server_eps` |
 
-    The parameters that the optimizer moves are a float32 (or wider) copy of the global state, so that small server
-    steps are not lost in half precision. Integer tensors are copied from the first update.
+    The optimizer updates a copy of the global state in float32 or wider, so that small server steps are not lost in
+    half precision. Integer tensors are copied from the first update.
 
     Args:
         server_optimizer (`str`, *optional*, defaults to `"momentum"`):
             `"sgd"`, `"momentum"`, `"nesterov"`, `"adam"` (FedAdam), `"adamw"`, `"yogi"` (FedYogi) or `"adagrad"`
-            (FedAdagrad). All but Yogi are torch's: its Adam corrects the moments' bias, the paper's does not.
+            (FedAdagrad). All optimizers except Yogi come from torch. Adam in torch corrects the bias of the moments,
+            Adam in the paper does not.
         server_lr (`float`, *optional*, defaults to `1.0`):
-            Learning rate of the server.
+            Learning rate of the server optimizer.
         server_momentum (`float`, *optional*, defaults to `0.9`):
-            For `"momentum"` and `"nesterov"`.
+            Momentum, for `"momentum"` and `"nesterov"`.
         server_betas (`tuple[float, float]`, *optional*, defaults to `(0.9, 0.99)`):
-            For `"adam"`, `"adamw"` and `"yogi"`.
+            Decay rates of the moments, for `"adam"`, `"adamw"` and `"yogi"`.
         server_eps (`float`, *optional*, defaults to `1e-3`):
-            The adaptivity `τ`.
+            Adaptivity `τ`.
         server_weight_decay (`float`, *optional*, defaults to `0.0`):
-            For all but `"yogi"`.
+            Weight decay, for all optimizers except `"yogi"`.
         server_lr_scheduler (`str`, *optional*, defaults to `"constant"`):
-            A `transformers.SchedulerType` over the rounds that needs no further arguments: `"linear"`, `"cosine"`,
-            `"cosine_with_restarts"`, `"polynomial"`, `"constant"`, `"constant_with_warmup"` or `"inverse_sqrt"`.
+            Learning-rate schedule over the rounds, a `transformers.SchedulerType` without further arguments:
+            `"linear"`, `"cosine"`, `"cosine_with_restarts"`, `"polynomial"`, `"constant"`, `"constant_with_warmup"` or
+            `"inverse_sqrt"`.
         server_warmup_rounds (`int`, *optional*, defaults to `0`):
-            Rounds of linear warm-up; needs a scheduler that warms up.
+            Number of warm-up rounds. Needs a scheduler with warm-up.
         weighting (`str`, *optional*, defaults to `"examples"`):
-            `"examples"`, `"tokens"` or `"uniform"`.
+            Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
 
     Raises:
-        ValueError: If the optimizer or the scheduler is unknown or a rate is out of range.
+        ValueError: If the optimizer, the scheduler or `weighting` is unknown, if a rate is out of range, or if the
+            optimizer or the scheduler does not support an argument.
+
+    Requirements:
+        None.
 
     Relations:
-        - `server_optimizer="sgd"` with `server_lr=1.0` is [`FedAvg`] up to rounding.
-        - [`FedOpt.diloco`] is DiLoCo's server.
+        - [`FedAvg`] takes the same step up to rounding as `server_optimizer="sgd"` with `server_lr=1.0`.
+        - [`FedOpt.diloco`] builds the server of DiLoCo.
 
     Example:
 
@@ -137,16 +147,21 @@ class FedOpt(Aggregation):
         if server_lr <= 0:
             raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
         if not 0 <= server_momentum < 1:
-            raise ValueError(f"`server_momentum` is {server_momentum}; it lies in [0, 1).")
+            raise ValueError(f"`server_momentum` is {server_momentum}; it must be in [0, 1).")
         if server_optimizer == "nesterov" and server_momentum == 0:
-            raise ValueError("`server_momentum` is 0, and 'nesterov' needs some; use 'sgd'.")
+            raise ValueError("`server_momentum` is 0, but 'nesterov' needs momentum. Set server_optimizer='sgd'.")
         if server_lr_scheduler not in SERVER_LR_SCHEDULERS:
             allowed = ", ".join(map(repr, SERVER_LR_SCHEDULERS))
             raise ValueError(f"`server_lr_scheduler` is {server_lr_scheduler!r}; allowed are {allowed}.")
         if server_optimizer == "yogi" and server_weight_decay:
-            raise ValueError("`server_weight_decay` has no meaning for 'yogi'; use 'adamw'.")
+            raise ValueError(
+                "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw' for weight decay."
+            )
         if server_warmup_rounds and server_lr_scheduler == "constant":
-            raise ValueError("`server_warmup_rounds` needs a scheduler that warms up, such as 'constant_with_warmup'.")
+            raise ValueError(
+                "`server_warmup_rounds` has no effect with server_lr_scheduler='constant'. Set a scheduler with "
+                "warm-up, such as 'constant_with_warmup'."
+            )
         self.server_optimizer = server_optimizer
         self.server_lr = server_lr
         self.server_momentum = server_momentum
@@ -164,9 +179,19 @@ class FedOpt(Aggregation):
     @classmethod
     def diloco(cls, server_lr: float = 0.7, server_momentum: float = 0.9, weighting: str = "uniform") -> FedOpt:
         """
-        The server of DiLoCo (Douillard et al., 2023, section 2): Nesterov momentum 0.9 and learning rate 0.7 over
-        clients that train hundreds of local steps with AdamW (the default of `TrainingArguments`) and, in the
-        configuration, `client_optimizer_state="carry"`.
+        Build the server of DiLoCo (Douillard et al., 2023, section 2).
+
+        DiLoCo uses Nesterov momentum 0.9 and learning rate 0.7 on the server. Its clients train hundreds of local
+        steps with AdamW, the default optimizer of `TrainingArguments`. Set `client_optimizer_state="carry"` in
+        [`FederatedConfig`].
+
+        Args:
+            server_lr (`float`, *optional*, defaults to `0.7`): Learning rate of the server optimizer.
+            server_momentum (`float`, *optional*, defaults to `0.9`): Nesterov momentum.
+            weighting (`str`, *optional*, defaults to `"uniform"`): Weight of an update, as in [`Aggregation`].
+
+        Returns:
+            [`FedOpt`]: The algorithm.
         """
         return cls("nesterov", server_lr=server_lr, server_momentum=server_momentum, weighting=weighting)
 
@@ -211,7 +236,7 @@ class FedOpt(Aggregation):
                 self._restore(self._optimizer, self._saved)
         mean = accumulator.mean
         for name, parameter in self._parameters.items():
-            # Whoever changed the global state between rounds (a distillation, say) wins over the wide copy.
+            # A change of the global state between rounds, such as a distillation, overrides the wide copy.
             if not torch.equal(parameter.to(state[name].dtype), state[name]):
                 parameter.copy_(state[name])
             parameter.grad = state[name].to(parameter.dtype) - mean.mean_of(name, wide=True).to(parameter.dtype)
@@ -233,7 +258,7 @@ class FedOpt(Aggregation):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Taken up by the next aggregate, which knows the device that the global state is on.
+        # The next call of `aggregate` restores the state, because it knows the device of the global state.
         self._parameters, self._optimizer, self._scheduler = {}, None, None
         self._saved = state
 

@@ -1,8 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the global model.
-
-Li et al., Federated Optimization in Heterogeneous Networks (MLSys 2020), equation 2. The paper's tolerance for partial
-work (`γ`-inexactness) is what `local_epochs` and `min_clients` allow anyway; there is nothing to set here.
-"""
+"""FedProx: FedAvg with a proximal term that keeps clients near the global model."""
 
 from __future__ import annotations
 
@@ -18,24 +14,35 @@ from .base import Aggregation, LocalHook, State
 
 class FedProx(Aggregation):
     """
-    Each client minimises `F_i(w) + (μ/2) ‖w − w_t‖²`, where `w_t` is the global state it received.
+    [Federated Optimization in Heterogeneous Networks](https://arxiv.org/abs/1812.06127) (Li et al., MLSys 2020),
+    equation 2.
 
-    The term enters as its gradient `μ (w − w_t)`, once per optimizer step and before clipping, so it works with any
-    client optimizer and any `compute_loss`; the logged loss is the client's own, without the term.
+    Each client minimizes `F_i(w) + (μ/2) ‖w − w_t‖²`, where `w_t` is the global state that the client received.
+
+    The hook adds the gradient of the term, `μ (w − w_t)`, once per optimizer step and before gradient clipping. It
+    works with any `compute_loss`. The logged loss is the loss of the client without the term. The partial work of the
+    paper (`γ`-inexactness) has no argument here: `local_epochs` and `min_clients` of [`FederatedConfig`] allow it.
 
     | paper | here |
     |---|---|
     | `μ` | `proximal_weight` |
-    | `K`, devices a round | `clients_per_round` of [`FederatedConfig`] |
+    | `K`, devices per round | `clients_per_round` of [`FederatedConfig`] |
 
     Args:
         proximal_weight (`float`, *optional*, defaults to `0.01`):
-            `μ`, not negative. With 0 it is [`FedAvg`] bit for bit.
+            Weight `μ` of the proximal term, at least 0.
         weighting (`str`, *optional*, defaults to `"examples"`):
-            `"examples"`, `"tokens"` or `"uniform"`.
+            Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
 
     Raises:
-        ValueError: If `proximal_weight` is negative.
+        ValueError: If `proximal_weight` is negative or `weighting` is unknown.
+
+    Requirements:
+        The client optimizer keeps the gradients until its step. LOMO and AdaLomo do not.
+
+    Relations:
+        - [`FedAvg`] is identical bit for bit to `proximal_weight=0`.
+        - [`FedNova`] supports the same proximal term.
 
     Example:
 
@@ -53,9 +60,7 @@ class FedProx(Aggregation):
     def __init__(self, proximal_weight: float = 0.01, weighting: str = "examples") -> None:
         super().__init__(weighting)
         if proximal_weight < 0:
-            raise ValueError(
-                f"`proximal_weight` is {proximal_weight}; the proximal term needs a weight of at least 0."
-            )
+            raise ValueError(f"`proximal_weight` is {proximal_weight}; it must be at least 0.")
         self.proximal_weight = proximal_weight
 
     def fit_settings(self) -> dict[str, Any]:
@@ -67,7 +72,7 @@ class FedProx(Aggregation):
 
 
 class ProximalHook(LocalHook):
-    """Adds `μ (w − w_t)` to the gradients."""
+    """Add `μ (w − w_t)` to the gradients."""
 
     def __init__(self, weight: float, anchor: State) -> None:
         self._weight = weight

@@ -1,5 +1,4 @@
-"""LocalOnly: nobody sends parameters. What is left of a federation without communication, and the base of those in
-which only predictions travel."""
+"""LocalOnly: clients train separately and send no parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +10,17 @@ from .base import Accumulator, Aggregation
 
 class LocalOnly(Aggregation):
     """
-    Every client trains a model of its own from round to round, and the server's model stays as it is.
+    Local training without exchange of parameters, the baseline of a federation.
 
-    It is the baseline that a federation has to beat: with `evaluate_clients=True` each client's own model is evaluated
-    on its own rows. Methods that exchange predictions (`distillation` of [`FederatedConfig`]) put it in the place of
-    an average.
+    Every client keeps its model and trains it from round to round. The model of the server does not change. With
+    `evaluate_clients=True`, the model of each client is evaluated on the evaluation data of the client. Methods that
+    exchange predictions (`distillation` of [`FederatedConfig`]) use this class as their aggregation.
+
+    Requirements:
+        No postprocessors, because clients send no parameters.
+
+    Relations:
+        - [`FedAvg`] averages the parameters of the clients.
 
     Example:
 

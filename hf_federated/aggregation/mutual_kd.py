@@ -1,11 +1,4 @@
-"""MutualKD: each client trains a private large model and a shared small one, which teach each other.
-
-Wu et al., Communication-Efficient Federated Learning via Knowledge Distillation (Nature Communications 13, 2022).
-Their name for it, FedKD, is also that of [`FedKD`] by Gong et al.
-
-The paper compresses what goes down as well; here the small model goes down whole, so that a client that was not asked
-for some rounds has it too.
-"""
+"""MutualKD: each client trains a private large model and a shared small model, which teach each other."""
 
 from __future__ import annotations
 
@@ -30,17 +23,16 @@ from ..utils.weighted_mean import State
 from .base import Accumulator, Aggregation, LocalHook
 
 
-# The label of a position that no loss counts.
+# Label of a position that the losses ignore.
 IGNORED = -100
 
 
 class LowRankUpdates(Postprocessor):
     """
-    What a client changed travels as singular vectors: `Δ_i ≈ U diag(s) V`, of each matrix with the smallest rank that
-    keeps the energy asked for.
+    Send the parameter changes of a client as low-rank factors: `Δ_i ≈ U diag(s) V`.
 
-    The energy is in the settings of the message that the client answers, under `low_rank_energy`. [`MutualKD`]
-    installs it.
+    Each matrix gets the smallest rank that keeps the requested share of its energy, the sum of its squared singular
+    values. The share is `low_rank_energy` in the settings of the `Fit` message. [`MutualKD`] adds this postprocessor.
 
     Example:
 
@@ -77,40 +69,62 @@ class LowRankUpdates(Postprocessor):
 
 class MutualKD(Aggregation):
     """
-    The federated trainer's model is the small one, the mentee, which is averaged. Each client also has a private one,
-    the mentor, from `clients` or `client_model_init`, which never travels. In a local step both learn the labels and
-    each other, `L_s` and `L_t` being their losses on the labels:
+    [Communication-efficient federated learning via knowledge distillation](https://arxiv.org/abs/2108.13323) (Wu et
+    al., Nature Communications 13, 2022).
+
+    Each client trains two models that teach each other. The mentee is the small model of the federated trainer. The
+    server averages the mentees of the clients. The mentor is a private model of the client, from `clients` or
+    `client_model_init`. It is never sent. A local step minimizes
 
     `L = L_s + L_t + (KL(t ‖ s) + KL(s ‖ t) + Σ_l [MSE(W h_s^l, h_t^l) + MSE(a_s^l, a_t^l)]) / (L_s + L_t)`
 
-    where a KL's first argument and the divisor have no gradient: the less sure both are, the less they teach. Layer
-    `l` of the mentee stands beside that of the mentor at the same depth; `W`, which is private too, is there where
-    hidden sizes differ, and the attention maps `a`, which the paper matches too, are the means over heads where their
-    numbers differ. Where a model predicts at every position, the KLs are means over those with a label (not −100), and
-    the MSEs are means over positions, and pairs of them, that `attention_mask` does not hide: padding teaches nothing.
-    Matrices of an update travel as singular vectors ([`LowRankUpdates`]).
+    The first argument of each KL divergence and the divisor have no gradient. Because of the divisor, the models
+    teach each other less while their losses are high.
 
-    Both read the same tokens, so mentors need the mentee's tokenizer. The mentor keeps its optimizer from round to
-    round, at the constant learning rate of its training arguments.
+    | symbol | meaning |
+    |---|---|
+    | `s`, `t` | predictions of the mentee and of the mentor |
+    | `L_s`, `L_t` | losses of the mentee and of the mentor on the labels |
+    | `h_s^l`, `h_t^l` | hidden states of mentee layer `l`, and of the mentor layer at the same relative depth |
+    | `a_s^l`, `a_t^l` | attention maps of these layers; means over the heads if the numbers of heads differ |
+    | `W` | private projection, used only if the hidden sizes differ |
+
+    For a model that predicts at every position, the KL divergences are means over the positions with a label other
+    than -100. The MSE terms are means over the positions, or pairs of positions, that `attention_mask` keeps, so
+    padding has no influence.
+
+    The server sends the whole mentee, whereas the paper also compresses this direction. A client that was not sampled
+    for some rounds then still receives the current mentee. The matrices of an update are sent as low-rank factors
+    ([`LowRankUpdates`]). The mentor keeps its optimizer between rounds and trains with the constant learning rate of
+    its training arguments.
 
     Args:
         weighting (`str`, *optional*, defaults to `"examples"`):
-            As in [`Aggregation`].
+            Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
         energy_start (`float`, *optional*, defaults to `0.95`):
-            Share of a matrix's squared singular values that travels at the beginning of the run.
+            Share of the squared singular values of a matrix that an update keeps at the beginning of the run.
         energy_end (`float`, *optional*, defaults to `0.98`):
-            And at its end; between them it grows evenly.
+            Share that an update keeps in the last round. The share grows linearly over the rounds.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Of both KL divergences.
+            Temperature of both KL divergences.
         match_hidden (`bool`, *optional*, defaults to `True`):
-            Whether hidden states are matched.
+            Whether the loss includes the MSE of the hidden states.
         match_attention (`bool`, *optional*, defaults to `False`):
-            Whether attention maps are matched, as in the paper. Fused attention returns none: both models have to be
-            loaded with `attn_implementation="eager"`.
+            Whether the loss includes the MSE of the attention maps, as in the paper.
 
     Raises:
-        ValueError: If an energy or the temperature is out of range; in a client's training, if attention is to be
-            matched and a model does not return it.
+        ValueError: If an energy or the temperature is out of range or `weighting` is unknown. In local training, if
+            `match_attention=True` and a model does not return attention maps.
+
+    Requirements:
+        Mentors use the tokenizer of the mentee, because both models receive the same tokens. The client optimizer
+        keeps the gradients until its step; LOMO and AdaLomo do not. A launch of several processes needs
+        `parallelism="clients"`. `match_attention=True` needs both models loaded with `attn_implementation="eager"`,
+        because fused attention returns no attention maps.
+
+    Relations:
+        - [`FedAvg`] averages the mentees without mentors.
+        - [`FedKD`] is another method (Gong et al.). The paper of this class uses the same name, FedKD.
 
     Example:
 
@@ -180,15 +194,15 @@ class MutualKD(Aggregation):
 
 class Mentor(LocalHook):
     """
-    The client side of [`MutualKD`]: the private model, its optimizer, and the loss of both.
+    Client side of [`MutualKD`]: the private model, its optimizer, and the loss of both models.
 
     Args:
-        temperature (`float`): Of both KL divergences.
-        match_hidden (`bool`): Whether hidden states are matched.
-        match_attention (`bool`): Whether attention maps are.
-        seed (`int`): Of what is drawn: the projection, the mentor's dropout.
-        client_id (`str`): Whose mentor it is.
-        kept (`dict`, *optional*): What this client kept: the mentor, the projection, the optimizer.
+        temperature (`float`): Temperature of both KL divergences.
+        match_hidden (`bool`): Whether the loss includes the MSE of the hidden states.
+        match_attention (`bool`): Whether the loss includes the MSE of the attention maps.
+        seed (`int`): Seed of the initial projection.
+        client_id (`str`): Id of the client.
+        kept (`dict`, *optional*): State that the client kept: the mentor, the projection and the optimizer.
     """
 
     changes_loss: ClassVar[bool] = True
@@ -212,23 +226,24 @@ class Mentor(LocalHook):
 
     def start(self, trainer: Any, exchange: Any, model: Any) -> None:
         """
-        Take the client's private model.
+        Prepare the private model of the client, and restore the state that the client kept.
 
         Args:
-            trainer (`transformers.Trainer`): Around the mentor as it is before the first round.
-            exchange ([`Exchange`]): Of the mentor.
-            model (`PreTrainedModel`): The shared one, the mentee.
+            trainer (`transformers.Trainer`): Trainer of the mentor. The mentor is in its state before the first round.
+            exchange ([`Exchange`]): Reads and writes the parameters of the mentor.
+            model (`PreTrainedModel`): The mentee, which is the shared model.
 
         Raises:
-            ModelMismatchError: If what the client kept is not of this mentor.
+            ModelMismatchError: If the kept state does not match the mentor.
+            ValueError: If attention maps are matched and a model does not return them.
         """
         self._trainer, self._exchange = copy.copy(trainer), exchange
         self._trainer.optimizer = None
         self._mentor = trainer.model
         self._predicts_next = predicts_next_token(self._mentor)
         if self._match_attention:
-            for what, own in (("shared model", model), ("private model", self._mentor)):
-                check_returns_attention(own, what)
+            for description, matched in (("shared model", model), ("private model", self._mentor)):
+                check_returns_attention(matched, description)
         if self._match_hidden:
             small, large = model.config.hidden_size, self._mentor.config.hidden_size
             if small != large:
@@ -245,40 +260,43 @@ class Mentor(LocalHook):
         self._mentor.train()
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {"output_hidden_states": self._match_hidden, "output_attentions": self._match_attention}
-        return {**inputs, **{name: True for name, is_asked in asked.items() if is_asked}}
+        requested = {"output_hidden_states": self._match_hidden, "output_attentions": self._match_attention}
+        return {**inputs, **{name: True for name, is_requested in requested.items() if is_requested}}
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         with self._trainer.compute_loss_context_manager():
-            theirs = self._mentor(**inputs)
-        learnt = learnt_positions(outputs["logits"], inputs.get("labels"), self._predicts_next)
-        small, large = outputs["logits"][learnt].float(), theirs.logits[learnt].float()
-        taught = kl_divergence(small, large.detach(), self._temperature)
-        taught = taught + kl_divergence(large, small.detach(), self._temperature)
+            mentor_outputs = self._mentor(**inputs)
+        labelled = labelled_positions(outputs["logits"], inputs.get("labels"), self._predicts_next)
+        small, large = outputs["logits"][labelled].float(), mentor_outputs.logits[labelled].float()
+        distillation_loss = kl_divergence(small, large.detach(), self._temperature)
+        distillation_loss = distillation_loss + kl_divergence(large, small.detach(), self._temperature)
         mask = inputs.get("attention_mask")
         if self._match_hidden:
-            taught = taught + self._hidden_loss(outputs["hidden_states"], theirs.hidden_states, mask)
+            hidden_loss = self._hidden_loss(outputs["hidden_states"], mentor_outputs.hidden_states, mask)
+            distillation_loss = distillation_loss + hidden_loss
         if self._match_attention:
-            taught = taught + attention_loss(outputs["attentions"], theirs.attentions, mask)
-        return loss + theirs.loss + taught / (loss + theirs.loss).detach()
+            distillation_loss = distillation_loss + attention_loss(
+                outputs["attentions"], mentor_outputs.attentions, mask
+            )
+        return loss + mentor_outputs.loss + distillation_loss / (loss + mentor_outputs.loss).detach()
 
     def _hidden_loss(
         self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Of every layer of the mentee and of the embeddings, which come first."""
+        """Return the sum of the MSE of the hidden states over the embeddings and all layers of the mentee."""
         losses = []
-        shown = shown_positions(mask, small[0].shape[:2], small[0].device)
+        unpadded = unpadded_positions(mask, small[0].shape[:2], small[0].device)
         for layer, hidden in enumerate(small):
             depth = round(layer * (len(large) - 1) / (len(small) - 1))
             projected = hidden if self._projection is None else self._projection(hidden.float())
-            losses.append(F.mse_loss(projected[shown].float(), large[depth][shown].float()))
+            losses.append(F.mse_loss(projected[unpadded].float(), large[depth][unpadded].float()))
         return torch.stack(losses).sum()
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         optimizer, args = self._trainer.optimizer, self._trainer.args
         if args.max_grad_norm:
             nn.utils.clip_grad_norm_(
-                [item for group in optimizer.param_groups for item in group["params"]], args.max_grad_norm
+                [parameter for group in optimizer.param_groups for parameter in group["params"]], args.max_grad_norm
             )
         optimizer.step()
         optimizer.zero_grad()
@@ -292,56 +310,67 @@ class Mentor(LocalHook):
         return {}, kept
 
 
-def check_returns_attention(model: Any, what: str) -> None:
+def check_returns_attention(model: Any, description: str) -> None:
     """
+    Check that a model returns attention maps.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        description (`str`): Text for the model in the error message.
+
     Raises:
-        ValueError: If a model's attention is fused, so that it returns no maps.
+        ValueError: If the model uses fused attention, which returns no attention maps.
     """
     found = getattr(model.config, "_attn_implementation", None)
     if found != "eager":
         raise ValueError(
-            f"MutualKD matches attention, which the {what} does not return with attn_implementation={found!r}: load it"
-            " with 'eager', or leave match_attention out."
+            f"match_attention=True, but the {description} does not return attention maps with "
+            f"attn_implementation={found!r}. Load it with attn_implementation='eager', or set match_attention=False."
         )
 
 
 def predicts_next_token(model: Any) -> bool:
-    """Whether a model's prediction at a position is of the token behind it, so that its loss shifts the labels."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    return type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    """Return whether a model predicts the next token at each position, so that its loss shifts the labels."""
+    base_model = model.get_base_model() if isinstance(model, PeftModel) else model
+    return type(base_model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def learnt_positions(logits: torch.Tensor, labels: torch.Tensor | None, predicts_next: bool) -> torch.Tensor:
+def labelled_positions(logits: torch.Tensor, labels: torch.Tensor | None, predicts_next: bool) -> torch.Tensor:
     """
-    Which predictions the labels are about: of a model that predicts at every position, those whose label is not −100.
+    Return a mask of the predictions that have a label.
+
+    For a model that predicts at every position, these are the predictions whose label is not -100. For other models
+    all predictions have a label.
 
     Args:
-        logits (`torch.Tensor`): Of shape `(rows, classes)` or `(rows, positions, classes)`.
-        labels (`torch.Tensor`, *optional*): Of shape `(rows, positions)`. Labels of another shape leave nothing out.
-        predicts_next (`bool`): Whether the label of a prediction stands one position behind it.
+        logits (`torch.Tensor` of shape `(batch, num_classes)` or `(batch, sequence, num_classes)`): Predictions.
+        labels (`torch.Tensor` of shape `(batch, sequence)`, *optional*): Labels. With labels of another shape, the
+            mask is True everywhere.
+        predicts_next (`bool`): Whether the label of a prediction is at the next position.
 
     Returns:
-        `torch.Tensor`: Bool, of the logits' shape without the classes.
+        `torch.Tensor` of shape `(batch,)` or `(batch, sequence)`: Boolean mask.
     """
     if logits.ndim < 3 or labels is None or labels.shape != logits.shape[:-1]:
         return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     if predicts_next:
-        # No label is behind the last position; it goes with its own, so that all count in a row without padding.
+        # The last position has no next label. It uses its own label, so that sequences without padding count fully.
         labels = torch.cat([labels[:, 1:], labels[:, -1:]], dim=1)
     return labels != IGNORED
 
 
-def shown_positions(mask: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
+def unpadded_positions(mask: torch.Tensor | None, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """
-    Which positions are no padding.
+    Return a mask of the positions that are not padding.
 
     Args:
-        mask (`torch.Tensor`, *optional*): `attention_mask`. One that is not of this shape leaves nothing out.
-        shape (`torch.Size`): Rows and positions.
-        device (`torch.device`): Of the result.
+        mask (`torch.Tensor`, *optional*): `attention_mask`. With a mask of a shape other than `shape`, the result is
+            True everywhere.
+        shape (`torch.Size`): Batch size and sequence length.
+        device (`torch.device`): Device of the result if `mask` is not used.
 
     Returns:
-        `torch.Tensor`: Bool, of that shape.
+        `torch.Tensor` of shape `shape`: Boolean mask.
     """
     if mask is None or mask.shape != shape:
         return torch.ones(shape, dtype=torch.bool, device=device)
@@ -352,25 +381,31 @@ def attention_loss(
     small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    The summed MSE of attention maps, each layer's beside that at the same depth.
+    Return the sum of the MSE of the attention maps over all layers of the mentee.
+
+    Each layer is compared with the layer of the mentor at the same relative depth.
 
     Args:
-        small (`tuple[torch.Tensor, ...]`): The mentee's, of shape `(rows, heads, positions, positions)`.
-        large (`tuple[torch.Tensor, ...]`): The mentor's, of as many positions.
-        mask (`torch.Tensor`, *optional*): `attention_mask`, of shape `(rows, positions)`: the mean is over pairs of
-            positions that are no padding.
+        small (`tuple[torch.Tensor, ...]`): Attention maps of the mentee, one tensor of shape
+            `(batch, heads, sequence, sequence)` per layer.
+        large (`tuple[torch.Tensor, ...]`): Attention maps of the mentor, with the same sequence length.
+        mask (`torch.Tensor` of shape `(batch, sequence)`, *optional*): `attention_mask`. The means are over pairs of
+            positions that are not padding.
 
     Returns:
-        `torch.Tensor`: A scalar, float32.
+        `torch.Tensor`: Scalar, float32.
     """
     losses = []
-    rows, _, asking, asked = small[0].shape
-    of_both = [shown_positions(mask, torch.Size([rows, number]), small[0].device) for number in (asking, asked)]
-    pairs = (of_both[0][:, :, None] & of_both[1][:, None, :])[:, None]
-    for layer, own in enumerate(small):
-        theirs = large[round((layer + 1) * len(large) / len(small)) - 1]
-        if own.shape[1] != theirs.shape[1]:
-            own, theirs = own.mean(1, keepdim=True), theirs.mean(1, keepdim=True)
-        counted = pairs.expand_as(own)
-        losses.append(F.mse_loss(own[counted].float(), theirs[counted].float()))
+    batch_size, _, num_queries, num_keys = small[0].shape
+    queries, keys = (
+        unpadded_positions(mask, torch.Size([batch_size, number]), small[0].device)
+        for number in (num_queries, num_keys)
+    )
+    pairs = (queries[:, :, None] & keys[:, None, :])[:, None]
+    for layer, mentee_map in enumerate(small):
+        mentor_map = large[round((layer + 1) * len(large) / len(small)) - 1]
+        if mentee_map.shape[1] != mentor_map.shape[1]:
+            mentee_map, mentor_map = mentee_map.mean(1, keepdim=True), mentor_map.mean(1, keepdim=True)
+        counted = pairs.expand_as(mentee_map)
+        losses.append(F.mse_loss(mentee_map[counted].float(), mentor_map[counted].float()))
     return torch.stack(losses).sum()

@@ -1,7 +1,4 @@
-"""Scaffold: control variates against client drift.
-
-Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (ICML 2020), algorithm 1.
-"""
+"""Scaffold: control variates against client drift."""
 
 from __future__ import annotations
 
@@ -18,34 +15,47 @@ from .base import Accumulator, Aggregation, LocalHook
 
 class Scaffold(Aggregation):
     """
-    Clients train on `g − c_i + c`: their gradient, less what their own data usually adds, plus the federation's.
+    [SCAFFOLD: Stochastic Controlled Averaging for Federated Learning](https://arxiv.org/abs/1910.06378) (Karimireddy
+    et al., ICML 2020), algorithm 1.
 
-    The correction is added to the gradient, before clipping and before the client optimizer. A client's new control
-    variate is the mean of its own, uncorrected gradients over the round's steps. For plain SGD without clipping that
-    is the paper's option II, `c_i⁺ = c_i − c + (x − y_i) / (K η_l)`, exactly; unlike that formula it also holds for
-    momentum, adaptive optimizers and learning-rate schedules. The server then takes
+    Clients train with the corrected gradient `g − c_i + c`. `g` is the gradient of the client, `c_i` the control
+    variate of the client and `c` the control variate of the server.
+
+    The hook adds the correction `c − c_i` to the gradient, before gradient clipping and before the client optimizer.
+    The new control variate of a client is the mean of its uncorrected gradients over the local steps of the round. For
+    plain SGD without clipping, this mean equals option II of the paper, `c_i⁺ = c_i − c + (x − y_i) / (K η_l)`. Unlike
+    option II, the mean is also valid for momentum, adaptive optimizers and learning-rate schedules. The server then
+    computes
 
     `x ← x + η_g · mean(y_i − x)` and `c ← c + (|S| / N) · mean(c_i⁺ − c_i)`.
 
-    Every floating value exchanged has a control variate; those that do not train keep theirs at zero. Traffic is twice
-    that of [`FedAvg`], and each client keeps one float32 copy of its parameters in the client store.
+    Every exchanged floating tensor has a control variate. The control variate of a tensor that is not trained stays
+    zero. The traffic is twice the traffic of [`FedAvg`], and each client keeps one float32 copy of its parameters in
+    the client store.
 
     | paper | here |
     |---|---|
     | `η_g` | `server_lr` |
     | `η_l`, `K` | `TrainingArguments`, `local_steps` or `local_epochs` |
-    | `c`, `c_i` | kept by the server and by each client, zero at the start |
-    | `S`, `N` | the round's updates, all clients |
+    | `c`, `c_i` | state of the server and of each client, initially zero |
+    | `S`, `N` | updates of the round, all clients |
 
     Args:
         server_lr (`float`, *optional*, defaults to `1.0`):
-            Step towards the mean.
+            Step size `η_g` towards the mean, positive.
         weighting (`str`, *optional*, defaults to `"uniform"`):
-            Of the parameters, as in the paper; `"examples"` and `"tokens"` are possible. Control variates are always
-            averaged uniformly.
+            Weight of the parameters of an update: `"uniform"` as in the paper, `"examples"` or `"tokens"`. Control
+            variates are always averaged uniformly.
 
     Raises:
-        ValueError: If `server_lr` is not positive.
+        ValueError: If `server_lr` is not positive or `weighting` is unknown.
+        RuntimeError: In local training, if no optimizer step had a gradient.
+
+    Requirements:
+        The client optimizer keeps the gradients until its step. LOMO and AdaLomo do not.
+
+    Relations:
+        - [`FedAvg`] with `weighting="uniform"` gives the same first round, because all control variates are zero.
 
     Example:
 
@@ -83,7 +93,7 @@ class Scaffold(Aggregation):
                 for name, value in state.items()
                 if value.is_floating_point()
             }
-        # What a checkpoint held is on the CPU.
+        # Tensors restored from a checkpoint are on the CPU.
         self._control = {name: value.to(state[name].device) for name, value in self._control.items()}
         return dict(self._control)
 
@@ -118,7 +128,7 @@ class Scaffold(Aggregation):
 
 
 class ControlVariateHook(LocalHook):
-    """Adds `c − c_i` to the gradients and averages what they were before."""
+    """Add `c − c_i` to the gradients and average the uncorrected gradients."""
 
     def __init__(self, server_control: State, own_control: State | None) -> None:
         self._server = server_control
@@ -141,7 +151,8 @@ class ControlVariateHook(LocalHook):
     def finish(self) -> tuple[State, dict[str, Any] | None]:
         if self._num_steps == 0:
             raise RuntimeError(
-                "Scaffold saw no gradient in this local training, so it has no control variate to send."
+                "Scaffold received no gradient in this local training, so it cannot compute a control variate. Check "
+                "that the client trains at least one step."
             )
         own = {name: value / self._num_steps for name, value in self._sum.items()}
         return {name: value - self._own[name] for name, value in own.items()}, {"control": own}

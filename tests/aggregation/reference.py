@@ -1,4 +1,4 @@
-"""Local training written out without a Trainer, to compare with."""
+"""Reference implementation of local training without a Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def smooth_model() -> nn.Module:
-    """A tiny model in float64 without dropout, so that two ways to the same numbers agree to many digits."""
+    """A tiny model in float64 without dropout, so that two implementations agree to many digits."""
     return tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
 
 
@@ -24,8 +24,10 @@ def cross_entropy(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     return nn.functional.cross_entropy(model(input_ids=input_ids).logits, labels)
 
 
-def loss_over_accumulated_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
-    """`compute_loss_func`: the same mean over the rows of a step, however many batches they come in."""
+def loss_over_accumulated_examples(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor
+) -> torch.Tensor:
+    """`compute_loss_func`: the mean over the examples of a step, for any number of accumulated batches."""
     return nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
@@ -40,11 +42,11 @@ def train(
     max_grad_norm: float = 0.0,
 ) -> State:
     """
-    Full-batch steps from a state.
+    Train with full-batch steps from a state.
 
     Args:
-        objective: Added to the loss, once per parameter.
-        correction: Added to the gradients.
+        objective: Term that is added to the loss, once per parameter.
+        correction: Tensors that are added to the gradients, by parameter name.
     """
     model = smooth_model()
     model.load_state_dict(start, strict=False)

@@ -1,4 +1,4 @@
-"""FedAvg: `Σ n_i x_i / Σ n_i`, in the accumulator and through a whole federation."""
+"""FedAvg: `Σ n_i x_i / Σ n_i`, in the accumulator and in a federated run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def updates(num: int = 4, dtype: torch.dtype = torch.float64) -> list[ClientUpda
         ("uniform", lambda update: 1),
     ],
 )
-def test_it_is_the_mean_by_hand(weighting, weight_of):
+def test_aggregate_equals_the_weighted_mean(weighting, weight_of):
     algorithm = FedAvg(weighting)
     replies = updates()
     accumulator = algorithm.accumulator(replies[0].state)
@@ -51,14 +51,14 @@ def test_it_is_the_mean_by_hand(weighting, weight_of):
     assert result["count"].item() == 100 and result["count"].dtype == torch.int64
 
 
-def test_one_update_comes_out_bit_for_bit():
+def test_single_update_is_returned_bit_for_bit():
     (update,) = updates(1, torch.float32)
     accumulator = FedAvg().accumulator(update.state)
     accumulator.add(update)
     assert torch.equal(FedAvg().aggregate(accumulator, update.state)["w"], update.state["w"])
 
 
-def test_bfloat16_stays_bfloat16_and_is_rounded_once():
+def test_bfloat16_mean_is_rounded_once():
     replies = updates(dtype=torch.bfloat16)
     accumulator = FedAvg().accumulator(replies[0].state)
     for update in replies:
@@ -71,7 +71,7 @@ def test_bfloat16_stays_bfloat16_and_is_rounded_once():
 
 
 @pytest.mark.parametrize(("weighting", "field"), [("examples", "num_examples"), ("tokens", "num_tokens")])
-def test_an_update_without_weight_is_refused_by_name(weighting, field):
+def test_update_without_weight_is_rejected_with_the_client_id(weighting, field):
     update = ClientUpdate(
         0, "north", {"w": torch.ones(1)}, **{"num_examples": 1, "num_tokens": 1, field: 0}, num_steps=1
     )
@@ -79,32 +79,32 @@ def test_an_update_without_weight_is_refused_by_name(weighting, field):
         FedAvg(weighting).accumulator(update.state).add(update)
 
 
-def test_an_unknown_weighting_is_refused_with_the_known_ones():
+def test_unknown_weighting_raises_an_error_with_the_allowed_values():
     with pytest.raises(ValueError, match="`weighting` is 'steps'; allowed are 'examples', 'tokens', 'uniform'"):
         FedAvg("steps")
 
 
-def test_settings_and_repr_tell_what_is_not_default():
+def test_settings_and_repr_contain_only_non_default_values():
     assert repr(FedAvg()) == "FedAvg()"
     assert FedAvg("uniform").settings() == FedAvg("uniform").non_default_settings() == {"weighting": "uniform"}
 
 
-class Updates(FederatedCallback):
-    """Copies every update of the first round."""
+class UpdateRecorder(FederatedCallback):
+    """Record every update of the first round."""
 
     def __init__(self) -> None:
-        self.seen: list[ClientUpdate] = []
+        self.updates: list[ClientUpdate] = []
 
     def on_client_end(self, args, state, control, update, server=None, **kwargs):
         if server.round == 0:
-            self.seen.append(update)
+            self.updates.append(update)
 
 
 @pytest.mark.parametrize(
     ("weighting", "weights"), [("examples", [8, 4]), ("tokens", [8 * 6, 4 * 6]), ("uniform", [1, 1])]
 )
-def test_the_federations_model_is_the_mean_of_its_clients(tmp_path, weighting, weights):
-    recorder = Updates()
+def test_federated_model_is_the_mean_of_the_client_models(tmp_path, weighting, weights):
+    recorder = UpdateRecorder()
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path),
@@ -113,7 +113,7 @@ def test_the_federations_model_is_the_mean_of_its_clients(tmp_path, weighting, w
         federation=FederatedConfig(num_rounds=1, aggregation_kwargs={"weighting": weighting}),
     )
     trainer.train()
-    a, b = recorder.seen
+    a, b = recorder.updates
     model = trainer.model.state_dict()
     for name in a.state:
         mean = (weights[0] * a.state[name].double() + weights[1] * b.state[name].double()) / sum(weights)

@@ -1,4 +1,4 @@
-"""FedNova: changes averaged per unit of local progress."""
+"""FedNova: mean of the parameter changes per unit of local progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def aggregated(algorithm, normalizers) -> dict[str, torch.Tensor]:
     return algorithm.aggregate(accumulator, state)
 
 
-def test_the_aggregate_equals_the_formula_of_the_paper():
+def test_aggregate_equals_the_formula_of_the_paper():
     shares = np.array(EXAMPLES) / sum(EXAMPLES)
     effective_steps = sum(shares * NORMALIZERS)
     direction = sum(p * change / tau for p, change, tau in zip(shares, CHANGES, NORMALIZERS, strict=True))
@@ -64,12 +64,12 @@ def normalizer_after(rates, momentum: float = 0.0, proximal_weight: float = 0.0)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-def test_the_normalizer_of_plain_sgd_is_the_number_of_steps(num_steps):
+def test_normalizer_of_plain_sgd_is_proportional_to_the_number_of_steps(num_steps):
     assert normalizer_after([0.1] * num_steps) == pytest.approx(0.1 * num_steps, rel=1e-14)
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
-def test_the_normalizer_of_momentum_is_the_closed_form(momentum):
+def test_normalizer_with_momentum_equals_the_closed_form(momentum):
     # Section 4.2 of the paper: ‖a_i‖₁ = [τ − ρ (1 − ρ^τ) / (1 − ρ)] / (1 − ρ).
     steps = 6
     closed = (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
@@ -77,7 +77,7 @@ def test_the_normalizer_of_momentum_is_the_closed_form(momentum):
 
 
 @pytest.mark.parametrize("proximal_weight", [0.1, 2.0])
-def test_the_normalizer_of_the_proximal_term_is_the_closed_form(proximal_weight):
+def test_normalizer_with_proximal_term_equals_the_closed_form(proximal_weight):
     # Section 4.1 of the paper: ‖a_i‖₁ = [1 − (1 − α)^τ] / α with α = η μ.
     steps, alpha = 5, 0.1 * proximal_weight
     closed = (1 - (1 - alpha) ** steps) / alpha
@@ -85,7 +85,7 @@ def test_the_normalizer_of_the_proximal_term_is_the_closed_form(proximal_weight)
 
 
 @pytest.mark.parametrize(("momentum", "proximal_weight"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.5), (0.9, 0.5)])
-def test_the_normalizer_is_the_distance_that_sgd_covers_under_a_unit_gradient(momentum, proximal_weight):
+def test_normalizer_is_the_distance_of_sgd_under_a_unit_gradient(momentum, proximal_weight):
     weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.2, momentum=momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
@@ -111,7 +111,7 @@ def trained(tmp_path, aggregation, clients, **training):
 
 
 @pytest.mark.parametrize("optim_args", [None, "momentum=0.9"])
-def test_clients_with_equal_numbers_of_steps_train_as_with_fedavg(tmp_path, optim_args):
+def test_equal_numbers_of_local_steps_give_the_fedavg_model(tmp_path, optim_args):
     clients = {"a": rows(8), "b": rows(8, seed=1)}
     nova, average = (trained(tmp_path, name, clients, optim_args=optim_args) for name in ("fednova", "fedavg"))
     for name, value in average.model.state_dict().items():
@@ -119,7 +119,7 @@ def test_clients_with_equal_numbers_of_steps_train_as_with_fedavg(tmp_path, opti
     assert not same_weights(nova.model, tiny_model())
 
 
-def test_clients_with_different_numbers_of_steps_train_otherwise(tmp_path):
+def test_different_numbers_of_local_steps_differ_from_fedavg(tmp_path):
     clients = {"a": rows(4), "b": rows(16, seed=1)}
     nova, average = (trained(tmp_path, name, clients) for name in ("fednova", "fedavg"))
     difference = max(
@@ -128,7 +128,7 @@ def test_clients_with_different_numbers_of_steps_train_otherwise(tmp_path):
     assert difference > 1e-4
 
 
-def test_a_proximal_weight_changes_the_training(tmp_path):
+def test_proximal_weight_changes_the_trained_model(tmp_path):
     clients = {"a": rows(8), "b": rows(16, seed=1)}
     plain, proximal = (trained(tmp_path, FedNova(weight), clients) for weight in (0.0, 1.0))
     assert not same_weights(plain.model, proximal.model)
@@ -137,15 +137,15 @@ def test_a_proximal_weight_changes_the_training(tmp_path):
 @pytest.mark.parametrize(
     ("training", "federation", "message"),
     [
-        ({"optim": "adamw_torch"}, {}, "adamw_torch.* has no normalizer in FedNova: set optim='sgd'"),
+        ({"optim": "adamw_torch"}, {}, "cannot compute a normalizer for optim='adamw_torch.*Set optim='sgd'"),
         (
             {"optim": "sgd", "optim_args": "momentum=0.9"},
             {"client_optimizer_state": "carry"},
-            "needs a fresh client optimizer in each round: set client_optimizer_state='reset'",
+            "needs a fresh client optimizer in each round, but client_optimizer_state='carry'. Set it to 'reset'",
         ),
     ],
 )
-def test_training_arguments_without_a_normalizer_are_refused(tmp_path, training, federation, message):
+def test_unsupported_training_arguments_raise_an_error(tmp_path, training, federation, message):
     with pytest.raises(ValueError, match=message):
         FederatedTrainer(
             model=tiny_model(),
@@ -163,22 +163,22 @@ def test_training_arguments_without_a_normalizer_are_refused(tmp_path, training,
         ({"lr": 0.1, "momentum": 0.9, "nesterov": False, "dampening": 0.1}, "does not support Nesterov"),
     ],
 )
-def test_optimizers_without_a_normalizer_are_refused(group, message):
+def test_unsupported_optimizers_raise_an_error(group, message):
     with pytest.raises(ValueError, match=message):
         NormalizerHook(0.0, {}).on_step([group])
 
 
-def test_two_learning_rates_are_refused():
+def test_two_learning_rates_raise_an_error():
     with pytest.raises(ValueError, match="one learning rate"):
         NormalizerHook(0.0, {}).on_step([*groups(0.1), *groups(0.2)])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1])
-def test_an_update_without_progress_is_refused(value):
+def test_update_without_positive_normalizer_is_rejected(value):
     with pytest.raises(ValueError, match=rf"the normalizer is {value}; it must be positive"):
         FedNova().check_extra({NORMALIZER: torch.tensor(value, dtype=torch.float64)})
 
 
-def test_a_negative_proximal_weight_is_refused():
+def test_negative_proximal_weight_raises_an_error():
     with pytest.raises(ValueError, match="`proximal_weight` is -1; it must not be negative"):
         FedNova(-1)

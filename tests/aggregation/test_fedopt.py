@@ -1,4 +1,4 @@
-"""FedOpt: each server optimizer against its formula written out in numpy, in float64."""
+"""FedOpt: each server optimizer against a numpy reference in float64."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hf_federated.messages.serialization import pack, unpack
 
 
 NUM_ROUNDS = 5
-# What two clients send in each round does not depend on the state, so that a reference needs no clients.
+# The updates of the two clients in each round do not depend on the state, so the reference needs no training.
 CLIENTS = np.random.default_rng(0).normal(size=(NUM_ROUNDS, 2, 6))
 EXAMPLES = (3, 5)
 START = np.linspace(-1.0, 1.0, 6)
 
 
 def run_round(algorithm, state, number):
-    """The state after a round in which the clients send `CLIENTS[number]`."""
+    """Return the state after a round in which the clients send `CLIENTS[number]`."""
     accumulator = algorithm.accumulator(state)
     for client, num_examples in enumerate(EXAMPLES):
-        sent = {"w": torch.tensor(CLIENTS[number, client]).to(state["w"].dtype), "count": torch.tensor(number)}
-        accumulator.add(ClientUpdate(number, str(client), sent, num_examples, num_tokens=0, num_steps=1))
+        client_state = {"w": torch.tensor(CLIENTS[number, client]).to(state["w"].dtype), "count": torch.tensor(number)}
+        accumulator.add(ClientUpdate(number, str(client), client_state, num_examples, num_tokens=0, num_steps=1))
     return algorithm.aggregate(accumulator, state)
 
 
@@ -35,7 +35,7 @@ def start(dtype=torch.float64):
 
 
 def run(algorithm, num_rounds=NUM_ROUNDS, dtype=torch.float64):
-    """The states after each round."""
+    """Return the states after each round."""
     algorithm.setup(NUM_ROUNDS, len(EXAMPLES))
     states = [start(dtype)]
     for number in range(num_rounds):
@@ -44,7 +44,7 @@ def run(algorithm, num_rounds=NUM_ROUNDS, dtype=torch.float64):
 
 
 def reference(step, num_rounds=NUM_ROUNDS):
-    """`x ← step(x, g, t)` with `g = x − Σ n_i x_i / Σ n_i` and t from 1."""
+    """Apply `x ← step(x, g, t)` with `g = x − Σ n_i x_i / Σ n_i` and t from 1."""
     x, trajectory = START.copy(), []
     for number in range(num_rounds):
         mean = (EXAMPLES[0] * CLIENTS[number, 0] + EXAMPLES[1] * CLIENTS[number, 1]) / sum(EXAMPLES)
@@ -62,17 +62,17 @@ def assert_follows(algorithm, step):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_sgd_with_rate_one_is_fedavg(dtype):
+def test_sgd_with_learning_rate_one_equals_fedavg(dtype):
     for ours, theirs in zip(run(FedOpt("sgd"), dtype=dtype), run(FedAvg(), dtype=dtype), strict=True):
         torch.testing.assert_close(ours["w"], theirs["w"], rtol=0, atol=1e-6)
         assert ours["w"].dtype == dtype
 
 
-def test_sgd_with_another_rate_goes_that_part_of_the_way():
+def test_sgd_scales_the_change_by_the_learning_rate():
     assert_follows(FedOpt("sgd", server_lr=0.3), lambda x, g, t: x - 0.3 * g)
 
 
-def test_momentum_follows_the_closed_form_over_three_rounds():
+def test_momentum_equals_the_closed_form_over_three_rounds():
     # x_3 = x_0 − η (g_1 + (g_2 + β g_1) + (g_3 + β g_2 + β² g_1))
     beta, lr = 0.9, 0.7
     states = [start()["w"].numpy()] + [state["w"].numpy() for state in run(FedOpt("momentum", lr, beta), 3)]
@@ -82,12 +82,12 @@ def test_momentum_follows_the_closed_form_over_three_rounds():
     np.testing.assert_allclose(states[3], expected, rtol=0, atol=1e-12)
 
 
-def test_momentum_of_0_9_and_rate_one_are_the_defaults():
+def test_defaults_are_momentum_0_9_and_learning_rate_one():
     for ours, written in zip(run(FedOpt()), run(FedOpt("momentum", 1.0, 0.9)), strict=True):
         assert torch.equal(ours["w"], written["w"])
 
 
-def test_nesterov_looks_ahead():
+def test_nesterov_equals_the_formula():
     velocity = np.zeros(6)
 
     def step(x, g, t):
@@ -99,7 +99,7 @@ def test_nesterov_looks_ahead():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adam_corrects_its_bias(decay):
+def test_adam_corrects_the_bias_of_its_moments(decay):
     (b1, b2), eps, lr = (0.8, 0.95), 1e-3, 0.1
     m, v = np.zeros(6), np.zeros(6)
 
@@ -112,7 +112,7 @@ def test_adam_corrects_its_bias(decay):
     assert_follows(FedOpt("adam", lr, server_betas=(b1, b2), server_eps=eps, server_weight_decay=decay), step)
 
 
-def test_adamw_decays_apart_from_the_gradient():
+def test_adamw_decouples_weight_decay_from_the_gradient():
     (b1, b2), eps, lr, decay = (0.9, 0.99), 1e-3, 0.1, 0.2
     m, v = np.zeros(6), np.zeros(6)
 
@@ -124,7 +124,7 @@ def test_adamw_decays_apart_from_the_gradient():
     assert_follows(FedOpt("adamw", lr, server_weight_decay=decay), step)
 
 
-def test_adagrad_sums_up_squares():
+def test_adagrad_equals_the_formula():
     total = np.zeros(6)
 
     def step(x, g, t):
@@ -135,13 +135,13 @@ def test_adagrad_sums_up_squares():
     assert_follows(FedOpt("adagrad", server_lr=0.1), step)
 
 
-def test_yogi_is_the_papers_algorithm_two():
+def test_yogi_equals_algorithm_2_of_the_paper():
     (b1, b2), tau, lr = (0.9, 0.99), 1e-3, 0.1
     m, v = np.zeros(6), np.full(6, tau**2)
 
     def step(x, g, t):
         nonlocal m, v
-        # The paper's Δ is −g; v does not see the sign.
+        # In the paper, Δ is −g. The sign does not change v.
         m = b1 * m + (1 - b1) * -g
         v = v - (1 - b2) * g**2 * np.sign(v - g**2)
         return x + lr * m / (np.sqrt(v) + tau)
@@ -149,7 +149,7 @@ def test_yogi_is_the_papers_algorithm_two():
     assert_follows(FedOpt("yogi", server_lr=lr), step)
 
 
-def test_diloco_is_nesterov_over_the_plain_mean():
+def test_diloco_is_nesterov_over_the_uniform_mean():
     assert FedOpt.diloco().settings() == FedOpt("nesterov", server_lr=0.7, weighting="uniform").settings()
     velocity, x = np.zeros(6), START.copy()
     for number, state in enumerate(run(FedOpt.diloco())):
@@ -160,7 +160,7 @@ def test_diloco_is_nesterov_over_the_plain_mean():
 
 
 @pytest.mark.parametrize("optimizer", SERVER_OPTIMIZERS)
-def test_integers_are_copied_from_the_clients(optimizer):
+def test_integer_tensors_are_copied_from_the_first_update(optimizer):
     for number, state in enumerate(run(FedOpt(optimizer, server_lr=0.1))):
         assert state["count"].item() == number and state["count"].dtype == torch.int64
 
@@ -168,12 +168,12 @@ def test_integers_are_copied_from_the_clients(optimizer):
 # ---- Learning rate over rounds
 
 
-def test_the_rate_falls_linearly_over_the_rounds():
+def test_linear_schedule_decreases_over_the_rounds():
     algorithm = FedOpt("sgd", server_lr=0.5, server_lr_scheduler="linear")
     assert_follows(algorithm, lambda x, g, t: x - 0.5 * (1 - (t - 1) / NUM_ROUNDS) * g)
 
 
-def test_the_rate_warms_up_and_falls_as_a_cosine():
+def test_cosine_schedule_with_warmup():
     algorithm = FedOpt("sgd", 0.5, server_lr_scheduler="cosine", server_warmup_rounds=2)
 
     def step(x, g, t):
@@ -197,7 +197,7 @@ ALL += [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kwargs", ALL, ids=lambda kwargs: "-".join(map(str, kwargs.values())))
 @pytest.mark.parametrize("stop", [0, 1, 3])
-def test_a_run_resumed_from_its_bytes_ends_in_the_same_bytes(kwargs, dtype, stop):
+def test_resumed_run_gives_identical_state(kwargs, dtype, stop):
     algorithm = FedOpt(**kwargs)
     expected = run(algorithm, dtype=dtype)
 
@@ -217,13 +217,13 @@ def test_a_run_resumed_from_its_bytes_ends_in_the_same_bytes(kwargs, dtype, stop
     assert pack(resumed.state_dict()) == pack(algorithm.state_dict())
 
 
-def test_setup_forgets_an_earlier_run():
+def test_setup_resets_the_optimizer():
     algorithm = FedOpt("adam", server_lr=0.1, server_lr_scheduler="linear")
     first, second = run(algorithm), run(algorithm)
     assert all(torch.equal(a["w"], b["w"]) for a, b in zip(first, second, strict=True))
 
 
-def test_small_steps_add_up_in_half_precision():
+def test_small_steps_accumulate_in_half_precision():
     # A step of 0.001 is less than half the distance between bfloat16 numbers near 1.
     algorithm = FedOpt("sgd", server_lr=0.001)
     algorithm.setup(1000, 1)
@@ -239,7 +239,7 @@ def test_small_steps_add_up_in_half_precision():
     assert master.item() == pytest.approx(1 - 8 * 0.001, abs=1e-6)
 
 
-def test_the_returned_state_is_not_the_optimizers():
+def test_returned_state_shares_no_memory_with_the_optimizer():
     algorithm = FedOpt("sgd", server_lr=0.5)
     algorithm.setup(NUM_ROUNDS, 2)
     state = run_round(algorithm, start(torch.float32), 0)
@@ -248,7 +248,7 @@ def test_the_returned_state_is_not_the_optimizers():
     assert torch.equal(algorithm.state_dict()["parameters"]["w"], kept)
 
 
-def test_a_state_changed_between_rounds_wins_over_the_servers_copy():
+def test_state_changed_between_rounds_overrides_the_optimizer_copy():
     algorithm = FedOpt("sgd", server_lr=0.5)
     algorithm.setup(NUM_ROUNDS, 2)
     state = run_round(algorithm, start(), 0)
@@ -258,7 +258,7 @@ def test_a_state_changed_between_rounds_wins_over_the_servers_copy():
     np.testing.assert_allclose(run_round(algorithm, state, 1)["w"].numpy(), expected, rtol=0, atol=1e-12)
 
 
-# ---- Bad arguments
+# ---- Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -266,18 +266,21 @@ def test_a_state_changed_between_rounds_wins_over_the_servers_copy():
     [
         ({"server_optimizer": "lion"}, "`server_optimizer` is 'lion'; allowed are 'sgd', 'momentum'"),
         ({"server_lr": 0.0}, "`server_lr` is 0.0; it must be positive"),
-        ({"server_momentum": 1.0}, r"`server_momentum` is 1.0; it lies in \[0, 1\)"),
-        ({"server_optimizer": "yogi", "server_weight_decay": 0.1}, "no meaning for 'yogi'; use 'adamw'"),
-        ({"server_warmup_rounds": 2}, "needs a scheduler that warms up, such as 'constant_with_warmup'"),
+        ({"server_momentum": 1.0}, r"`server_momentum` is 1.0; it must be in \[0, 1\)"),
+        (
+            {"server_optimizer": "yogi", "server_weight_decay": 0.1},
+            "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw'",
+        ),
+        ({"server_warmup_rounds": 2}, "Set a scheduler with warm-up, such as 'constant_with_warmup'"),
         ({"server_lr_scheduler": "linaer"}, "`server_lr_scheduler` is 'linaer'; allowed are 'linear', 'cosine'"),
         ({"server_lr_scheduler": "reduce_lr_on_plateau"}, "`server_lr_scheduler` is 'reduce_lr_on_plateau'; allowed"),
     ],
 )
-def test_bad_arguments_are_refused(kwargs, expected):
+def test_invalid_arguments_raise_an_error(kwargs, expected):
     with pytest.raises(ValueError, match=expected):
         FedOpt(**kwargs)
 
 
-def test_nesterov_without_momentum_is_refused():
+def test_nesterov_without_momentum_raises_an_error():
     with pytest.raises(ValueError, match="`server_momentum`"):
         FedOpt("nesterov", server_momentum=0.0)

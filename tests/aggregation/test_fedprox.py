@@ -1,4 +1,4 @@
-"""FedProx: `F(w) + (μ/2) ‖w − w_t‖²`, whatever the optimizer, the loss and the clipping."""
+"""FedProx: `F(w) + (μ/2) ‖w − w_t‖²`, with several optimizers, losses and clipping norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reference import (
     assert_close,
     cross_entropy,
     distance,
-    loss_over_accumulated_rows,
+    loss_over_accumulated_examples,
     mean,
     smooth_model,
     train,
@@ -24,10 +24,10 @@ from hf_federated.messages import Fit
 CLIENTS = {"a": rows(4), "b": rows(4, seed=1)}
 
 
-# ---- The term
+# ---- Hook
 
 
-def test_it_adds_the_gradient_of_the_proximal_term():
+def test_hook_adds_the_gradient_of_the_proximal_term():
     mu = 0.3
     anchor = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
     parameters = {name: torch.nn.Parameter(torch.randn_like(value)) for name, value in anchor.items()}
@@ -43,7 +43,7 @@ def test_it_adds_the_gradient_of_the_proximal_term():
         torch.testing.assert_close(parameter.grad, own[name] + mu * (parameter.detach() - anchor[name]))
 
 
-def test_the_weight_comes_with_the_message_and_not_from_the_instance():
+def test_hook_reads_the_weight_from_the_message():
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.zeros(1)
     message = Fit(0, "a", 0, {"w": torch.zeros(1)}, settings={"proximal_weight": 0.5})
@@ -51,7 +51,7 @@ def test_the_weight_comes_with_the_message_and_not_from_the_instance():
     assert parameter.grad.item() == 0.5
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
+def test_parameter_without_gradient_is_not_changed():
     parameter = torch.nn.Parameter(torch.ones(1))
     message = Fit(0, "a", 0, {"w": torch.zeros(1)}, settings={"proximal_weight": 0.5})
     FedProx().local_hook(message, None).on_gradients({"w": parameter})
@@ -66,30 +66,30 @@ def test_half_precision_gradients_keep_their_dtype():
     assert parameter.grad.dtype == torch.bfloat16 and parameter.grad.item() == 1.5
 
 
-def test_a_negative_weight_is_refused():
-    with pytest.raises(ValueError, match="`proximal_weight` is -0.1; the proximal term needs a weight of at least 0"):
+def test_negative_weight_raises_an_error():
+    with pytest.raises(ValueError, match="`proximal_weight` is -0.1; it must be at least 0"):
         FedProx(-0.1)
 
 
-# ---- Through a whole federation
+# ---- Federated runs
 
 
-def squashed_loss(model, input_ids, labels):
-    """A loss of the user's own."""
+def custom_loss(model, input_ids, labels):
+    """A custom loss."""
     logits = model(input_ids=input_ids).logits
     return torch.nn.functional.cross_entropy(logits, labels) + 0.1 * logits.square().mean()
 
 
-class SquashingTrainer(Trainer):
+class CustomLossTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return squashed_loss(model, inputs["input_ids"], inputs["labels"])
+        return custom_loss(model, inputs["input_ids"], inputs["labels"])
 
 
 def federated(tmp_path, mu, trainer_class=FederatedTrainer, num_rounds=1, **kwargs):
     trainer = trainer_class(
         model=smooth_model(),
         args=arguments(tmp_path, lr_scheduler_type="constant", **kwargs),
-        compute_loss_func=loss_over_accumulated_rows,
+        compute_loss_func=loss_over_accumulated_examples,
         train_dataset=CLIENTS,
         federation=FederatedConfig(num_rounds=num_rounds, local_epochs=3, aggregation=FedProx(mu)),
     )
@@ -113,7 +113,7 @@ def reference(mu, optimizer, num_rounds=1, **kwargs):
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-    # A large eps, for gradients that are zero but for rounding would be blown up to a full step.
+    # With a small eps, gradients that are zero up to rounding would cause a full step.
     "adamw_torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.0),
 }
 ARGUMENTS = {
@@ -126,7 +126,7 @@ MU = 2.0
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_clients_minimise_loss_and_proximal_term(tmp_path, optimizer, max_grad_norm, accumulation):
+def test_clients_minimize_loss_and_proximal_term(tmp_path, optimizer, max_grad_norm, accumulation):
     result = federated(
         tmp_path,
         MU,
@@ -140,19 +140,19 @@ def test_clients_minimise_loss_and_proximal_term(tmp_path, optimizer, max_grad_n
     assert distance(expected, reference(0.0, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)) > 1e-3
 
 
-def test_it_works_with_a_loss_of_the_users_own(tmp_path):
-    result = federated(tmp_path, MU, federate(SquashingTrainer), max_grad_norm=0.0, **ARGUMENTS["sgd"])
-    expected = reference(MU, OPTIMIZERS["sgd"], loss=squashed_loss)
+def test_proximal_term_works_with_a_custom_loss(tmp_path):
+    result = federated(tmp_path, MU, federate(CustomLossTrainer), max_grad_norm=0.0, **ARGUMENTS["sgd"])
+    expected = reference(MU, OPTIMIZERS["sgd"], loss=custom_loss)
     assert_close(result, expected)
     assert distance(expected, reference(MU, OPTIMIZERS["sgd"], loss=cross_entropy)) > 1e-3
 
 
-def test_the_anchor_moves_with_every_round(tmp_path):
+def test_anchor_is_the_global_state_of_each_round(tmp_path):
     result = federated(tmp_path, MU, num_rounds=2, max_grad_norm=0.0, **ARGUMENTS["sgd"])
     assert_close(result, reference(MU, OPTIMIZERS["sgd"], num_rounds=2))
 
 
-def test_without_weight_it_is_fedavg_bit_for_bit(tmp_path):
+def test_zero_weight_equals_fedavg_bit_for_bit(tmp_path):
     models = []
     for aggregation in ("fedavg", FedProx(0.0)):
         trainer = FederatedTrainer(
@@ -166,7 +166,7 @@ def test_without_weight_it_is_fedavg_bit_for_bit(tmp_path):
     assert same_weights(*models)
 
 
-def test_a_stronger_term_holds_clients_nearer(tmp_path):
+def test_larger_weight_keeps_clients_nearer_to_the_global_state(tmp_path):
     start = weights(smooth_model())
     moved = [distance(start, federated(tmp_path, mu, **ARGUMENTS["sgd"])) for mu in (0.0, 0.5, 1.5)]
     assert moved[0] > moved[1] > moved[2] > 0

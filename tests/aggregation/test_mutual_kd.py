@@ -1,4 +1,4 @@
-"""MutualKD: a private mentor and a shared mentee teach each other; what the mentee changed travels in few numbers."""
+"""MutualKD: a private mentor and a shared mentee teach each other; updates are sent as low-rank factors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mentor_of(client_id):
     return tiny_model(seed=7, num_hidden_layers=4, hidden_size=32, intermediate_size=32)
 
 
-class Updates(FederatedCallback):
+class UpdateRecorder(FederatedCallback):
     def __init__(self):
         self.names = []
 
@@ -50,8 +50,8 @@ def kept(trainer, client_id):
     return trainer.engine.worker.models.store.get(client_id)["algorithm"]
 
 
-def test_mentors_learn_and_stay_with_their_clients(tmp_path):
-    trainer = trainer_of(tmp_path, callbacks=[callback := Updates()])
+def test_mentors_are_trained_and_never_sent(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[callback := UpdateRecorder()])
     trainer.train()
     assert not same_weights(trainer.model, tiny_model())
     initial = mentor_of("a").state_dict()
@@ -63,26 +63,26 @@ def test_mentors_learn_and_stay_with_their_clients(tmp_path):
 
 
 def test_frozen_embeddings_are_never_sent(tmp_path):
-    trainer = trainer_of(tmp_path, callbacks=[callback := Updates()])
+    trainer = trainer_of(tmp_path, callbacks=[callback := UpdateRecorder()])
     trainer.train()
     assert callback.names and not any("embeddings" in name for names in callback.names for name in names)
 
 
-def test_mentors_go_on_from_their_optimizers(tmp_path):
+def test_mentors_keep_their_optimizers_between_rounds(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.train()
-    # 2 batches of client a in each of 2 rounds.
+    # Client a trains 2 batches in each of 2 rounds.
     assert {int(state["step"]) for state in kept(trainer, "a")["optimizer"]["state"].values()} == {4}
 
 
-def test_fewer_bytes_come_up_than_go_down(tmp_path):
+def test_updates_are_smaller_than_the_sent_model(tmp_path):
     trainer = trainer_of(tmp_path, energy_start=0.5, energy_end=0.5)
     trainer.train()
     assert trainer.ledger.bytes_up < 0.8 * trainer.ledger.bytes_down
 
 
-class Messages(FederatedCallback):
-    """What went to clients, and their replies."""
+class MessageRecorder(FederatedCallback):
+    """Record each message to a client with its reply."""
 
     def __init__(self):
         self.pairs = []
@@ -98,9 +98,9 @@ class Messages(FederatedCallback):
         worker.handle = recorded
 
 
-def test_a_matrix_costs_its_factors_and_the_small_model_goes_down_whole(tmp_path):
-    """`r (m + n + 1)` numbers of a matrix of rank `r` go up, or all of its own where they are fewer."""
-    trainer = trainer_of(tmp_path, callbacks=[record := Messages()], energy_start=0.5, energy_end=0.5)
+def test_update_contains_factors_and_the_server_sends_the_whole_mentee(tmp_path):
+    """A matrix of rank `r` is sent as `r (m + n + 1)` values, or as a whole if it has fewer values."""
+    trainer = trainer_of(tmp_path, callbacks=[record := MessageRecorder()], energy_start=0.5, energy_end=0.5)
     record.trainer = trainer
     trainer.train()
     assert len(record.pairs) == 2 * 2
@@ -113,12 +113,12 @@ def test_a_matrix_costs_its_factors_and_the_small_model_goes_down_whole(tmp_path
         )
         assert len(ranks) > 5 and up < down
         headers = [8 + int.from_bytes(message.to_bytes()[:8], "little") for message in (sent, reply)]
-        # Of 4 bytes each.
+        # Each value has 4 bytes.
         expected = (4 * down + headers[0], 4 * up + headers[1])
         assert trainer.ledger.account(sent.round, sent.client_id) == expected
 
 
-def test_all_the_energy_loses_nothing():
+def test_full_energy_is_lossless():
     state = {"w": torch.randn(8, 6), "b": torch.randn(3)}
     sent = Fit(0, "a", 0, state, settings={"low_rank_energy": 1.0})
     trained = {"w": state["w"] + torch.outer(torch.randn(8), torch.randn(6)), "b": state["b"] + 1}
@@ -129,20 +129,20 @@ def test_all_the_energy_loses_nothing():
     torch.testing.assert_close(unpacked.state, update.state, atol=1e-5, rtol=0)
 
 
-def test_the_energy_grows_over_the_rounds():
+def test_energy_grows_over_the_rounds():
     algorithm = MutualKD(energy_start=0.5, energy_end=0.9)
     algorithm.setup(num_rounds=4, num_clients=1)
-    asked = []
+    energies = []
     for _ in range(4):
-        asked.append(algorithm.fit_settings()["low_rank_energy"])
+        energies.append(algorithm.fit_settings()["low_rank_energy"])
         accumulator = algorithm.accumulator({"w": torch.zeros(1)})
         accumulator.add(ClientUpdate(0, "a", {"w": torch.zeros(1)}, 1, 0, 1))
         algorithm.aggregate(accumulator, {"w": torch.zeros(1)})
-    assert asked == pytest.approx([0.6, 0.7, 0.8, 0.9])
+    assert energies == pytest.approx([0.6, 0.7, 0.8, 0.9])
 
 
 @pytest.mark.parametrize("hidden_size", [16, 32])
-def test_the_loss_is_the_papers(tmp_path, hidden_size):
+def test_loss_equals_the_formula_of_the_paper(tmp_path, hidden_size):
     mentee = tiny_model(num_hidden_layers=2).eval()
     mentor = tiny_model(seed=3, num_hidden_layers=4, hidden_size=hidden_size, intermediate_size=16)
     hook = Mentor(temperature=2.0, match_hidden=True, match_attention=False, seed=0, client_id="a", kept=None)
@@ -153,23 +153,24 @@ def test_the_loss_is_the_papers(tmp_path, hidden_size):
     outputs = mentee(**inputs)
     loss = hook.loss(outputs.loss, outputs, inputs)
 
-    theirs = mentor(**batch, output_hidden_states=True)
-    small, large = outputs.logits / 2, theirs.logits / 2
+    mentor_outputs = mentor(**batch, output_hidden_states=True)
+    small, large = outputs.logits / 2, mentor_outputs.logits / 2
 
     def kl(teacher, student):
         return (teacher.softmax(-1) * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum(-1).mean() * 4
 
     project = (lambda hidden: hidden) if hidden_size == 16 else hook._projection
     hidden = sum(
-        F.mse_loss(project(outputs.hidden_states[layer]), theirs.hidden_states[2 * layer]) for layer in range(3)
+        F.mse_loss(project(outputs.hidden_states[layer]), mentor_outputs.hidden_states[2 * layer])
+        for layer in range(3)
     )
-    on_labels = outputs.loss + theirs.loss
+    on_labels = outputs.loss + mentor_outputs.loss
     expected = on_labels + (kl(large, small) + kl(small, large) + hidden) / on_labels.detach()
     torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.parametrize("num_attention_heads", [2, 4])
-def test_attention_of_the_same_depth_is_matched(tmp_path, num_attention_heads):
+def test_attention_is_matched_at_the_same_depth(tmp_path, num_attention_heads):
     mentee, mentor = tiny_model(num_hidden_layers=2).eval(), tiny_model(seed=3, num_hidden_layers=4).eval()
     if num_attention_heads != mentee.config.num_attention_heads:
         mentor = tiny_model(seed=3, num_hidden_layers=4, num_attention_heads=num_attention_heads).eval()
@@ -185,28 +186,30 @@ def test_attention_of_the_same_depth_is_matched(tmp_path, num_attention_heads):
         inputs = hook.inputs(batch)
         outputs = mentee(**inputs)
         losses.append(hook.loss(outputs.loss, outputs, inputs))
-    theirs = mentor(**inputs)
-    pairs = [(outputs.attentions[layer], theirs.attentions[2 * layer + 1]) for layer in range(2)]
+    mentor_outputs = mentor(**inputs)
+    pairs = [(outputs.attentions[layer], mentor_outputs.attentions[2 * layer + 1]) for layer in range(2)]
     if num_attention_heads != mentee.config.num_attention_heads:
         pairs = [(one.mean(1), other.mean(1)) for one, other in pairs]
     matched = sum(((one - other) ** 2).mean() for one, other in pairs)
     assert matched > 0
-    torch.testing.assert_close(losses[1], losses[0] + matched / (outputs.loss + theirs.loss).detach())
+    torch.testing.assert_close(losses[1], losses[0] + matched / (outputs.loss + mentor_outputs.loss).detach())
 
 
 @pytest.mark.parametrize("which", ["shared", "private"])
-def test_attention_that_a_model_does_not_return_cannot_be_matched(tmp_path, which):
+def test_matching_attention_without_attention_maps_raises_an_error(tmp_path, which):
     models = {"shared": tiny_model(), "private": tiny_model(seed=3)}
     for name, model in models.items():
         model.set_attn_implementation("sdpa" if name == which else "eager")
     hook = Mentor(1.0, match_hidden=False, match_attention=True, seed=0, client_id="a", kept=None)
     trainer = Trainer(model=models["private"], args=arguments(tmp_path))
-    with pytest.raises(ValueError, match=f"the {which} model does not return with attn_implementation='sdpa'"):
+    with pytest.raises(
+        ValueError, match=f"the {which} model does not return attention maps with attn_implementation='sdpa'"
+    ):
         hook.start(trainer, Exchange(models["private"]), models["shared"])
 
 
 def padded(batch, value):
-    """Right-padded by three positions, whose tokens are of this value."""
+    """Pad a batch on the right by three positions with token id `value`."""
     more = torch.full((len(batch["input_ids"]), 3), value)
     return {
         "input_ids": torch.cat([batch["input_ids"], more], 1),
@@ -215,11 +218,11 @@ def padded(batch, value):
     }
 
 
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
 
 
 def tagger_of(seed, **config):
-    values = {**tiny_model().config.to_diff_dict(), "num_labels": 3, **STILL, **config}
+    values = {**tiny_model().config.to_diff_dict(), "num_labels": 3, **NO_DROPOUT, **config}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return BertForTokenClassification(BertConfig(**values))
@@ -233,12 +236,12 @@ def llama_of(seed, **config):
 
 
 def classifier_of(seed, **config):
-    return tiny_model(seed, **STILL, **config)
+    return tiny_model(seed, **NO_DROPOUT, **config)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("model_of", [classifier_of, tagger_of, llama_of])
-def test_padding_teaches_nothing(tmp_path, model_of, heads):
+def test_padding_does_not_change_the_loss(tmp_path, model_of, heads):
     mentee = model_of(0, num_hidden_layers=1)
     mentor = model_of(3, num_hidden_layers=2, num_attention_heads=heads)
     hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, client_id="a", kept=None)
@@ -252,25 +255,25 @@ def test_padding_teaches_nothing(tmp_path, model_of, heads):
         outputs = mentee(**inputs)
         losses.append(hook.loss(outputs.loss, outputs, inputs))
     torch.testing.assert_close(losses[1], losses[2])
-    if model_of is not llama_of:  # whose last position has no label behind it, and counts where no padding follows
+    if model_of is not llama_of:  # the last position of Llama has no next label and counts only without padding
         torch.testing.assert_close(losses[0], losses[1])
 
 
-@pytest.mark.parametrize(("model_of", "behind"), [(tagger_of, 0), (llama_of, 1)])
-def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
+@pytest.mark.parametrize(("model_of", "offset"), [(tagger_of, 0), (llama_of, 1)])
+def test_kl_divergence_uses_only_positions_with_a_label(tmp_path, model_of, offset):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
     hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
-    # Labels of the third and fourth token of the first row, and of the second of the other.
+    # Labels of the third and fourth token of the first sequence and of the second token of the second sequence.
     labels = torch.full_like(ids, -100)
-    places = ([0, 0, 1], [2, 3, 1])
-    labels[places] = ids[places] % 3
+    positions = ([0, 0, 1], [2, 3, 1])
+    labels[positions] = ids[positions] % 3
     batch = {"input_ids": ids, "labels": labels}
-    outputs, theirs = mentee(**batch), mentor(**batch)
-    predicted = (places[0], [place - behind for place in places[1]])
-    small, large = outputs.logits[predicted], theirs.logits[predicted]
-    on_labels = outputs.loss + theirs.loss
+    outputs, mentor_outputs = mentee(**batch), mentor(**batch)
+    predicted = (positions[0], [position - offset for position in positions[1]])
+    small, large = outputs.logits[predicted], mentor_outputs.logits[predicted]
+    on_labels = outputs.loss + mentor_outputs.loss
     kl = sum(
         F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
         for student, teacher in ((small, large), (large, small))
@@ -279,21 +282,21 @@ def test_tokens_teach_where_there_is_a_label(tmp_path, model_of, behind):
 
 
 @pytest.mark.parametrize("model_of", [tagger_of, llama_of])
-def test_rows_without_padding_teach_at_every_position(tmp_path, model_of):
+def test_kl_divergence_uses_all_positions_without_padding(tmp_path, model_of):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
     hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
     batch = {"input_ids": ids, "labels": ids % 3}
-    outputs, theirs = mentee(**batch), mentor(**batch)
-    small, large = outputs.logits.flatten(0, 1), theirs.logits.flatten(0, 1)
-    on_labels = outputs.loss + theirs.loss
+    outputs, mentor_outputs = mentee(**batch), mentor(**batch)
+    small, large = outputs.logits.flatten(0, 1), mentor_outputs.logits.flatten(0, 1)
+    on_labels = outputs.loss + mentor_outputs.loss
     kl = kl_divergence(small, large) + kl_divergence(large, small)
     assert torch.equal(hook.loss(outputs.loss, outputs, batch), on_labels + kl / on_labels)
 
 
 class Batches(Trainer):
-    """Keeps the batches of its steps."""
+    """Record the batches of all steps."""
 
     seen: list[dict] = []
 
@@ -303,8 +306,8 @@ class Batches(Trainer):
 
 
 @pytest.mark.parametrize(("model_of", "divides"), [(llama_of, True), (classifier_of, False)])
-def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, divides):
-    """Of a model that divides by the tokens of all batches, and of one whose loss is a mean, which `Trainer` adds."""
+def test_accumulated_batches_have_the_same_weight_in_all_terms(tmp_path, model_of, divides):
+    """One model divides its loss by the tokens of all batches. The other returns a mean, which `Trainer` averages."""
     Batches.seen.clear()
     data = rows(4, seed=4)
     if divides:
@@ -312,10 +315,10 @@ def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, div
         data = Dataset.from_dict({"input_ids": data["input_ids"], "labels": hidden})
     models = {"mentee": model_of(0, num_hidden_layers=1), "mentor": model_of(3, num_hidden_layers=1)}
     before = {name: copy.deepcopy(model) for name, model in models.items()}
-    still = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    sgd_options = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     trainer = federate(Batches)(
         model=models["mentee"],
-        args=arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **still),
+        args=arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **sgd_options),
         train_dataset={"a": data, "b": data},
         client_model_init=lambda client_id: models["mentor"],
         federation=FederatedConfig(
@@ -327,7 +330,7 @@ def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, div
     )
     trainer.train()
     assert len(Batches.seen) == 2
-    # A prediction is of the next token.
+    # Each position predicts the next token.
     num_items = [int((batch["labels"][..., 1:] != -100).sum()) if divides else 1 for batch in Batches.seen]
     assert not divides or num_items[0] != num_items[1]
     total = 0.0
@@ -347,23 +350,23 @@ def test_accumulated_batches_weigh_the_same_in_all_terms(tmp_path, model_of, div
                 torch.testing.assert_close(weights[name], stepped, atol=1e-6, rtol=1e-4)
 
 
-def test_a_teacher_gets_no_gradient_of_what_it_teaches(tmp_path):
+def test_kl_divergence_has_no_gradient_for_the_teacher(tmp_path):
     mentee, mentor = tiny_model().eval(), tiny_model(seed=3).eval()
     hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
     hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
     outputs = mentee(**batch)
-    theirs = mentor(**batch)
+    mentor_outputs = mentor(**batch)
     loss = hook.loss(outputs.loss, outputs, batch)
     got = torch.autograd.grad(loss, mentee.classifier.weight, retain_graph=True)[0]
-    small, large = outputs.logits, theirs.logits.detach()
-    divisor = (outputs.loss + theirs.loss).detach()
+    small, large = outputs.logits, mentor_outputs.logits.detach()
+    divisor = (outputs.loss + mentor_outputs.loss).detach()
     own = outputs.loss + F.kl_div(small.log_softmax(-1), large.softmax(-1), reduction="batchmean") / divisor
     torch.testing.assert_close(got, torch.autograd.grad(own, mentee.classifier.weight)[0])
 
 
-def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+def test_resume_gives_identical_weights(tmp_path):
     whole = trainer_of(tmp_path / "a", num_rounds=3, args={"save_strategy": "steps"})
     whole.train()
     resumed = trainer_of(tmp_path / "b", num_rounds=3, args={"save_strategy": "steps"})
@@ -373,7 +376,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_after_a_resume(tmp_path):
+def test_resume_starts_a_copied_mentor_from_the_initial_mentee(tmp_path):
     def run(directory, checkpoint=None):
         trainer = FederatedTrainer(
             model=tiny_model(),
@@ -384,7 +387,7 @@ def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_aft
                 num_rounds=4,
                 clients_per_round=1,
                 aggregation="mutual_kd",
-                federation_seed=1,  # asks a, b, b, b
+                federation_seed=1,  # samples a, b, b, b
             ),
         )
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -398,7 +401,7 @@ def test_a_mentor_that_is_a_copy_of_the_mentee_begins_from_its_first_weights_aft
 
 
 @pytest.mark.parametrize(("depth", "words"), [(2, "None in the model"), (5, "None in the state")])
-def test_a_mentor_of_another_shape_does_not_resume(tmp_path, depth, words):
+def test_resume_with_another_mentor_shape_raises_an_error(tmp_path, depth, words):
     trainer_of(tmp_path, args={"save_strategy": "steps"}).train()
     trainer = trainer_of(
         tmp_path,
@@ -408,12 +411,12 @@ def test_a_mentor_of_another_shape_does_not_resume(tmp_path, depth, words):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_mentors_are_needed(tmp_path):
+def test_run_without_mentors_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match="client_model_init"):
         trainer_of(tmp_path, model_init=None)
 
 
-def test_an_update_that_does_not_fit_is_refused_by_name():
+def test_update_of_another_shape_is_rejected_with_the_client_id():
     state = {"w": torch.zeros(8, 6)}
     bad = ClientUpdate(
         3, "north", {"w/u": torch.zeros(9, 1), "w/s": torch.zeros(1), "w/v": torch.zeros(1, 6)}, 1, 0, 1

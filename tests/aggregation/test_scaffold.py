@@ -1,10 +1,10 @@
-"""Scaffold: control variates against the paper's option II and a loop written out by hand."""
+"""Scaffold: control variates against option II of the paper and a reference loop."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from reference import assert_close, distance, loss_over_accumulated_rows, mean, smooth_model, train, weights
+from reference import assert_close, distance, loss_over_accumulated_examples, mean, smooth_model, train, weights
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
 
@@ -19,7 +19,7 @@ NUM_STEPS = 3
 
 
 class Recorder(FederatedCallback):
-    """What went down, came up and was kept, by round."""
+    """Record the global state, the extra tensors and the updates of each round."""
 
     def __init__(self) -> None:
         self.rounds: list[dict] = []
@@ -41,7 +41,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
             **{"optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
             | kwargs,
         ),
-        compute_loss_func=loss_over_accumulated_rows,
+        compute_loss_func=loss_over_accumulated_examples,
         train_dataset=CLIENTS,
         callbacks=[recorder],
         federation=FederatedConfig(
@@ -56,7 +56,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
 
 
 def kept(trainer, client_id):
-    """The control variate in the client store, `None` before the client's first round."""
+    """Return the control variate in the client store, or `None` before the first round of the client."""
     state = trainer.engine.worker.models.store.get(client_id)
     return state["algorithm"]["control"] if state else None
 
@@ -70,7 +70,7 @@ def sgd(parameters):
 
 
 def reference(cohorts, server_lr=1.0):
-    """Algorithm 1 with option II, over full batches."""
+    """Algorithm 1 with option II and full batches."""
     x, c = weights(smooth_model()), zeros()
     own = {client_id: zeros() for client_id in CLIENTS}
     trajectory = []
@@ -90,10 +90,10 @@ def reference(cohorts, server_lr=1.0):
     return trajectory
 
 
-# ---- Through a whole federation
+# ---- Federated runs
 
 
-def test_a_clients_control_variate_is_the_papers_option_two(tmp_path):
+def test_client_control_variate_equals_option_ii_of_the_paper(tmp_path):
     trainer, rounds = federated(tmp_path, Scaffold(), num_rounds=2)
     previous = {client_id: zeros() for client_id in CLIENTS}
     for round in rounds:
@@ -108,13 +108,13 @@ def test_a_clients_control_variate_is_the_papers_option_two(tmp_path):
         assert distance(previous[client_id], zeros()) > 1e-2
 
 
-def test_the_servers_control_variate_is_the_average_of_the_clients(tmp_path):
+def test_server_control_variate_is_the_mean_of_the_clients(tmp_path):
     trainer, _ = federated(tmp_path, Scaffold(), num_rounds=2)
     average = mean([kept(trainer, client_id) for client_id in CLIENTS])
     assert_close(trainer.aggregation.state_dict()["control"], average)
 
 
-def test_two_rounds_follow_the_algorithm(tmp_path):
+def test_two_rounds_equal_the_reference(tmp_path):
     trainer, rounds = federated(tmp_path, Scaffold(), num_rounds=2)
     first, second = reference([CLIENTS, CLIENTS])
     assert_close(rounds[1]["x"], first["x"])
@@ -123,10 +123,12 @@ def test_two_rounds_follow_the_algorithm(tmp_path):
     assert_close(trainer.aggregation.state_dict()["control"], second["c"])
 
 
-def test_with_some_clients_a_round_it_follows_the_algorithm(tmp_path):
+def test_rounds_with_sampled_clients_equal_the_reference(tmp_path):
     trainer, rounds = federated(tmp_path, Scaffold(server_lr=0.5), num_rounds=3, clients_per_round=2)
     cohorts = [list(round["updates"]) for round in rounds]
-    assert len({tuple(cohort) for cohort in cohorts}) > 1  # else a client's state would not have to wait
+    assert (
+        len({tuple(cohort) for cohort in cohorts}) > 1
+    )  # so that a client state is kept over rounds without the client
     last = reference(cohorts, server_lr=0.5)[-1]
     assert_close(weights(trainer.model), last["x"])
     assert_close(trainer.aggregation.state_dict()["control"], last["c"])
@@ -142,7 +144,7 @@ def test_accumulated_batches_count_as_one_step(tmp_path):
     assert_close(weights(trainer.model), reference([CLIENTS, CLIENTS])[-1]["x"])
 
 
-def test_the_first_round_is_fedavg_with_uniform_weights(tmp_path):
+def test_first_round_equals_fedavg_with_uniform_weights(tmp_path):
     models = []
     for aggregation in (Scaffold(), FedAvg("uniform")):
         trainer = FederatedTrainer(
@@ -156,7 +158,7 @@ def test_the_first_round_is_fedavg_with_uniform_weights(tmp_path):
     assert same_weights(*models)
 
 
-def test_frozen_parameters_have_control_variates_of_zero(tmp_path):
+def test_frozen_parameters_have_zero_control_variates(tmp_path):
     model = smooth_model()
     model.bert.embeddings.requires_grad_(False)
     trainer = FederatedTrainer(
@@ -172,7 +174,7 @@ def test_frozen_parameters_have_control_variates_of_zero(tmp_path):
     assert control["classifier.weight"].any()
 
 
-# ---- Server and client by themselves
+# ---- Server side and client side alone
 
 
 def updates(state, extras):
@@ -182,7 +184,7 @@ def updates(state, extras):
     ]
 
 
-def test_the_servers_control_variate_survives_its_bytes():
+def test_server_control_variate_survives_serialization():
     state = {"w": torch.ones(2), "half": torch.ones(2, dtype=torch.bfloat16), "count": torch.tensor(1)}
     algorithm = Scaffold()
     algorithm.setup(num_rounds=2, num_clients=4)
@@ -196,7 +198,7 @@ def test_the_servers_control_variate_survives_its_bytes():
         accumulator.add(update)
     result = algorithm.aggregate(accumulator, state)
     assert {name: value.dtype for name, value in result.items()} == {name: v.dtype for name, v in state.items()}
-    # Two of four clients; the mean change is 1/2 and 1.
+    # Two of four clients took part. The mean changes are 1/2 and 1.
     resumed = Scaffold()
     resumed.setup(num_rounds=2, num_clients=4)
     resumed.load_state_dict(unpack(pack(algorithm.state_dict())))
@@ -205,7 +207,7 @@ def test_the_servers_control_variate_survives_its_bytes():
         assert control["w"].tolist() == [0.25, 0.25] and control["half"].tolist() == [0.5, 0.5]
 
 
-def test_control_variates_are_averaged_uniformly_whatever_parameters_weigh():
+def test_control_variates_are_averaged_uniformly_with_any_weighting():
     algorithm = Scaffold(weighting="examples")
     algorithm.setup(num_rounds=1, num_clients=2)
     state = {"w": torch.zeros(1)}
@@ -217,20 +219,20 @@ def test_control_variates_are_averaged_uniformly_whatever_parameters_weigh():
     assert algorithm.state_dict()["control"]["w"].item() == 3.0
 
 
-def test_setup_forgets_an_earlier_run():
+def test_setup_resets_the_control_variate():
     algorithm = Scaffold()
     algorithm.load_state_dict({"control": {"w": torch.ones(1)}})
     algorithm.setup(num_rounds=1, num_clients=1)
     assert not algorithm.fit_extra({"w": torch.zeros(1)})["w"].any()
 
 
-def test_training_without_a_gradient_is_refused():
+def test_training_without_a_gradient_raises_an_error():
     hook = Scaffold().local_hook(Fit(0, "a", 0, {}, extra={"w": torch.zeros(1)}), None)
-    with pytest.raises(RuntimeError, match="saw no gradient"):
+    with pytest.raises(RuntimeError, match="received no gradient"):
         hook.finish()
 
 
-def test_the_client_averages_its_own_uncorrected_gradients():
+def test_client_averages_its_uncorrected_gradients():
     server, own = {"w": torch.tensor([10.0])}, {"control": {"w": torch.tensor([1.0])}}
     hook = Scaffold().local_hook(Fit(0, "a", 0, {}, extra=server), own)
     parameter = nn.Parameter(torch.zeros(1))
@@ -243,6 +245,6 @@ def test_the_client_averages_its_own_uncorrected_gradients():
     assert change["w"].item() == (2.0 + 6.0) / 2 - 1.0
 
 
-def test_a_server_rate_that_is_not_positive_is_refused():
+def test_server_learning_rate_must_be_positive():
     with pytest.raises(ValueError, match="`server_lr` is 0.0; it must be positive"):
         Scaffold(server_lr=0.0)

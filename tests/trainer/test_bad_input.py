@@ -77,10 +77,10 @@ def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> Non
     [
         (
             {"aggregation": "fedmagic"},
-            "Unknown aggregation 'fedmagic'; known are fedavg, fednova, fedopt, fedprox, local_only, mutual_kd, "
-            "scaffold",
+            "Unknown aggregation 'fedmagic'. Set it to one of fedavg, fednova, fedopt, fedprox, local_only, "
+            "mutual_kd, scaffold",
         ),
-        ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed are .*weighting"),
+        ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed arguments are .*weighting"),
         ({"clients_per_round": 0.1}, "0.1 of 3 clients samples nobody; .*0.333.*larger share or a count"),
         ({"clients_per_round": 4}, "clients_per_round=4, but the federation has 3 clients"),
         ({"clients_per_round": 2, "min_clients": 3}, "min_clients=3, but a round samples 2 clients: lower it"),
