@@ -1,7 +1,7 @@
-"""`FederatedConfig`: everything a federation needs beside the `TrainingArguments`.
+"""`FederatedConfig`: settings of a federation, in addition to `TrainingArguments`.
 
-A plain dataclass, like `peft.LoraConfig`: it parses with `HfArgumentParser`, saves and loads as
-`federated_config.json`, and leaves `TrainingArguments` alone.
+It is a plain dataclass, like `peft.LoraConfig`. `HfArgumentParser` can parse it, and it is saved and loaded as
+`federated_config.json`. It shares no field with `TrainingArguments`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 else:
 
     class ShareOrCount:
-        """A share when written with a point (`0.5`, `1.0`), a count when written without (`10`, `1`).
+        """Parse a share with a decimal point (`0.5`, `1.0`) as `float` and a count (`10`, `1`) as `int`.
 
-        `HfArgumentParser` calls it on the text of a command line, where a union of `int` and `float` would read `1` as
-        `1.0`, which is everybody instead of one.
+        `HfArgumentParser` calls this class on the text of a command line. For a union of `int` and `float`, it would
+        parse `1` as `1.0`, which means all clients instead of one client.
         """
 
         def __new__(cls, text: str) -> int | float:
@@ -41,12 +41,14 @@ else:
 
 
 def _parse_dict(value: Any, name: str) -> dict[str, Any]:
-    """A dictionary from a dictionary, from None, or from JSON text as a command line gives it."""
+    """Return a dictionary from a dictionary, from `None`, or from the JSON text of a command line."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"`{name}` is not JSON: {error}. Example: --{name} '{{\"server_lr\": 0.1}}'.") from error
+            raise ValueError(
+                f"`{name}` is not valid JSON: {error}. Example: --{name} '{{\"server_lr\": 0.1}}'."
+            ) from error
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -55,7 +57,7 @@ def _parse_dict(value: Any, name: str) -> dict[str, Any]:
 
 
 def name_functions(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the names of functions in their place, which JSON can hold and which are the same in every run."""
+    """Replace functions in settings by their names, which JSON supports and which are the same in every run."""
     return {
         name: f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
         if callable(value)
@@ -70,22 +72,25 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 class SavedConfig:
-    """A dataclass that saves and loads as one JSON file in a directory, like the configurations of transformers."""
+    """Base class of dataclasses that are saved as one JSON file in a directory, like configs of transformers."""
 
-    # The file's name.
+    # Name of the JSON file.
     file_name: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]  # every subclass is a dataclass
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """
-        The config that `to_dict` wrote.
+        Create a config from the values of `to_dict`.
+
+        Args:
+            values (`dict[str, Any]`): Values by field name.
 
         Raises:
-            ValueError: If `values` holds a key that is not a field. The message lists the fields.
+            ValueError: If `values` contains a key that is not a field. The message lists the fields.
         """
         known = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]  # as above
         unknown = sorted(set(values) - set(known))
@@ -94,14 +99,14 @@ class SavedConfig:
         return cls(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write the file into a directory, which is created if need be."""
+        """Save the config as a JSON file in a directory. The directory is created if it does not exist."""
         os.makedirs(save_directory, exist_ok=True)
         with open(os.path.join(save_directory, self.file_name), "w", encoding="utf-8") as file:
             file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Read the file from a directory."""
+        """Load a config from the JSON file in a directory."""
         with open(os.path.join(directory, cls.file_name), encoding="utf-8") as file:
             return cls.from_dict(json.load(file))
 
@@ -109,81 +114,84 @@ class SavedConfig:
 @dataclass
 class FederatedConfig(SavedConfig):
     """
-    The settings of a federation.
+    Settings of a federation.
 
     Args:
         num_rounds (`int`, *optional*):
-            Rounds to run. Defaults to `num_train_epochs` of the training arguments, rounded up.
+            Number of rounds. Defaults to `num_train_epochs` of the training arguments, rounded up.
         clients_per_round (`int` or `float`, *optional*, defaults to `1.0`):
-            Clients sampled in a round, without replacement: an `int` is a count, a `float` in (0, 1] a share of the
-            clients, rounded to the nearest count.
+            Number of clients sampled per round, without replacement. An `int` is a count. A `float` in (0, 1] is a
+            share of the clients, rounded to the nearest count.
         local_epochs (`int`, *optional*, defaults to `1`):
-            Passes of a client over its own data in a round.
+            Number of epochs of a client on its training data per round.
         local_steps (`int`, *optional*):
-            Optimizer steps of a client in a round, instead of `local_epochs`.
+            Number of optimizer steps of a client per round. It replaces `local_epochs`.
         max_rows_per_round (`int`, *optional*):
-            Rows that a client trains on in a round at most (250 in FedDRS, section 5.1). A client that has more draws
-            so many without replacement, anew in every round, from its seed of the run, the round and its id.
-            `local_epochs` are passes over the drawn rows, `local_steps` are taken on them alone, and averages weigh a
-            client by them. By default all rows.
+            Maximum number of examples that a client trains on per round (250 in FedDRS, section 5.1). A client with
+            more examples draws this number of examples without replacement in every round. The draw depends on the
+            seed of the run, the round and the client id. Epochs, steps and weights in averages then refer to the drawn
+            examples only. By default a client trains on all examples.
         balance (`str`, *optional*):
-            `"min"`: no client trains on more rows than the smallest of the round's cohort has, so that clients with
-            many rows do not outweigh the others (the "balance trick" of FedDRS, section 5.3). Rows are drawn as for
-            `max_rows_per_round`, and where both are given the smaller number counts. By default clients are not
+            `"min"`: no client trains on more examples than the smallest client of the cohort of the round, so that
+            clients with many examples do not dominate (the "balance trick" of FedDRS, section 5.3). Examples are drawn
+            as for `max_rows_per_round`. If both are set, the smaller number applies. By default clients are not
             balanced.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
-            How client parameters become global ones: a name of `hf_federated.AGGREGATIONS` or an instance.
+            Algorithm that computes the global parameters from the client parameters: a name in
+            `hf_federated.AGGREGATIONS` or an instance.
         aggregation_kwargs (`dict`, *optional*):
-            Arguments of the algorithm when it is named by string. JSON text on a command line.
+            Arguments of the aggregation algorithm if `aggregation` is a name. On a command line, a JSON text.
         distillation (`str` or [`~hf_federated.distillation.Distillation`], *optional*):
-            How the server, and clients with models of their own, learn from predictions of public rows: a name of
-            `hf_federated.DISTILLATIONS` or an instance. The trainer then needs `public_dataset`.
+            Algorithm with which the server, and clients that keep their own models, learn from predictions for public
+            examples: a name in `hf_federated.DISTILLATIONS` or an instance. The trainer then needs `public_dataset`.
         distillation_kwargs (`dict`, *optional*):
-            Arguments of that algorithm when it is named by string. JSON text on a command line.
+            Arguments of the distillation algorithm if `distillation` is a name. On a command line, a JSON text.
         exchange (`str`, *optional*, defaults to `"auto"`):
-            What travels. `"auto"`: the adapter of a PEFT model, otherwise the trainable parameters; `"trainable"`;
-            `"adapter"`; `"all"`: trainable and frozen parameters and buffers.
+            Tensors that the server and the clients exchange. `"auto"`: the adapter of a PEFT model, otherwise the
+            trainable parameters. `"trainable"`: the trainable parameters. `"adapter"`: the adapter of a PEFT model.
+            `"all"`: trainable and frozen parameters and buffers.
         exchange_dtype (`str`, *optional*):
-            The dtype in which floating values travel, in both directions: `"float32"`, `"bfloat16"` or `"float16"`.
-            By default their own. The server keeps its values as they are; clients start from the rounded ones and send
-            back what they changed, so that small changes survive.
+            Dtype of the exchanged floating tensors in both directions: `"float32"`, `"bfloat16"` or `"float16"`. By
+            default tensors keep their dtypes. The server keeps its values unrounded. Clients start from the rounded
+            values and send back their changes, so that small changes are not lost.
         client_optimizer_state (`str`, *optional*, defaults to `"reset"`):
-            `"reset"`: a client starts each round with a fresh optimizer. `"carry"`: it keeps its optimizer's state.
+            `"reset"`: a client starts each round with a fresh optimizer. `"carry"`: a client keeps its optimizer state
+            between rounds.
         lr_schedule (`str`, *optional*, defaults to `"global"`):
-            `"global"`: one learning-rate curve over the whole run, where a client's place is round × its local steps.
-            `"round"`: the curve starts again in every round.
+            `"global"`: one learning-rate schedule over the whole run. The position of a client in the schedule is
+            round × local steps of the client. `"round"`: the schedule restarts in every round.
         min_clients (`int`, *optional*, defaults to `1`):
-            Number of valid updates below which a round fails.
+            Minimum number of valid updates per round. A round with fewer updates fails.
         round_deadline (`float`, *optional*):
-            Seconds after which a round stops waiting for clients, once `min_clients` clients have replied. Clients
-            without a reply count as failed in that round. By default a round waits for all clients.
+            Time in seconds after which a round stops waiting for clients, once `min_clients` clients have replied.
+            Clients without a reply count as failed in the round. By default a round waits for all clients.
         evaluate_clients (`bool`, *optional*, defaults to `False`):
-            Evaluate the global model on each client's own evaluation data whenever the global evaluation runs.
-            `eval_dataset` must then be a [`FederatedDataset`].
+            Whether to evaluate the global model on the evaluation data of each client whenever the global evaluation
+            runs. `eval_dataset` must then be a [`FederatedDataset`].
         log_clients (`bool`, *optional*, defaults to `False`):
-            Log each client's loss, gradient norm and steps under `client/<id>/`.
+            Whether to log the loss, gradient norm and steps of each client under `client/<id>/`.
         freeze (`str`, *optional*):
-            What is frozen before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or both
-            (`"embeddings+2"`). Frozen parameters never travel.
+            Parameters to freeze before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or
+            both (`"embeddings+2"`). Frozen parameters are not exchanged.
         parallelism (`str`, *optional*, defaults to `"data"`):
-            How the processes of `accelerate launch` share the work. `"data"`: they train each client together, its
-            batches spread over them, as accelerate does. `"clients"`: each trains whole clients on its own. The
-            results of `"clients"` are those of one process; of one client, those of `"data"` are the plain Trainer's
-            under the same launch.
+            How the processes of `accelerate launch` share the work. `"data"`: the processes train each client
+            together and split its batches, as accelerate does. With one client, the results are equal to the plain
+            Trainer under the same launch. `"clients"`: each process trains different clients. The results are equal to
+            the results of one process.
         server_device (`str`, *optional*):
-            `"cpu"` keeps the global state, the sums of updates and the server optimizer on the CPU. By default all of
-            them are on the model's device, where they take up to four times the memory of the exchanged values.
+            `"cpu"` keeps the global state, the sums of updates and the server optimizer on the CPU. By default they
+            are on the device of the model, where they use up to four times the memory of the exchanged tensors.
         client_store (`str`, *optional*, defaults to `"memory"`):
-            Where the state that a client keeps between rounds lives: `"memory"` or `"disk"` (below `output_dir`).
+            Storage of the state that clients keep between rounds: `"memory"` or `"disk"` (below `output_dir`).
         max_resident_clients (`int`, *optional*):
-            Where clients have models of their own: how many of these are in memory at a time. The others wait in the
-            client store, and results are the same. All by default.
+            Maximum number of client models in memory, if clients keep their own models. The other models are in the
+            client store. The results do not change. By default all client models are in memory.
         federation_seed (`int`, *optional*):
-            Seed of client sampling and of the clients' own randomness. Defaults to `seed` of the training arguments.
-            (Not `seed`: `HfArgumentParser` could then not parse both dataclasses.)
+            Seed of client sampling and of the random numbers of the clients. Defaults to `seed` of the training
+            arguments. The name differs from `seed`, so that `HfArgumentParser` can parse both dataclasses.
 
     Raises:
-        ValueError: If a field has a value that is not allowed. The message names the field and what is allowed.
+        ValueError: If the value of a field is not allowed. The message names the field and the allowed values.
 
     Example:
 
@@ -200,19 +208,19 @@ class FederatedConfig(SavedConfig):
 
     num_rounds: int | None = field(default=None, metadata={"help": "Rounds to run (default: num_train_epochs)."})
     clients_per_round: ShareOrCount = field(
-        default=1.0, metadata={"help": "Clients sampled in a round: a count (10) or a share of them (0.1)."}
+        default=1.0, metadata={"help": "Clients sampled per round: a count (10) or a share (0.1)."}
     )
-    local_epochs: int = field(default=1, metadata={"help": "Passes of a client over its data in a round."})
+    local_epochs: int = field(default=1, metadata={"help": "Epochs of a client on its data per round."})
     local_steps: int | None = field(
-        default=None, metadata={"help": "Optimizer steps of a client in a round, instead of local_epochs."}
+        default=None, metadata={"help": "Optimizer steps of a client per round, instead of local_epochs."}
     )
     max_rows_per_round: int | None = field(
-        default=None, metadata={"help": "Rows a client trains on in a round at most, drawn anew in each."}
+        default=None, metadata={"help": "Maximum number of examples of a client per round, drawn again in each round."}
     )
     balance: str | None = field(
         default=None,
         metadata={
-            "help": "'min': no client trains on more rows than its cohort's smallest.",
+            "help": "'min': no client trains on more examples than the smallest client of its cohort.",
             "choices": list(BALANCES),
         },
     )
@@ -224,50 +232,64 @@ class FederatedConfig(SavedConfig):
     distillation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
-    exchange: str = field(default="auto", metadata={"help": "What travels.", "choices": list(EXCHANGES)})
+    exchange: str = field(
+        default="auto",
+        metadata={"help": "Tensors that the server and the clients exchange.", "choices": list(EXCHANGES)},
+    )
     exchange_dtype: str | None = field(
-        default=None, metadata={"help": "Dtype of what travels (default: its own).", "choices": list(EXCHANGE_DTYPES)}
+        default=None,
+        metadata={
+            "help": "Dtype of the exchanged tensors (default: the dtypes of the model).",
+            "choices": list(EXCHANGE_DTYPES),
+        },
     )
     client_optimizer_state: str = field(
         default="reset",
-        metadata={"help": "Whether a client keeps its optimizer's state.", "choices": list(OPTIMIZER_STATES)},
+        metadata={
+            "help": "Whether a client keeps its optimizer state between rounds.",
+            "choices": list(OPTIMIZER_STATES),
+        },
     )
     lr_schedule: str = field(
         default="global",
-        metadata={"help": "One learning-rate curve over the run or one a round.", "choices": list(LR_SCHEDULES)},
+        metadata={"help": "One learning-rate schedule over the run or one per round.", "choices": list(LR_SCHEDULES)},
     )
-    min_clients: int = field(default=1, metadata={"help": "Valid updates below which a round fails."})
+    min_clients: int = field(default=1, metadata={"help": "Minimum number of valid updates per round."})
     round_deadline: float | None = field(
         default=None,
-        metadata={"help": "Seconds after which a round with min_clients replies waits for no further client."},
+        metadata={"help": "Seconds after which a round with min_clients replies stops waiting."},
     )
-    evaluate_clients: bool = field(default=False, metadata={"help": "Evaluate on each client's own data too."})
-    log_clients: bool = field(default=False, metadata={"help": "Log each client's training under client/<id>/."})
+    evaluate_clients: bool = field(
+        default=False, metadata={"help": "Also evaluate on the evaluation data of each client."}
+    )
+    log_clients: bool = field(default=False, metadata={"help": "Log the training of each client under client/<id>/."})
     freeze: str | None = field(
-        default=None, metadata={"help": "'embeddings', a number of layers, or both: 'embeddings+2'."}
+        default=None, metadata={"help": "Parameters to freeze: 'embeddings', a number of layers, or 'embeddings+2'."}
     )
     parallelism: str = field(
-        default="data", metadata={"help": "How processes share the work.", "choices": ["data", "clients"]}
+        default="data",
+        metadata={"help": "How the processes of a launch share the work.", "choices": ["data", "clients"]},
     )
     server_device: str | None = field(
         default=None,
         metadata={
-            "help": "Where the global state and the sums of updates are (default: the model's device).",
+            "help": "Device of the global state and the sums of updates (default: the device of the model).",
             "choices": list(SERVER_DEVICES),
         },
     )
     client_store: str = field(
-        default="memory", metadata={"help": "Where state kept by clients lives.", "choices": list(STORES)}
+        default="memory",
+        metadata={"help": "Storage of the state that clients keep between rounds.", "choices": list(STORES)},
     )
     max_resident_clients: int | None = field(
-        default=None, metadata={"help": "Clients' own models in memory at a time (default: all)."}
+        default=None, metadata={"help": "Maximum number of client models in memory (default: all)."}
     )
     federation_seed: int | None = field(
-        default=None, metadata={"help": "Seed of sampling and of the clients (default: seed)."}
+        default=None, metadata={"help": "Seed of client sampling and of the clients (default: seed)."}
     )
 
     def __post_init__(self) -> None:
-        # Typed as text for the command line's sake; whoever reads the field finds a dictionary.
+        # The field types include text for the command line. After initialization, the values are dictionaries.
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
         self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
         if self.max_resident_clients is not None and self.max_resident_clients < 1:
@@ -275,27 +297,30 @@ class FederatedConfig(SavedConfig):
         if self.num_rounds is not None and self.num_rounds < 1:
             raise ValueError(f"`num_rounds` is {self.num_rounds}; it must be at least 1.")
         if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
-            raise ValueError(f"`clients_per_round` is {self.clients_per_round!r}; give a count (10) or a share (0.1).")
+            raise ValueError(f"`clients_per_round` is {self.clients_per_round!r}; set a count (10) or a share (0.1).")
         if isinstance(self.clients_per_round, float) and not 0 < self.clients_per_round <= 1:
             raise ValueError(
-                f"`clients_per_round` is {self.clients_per_round}; a share lies in (0, 1]. A count is an integer."
+                f"`clients_per_round` is {self.clients_per_round}; a share must be in (0, 1]. Set an integer for a "
+                "count."
             )
         if isinstance(self.clients_per_round, int) and self.clients_per_round < 1:
-            raise ValueError(f"`clients_per_round` is {self.clients_per_round}; sample at least one client.")
+            raise ValueError(f"`clients_per_round` is {self.clients_per_round}; it must be at least 1.")
         if self.local_epochs < 1 or self.local_epochs != int(self.local_epochs):
             raise ValueError(
-                f"`local_epochs` is {self.local_epochs}; give a whole number of at least 1, or use `local_steps`."
+                f"`local_epochs` is {self.local_epochs}; it must be an integer of at least 1. Use "
+                "`local_steps` for less."
             )
         if self.local_steps is not None and self.local_steps < 1:
             raise ValueError(f"`local_steps` is {self.local_steps}; it must be at least 1.")
         if self.max_rows_per_round is not None and self.max_rows_per_round < 1:
             raise ValueError(
-                f"`max_rows_per_round` is {self.max_rows_per_round}; it must be at least 1. Leave it out for all rows."
+                f"`max_rows_per_round` is {self.max_rows_per_round}; it must be at least 1. Omit it to train on all "
+                "examples."
             )
         if self.balance is not None:
             _check_choice("balance", self.balance, BALANCES)
         if self.min_clients < 1:
-            raise ValueError(f"`min_clients` is {self.min_clients}; a round needs at least one update.")
+            raise ValueError(f"`min_clients` is {self.min_clients}; it must be at least 1.")
         if self.round_deadline is not None and not self.round_deadline > 0:
             raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
         _check_choice("exchange", self.exchange, EXCHANGES)
@@ -311,13 +336,15 @@ class FederatedConfig(SavedConfig):
             self.freeze = str(self.freeze)
             if not re.fullmatch(r"embeddings|(embeddings\+)?\d+", self.freeze):
                 raise ValueError(
-                    f"`freeze` is {self.freeze!r}; write 'embeddings', a number of layers, or 'embeddings+2'."
+                    f"`freeze` is {self.freeze!r}; set it to 'embeddings', a number of layers, or 'embeddings+2'."
                 )
 
     def to_dict(self) -> dict[str, Any]:
         """
-        The fields as JSON values. An algorithm given as an instance is written as its name and its settings, a
-        function among these as its name.
+        Return the fields as JSON values.
+
+        An instance of an algorithm is replaced by its name and its settings. Functions in the settings are replaced by
+        their names.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         if not isinstance(self.aggregation, str):

@@ -1,4 +1,4 @@
-"""`FederatedConfig`: on a command line, in a file, and with bad values."""
+"""`FederatedConfig`: command line, files and invalid values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def parse(*arguments: str) -> tuple[TrainingArguments, FederatedConfig]:
     return parser.parse_args_into_dataclasses(["--output_dir", "out", "--use_cpu", "True", *arguments])
 
 
-def test_a_command_line_without_its_options_gives_the_defaults():
+def test_command_line_without_options_gives_the_defaults():
     assert parse()[1] == FederatedConfig()
 
 
-def test_it_parses_beside_training_arguments():
+def test_config_parses_together_with_training_arguments():
     args, config = parse(
         *("--seed", "7", "--num_rounds", "5", "--clients_per_round", "0.5", "--local_steps", "3"),
         *("--max_rows_per_round", "250", "--balance", "min"),
@@ -50,7 +50,7 @@ def test_it_parses_beside_training_arguments():
 @pytest.mark.parametrize(
     ("text", "expected"), [("1", 1), ("10", 10), ("1.0", 1.0), ("0.25", 0.25), ("1e-1", 0.1), (".5", 0.5)]
 )
-def test_a_share_is_told_from_a_count_by_its_point(text, expected):
+def test_share_and_count_are_distinguished_by_the_decimal_point(text, expected):
     clients_per_round = parse("--clients_per_round", text)[1].clients_per_round
     assert (type(clients_per_round), clients_per_round) == (type(expected), expected)
 
@@ -61,11 +61,11 @@ def test_every_field_has_help_and_is_parsed(capsys):
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for item in dataclasses.fields(FederatedConfig):
         assert f"--{item.name}" in text
-        # argparse breaks lines within words; the first words are enough.
+        # argparse breaks lines within words, so only the first words are compared.
         assert " ".join(item.metadata["help"].split()[:2]) in text
 
 
-def test_it_parses_from_a_dictionary_and_a_json_file(tmp_path):
+def test_config_parses_from_a_dictionary_and_a_json_file(tmp_path):
     values = {
         "output_dir": "out",
         "num_rounds": 3,
@@ -79,14 +79,14 @@ def test_it_parses_from_a_dictionary_and_a_json_file(tmp_path):
     assert parser.parse_json_file(tmp_path / "arguments.json")[1] == expected
 
 
-def test_it_leaves_training_arguments_alone():
+def test_config_shares_no_field_with_training_arguments():
     shared = {item.name for item in dataclasses.fields(FederatedConfig)} & {
         item.name for item in dataclasses.fields(TrainingArguments)
     }
     assert not shared
 
 
-def test_it_survives_a_file(tmp_path):
+def test_config_survives_a_file(tmp_path):
     config = FederatedConfig(num_rounds=2, clients_per_round=3, aggregation="fedprox", freeze="1", federation_seed=5)
     config.save_pretrained(tmp_path / "new" / "directory")
     assert FederatedConfig.from_pretrained(tmp_path / "new" / "directory") == config
@@ -95,13 +95,13 @@ def test_it_survives_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("share", [1, 1.0, 7, 0.3])
-def test_a_file_keeps_count_and_share_apart(tmp_path, share):
+def test_file_distinguishes_count_and_share(tmp_path, share):
     FederatedConfig(clients_per_round=share).save_pretrained(tmp_path)
     loaded = FederatedConfig.from_pretrained(tmp_path).clients_per_round
     assert (type(loaded), loaded) == (type(share), share)
 
 
-def test_an_instance_is_saved_by_name_and_settings(tmp_path):
+def test_instance_is_saved_as_name_and_settings(tmp_path):
     algorithm = FedOpt("adam", server_lr=0.1, server_betas=(0.5, 0.6))
     FederatedConfig(aggregation=algorithm).save_pretrained(tmp_path)
     loaded = FederatedConfig.from_pretrained(tmp_path)
@@ -114,44 +114,56 @@ def test_an_instance_is_saved_by_name_and_settings(tmp_path):
     ("field", "value", "expected"),
     [
         ("num_rounds", 0, "`num_rounds` is 0; it must be at least 1"),
-        ("clients_per_round", 0.0, "`clients_per_round` is 0.0; a share lies in (0, 1]"),
-        ("clients_per_round", 1.5, "`clients_per_round` is 1.5; a share lies in (0, 1]. A count is an integer"),
-        ("clients_per_round", float("nan"), "`clients_per_round` is nan; a share lies in (0, 1]"),
-        ("clients_per_round", 0, "`clients_per_round` is 0; sample at least one client"),
-        ("clients_per_round", -3, "`clients_per_round` is -3; sample at least one client"),
-        ("clients_per_round", True, "`clients_per_round` is True; give a count (10) or a share (0.1)"),
-        ("clients_per_round", "half", "`clients_per_round` is 'half'; give a count (10) or a share (0.1)"),
-        ("local_epochs", 0, "`local_epochs` is 0; give a whole number of at least 1, or use `local_steps`"),
-        ("local_epochs", 1.5, "`local_epochs` is 1.5; give a whole number of at least 1, or use `local_steps`"),
+        ("clients_per_round", 0.0, "`clients_per_round` is 0.0; a share must be in (0, 1]"),
+        (
+            "clients_per_round",
+            1.5,
+            "`clients_per_round` is 1.5; a share must be in (0, 1]. Set an integer for a count",
+        ),
+        ("clients_per_round", float("nan"), "`clients_per_round` is nan; a share must be in (0, 1]"),
+        ("clients_per_round", 0, "`clients_per_round` is 0; it must be at least 1"),
+        ("clients_per_round", -3, "`clients_per_round` is -3; it must be at least 1"),
+        ("clients_per_round", True, "`clients_per_round` is True; set a count (10) or a share (0.1)"),
+        ("clients_per_round", "half", "`clients_per_round` is 'half'; set a count (10) or a share (0.1)"),
+        ("local_epochs", 0, "`local_epochs` is 0; it must be an integer of at least 1. Use `local_steps` for less"),
+        (
+            "local_epochs",
+            1.5,
+            "`local_epochs` is 1.5; it must be an integer of at least 1. Use `local_steps` for less",
+        ),
         ("local_steps", 0, "`local_steps` is 0; it must be at least 1"),
-        ("max_rows_per_round", 0, "`max_rows_per_round` is 0; it must be at least 1. Leave it out for all rows"),
+        (
+            "max_rows_per_round",
+            0,
+            "`max_rows_per_round` is 0; it must be at least 1. Omit it to train on all examples",
+        ),
         ("balance", "max", "`balance` is 'max'; allowed are 'min'"),
-        ("min_clients", 0, "`min_clients` is 0; a round needs at least one update"),
+        ("min_clients", 0, "`min_clients` is 0; it must be at least 1"),
         ("exchange", "everything", "`exchange` is 'everything'; allowed are 'auto', 'trainable', 'adapter', 'all'"),
         ("client_optimizer_state", "keep", "`client_optimizer_state` is 'keep'; allowed are 'reset', 'carry'"),
         ("lr_schedule", "local", "`lr_schedule` is 'local'; allowed are 'global', 'round'"),
         ("parallelism", "gpu", "`parallelism` is 'gpu'; allowed are 'data', 'clients'"),
         ("client_store", "cloud", "`client_store` is 'cloud'; allowed are 'memory', 'disk'"),
-        ("aggregation_kwargs", "{lr: 1}", "`aggregation_kwargs` is not JSON"),
+        ("aggregation_kwargs", "{lr: 1}", "`aggregation_kwargs` is not valid JSON"),
         ("aggregation_kwargs", "[1]", "`aggregation_kwargs` must be a dictionary, got list"),
         ("aggregation_kwargs", 3, "`aggregation_kwargs` must be a dictionary, got int"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_is_allowed(field, value, expected):
+def test_invalid_value_raises_an_error_with_the_allowed_values(field, value, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         FederatedConfig(**{field: value})
 
 
-def test_an_unknown_field_is_refused_with_the_known_ones():
+def test_unknown_field_raises_an_error_with_the_known_fields():
     with pytest.raises(ValueError, match=r"Unknown fields \['rounds'\] of FederatedConfig; .*'num_rounds'"):
         FederatedConfig.from_dict({"rounds": 3})
 
 
-def test_numbers_of_layers_to_freeze_become_text():
+def test_number_of_frozen_layers_becomes_text():
     assert FederatedConfig(freeze=2).freeze == "2"  # type: ignore[arg-type]
 
 
-# ---- The names of algorithms
+# ---- Names of algorithms
 
 
 def test_every_name_builds_its_algorithm():
@@ -160,21 +172,21 @@ def test_every_name_builds_its_algorithm():
         assert type(built) is algorithm and algorithm.name == name
 
 
-def test_an_unknown_algorithm_is_refused_with_the_names():
+def test_unknown_algorithm_raises_an_error_with_the_known_names():
     with pytest.raises(ValueError) as error:
         build_aggregation("fedsgd")
     assert "'fedsgd'" in str(error.value) and all(name in str(error.value) for name in AGGREGATIONS)
 
 
-def test_an_argument_that_does_not_fit_is_refused_with_the_allowed_ones():
+def test_unknown_argument_raises_an_error_with_the_allowed_arguments():
     with pytest.raises(
-        ValueError, match=r"aggregation_kwargs.*'fedprox'.*mu.*Allowed are \['proximal_weight', 'weigh"
+        ValueError, match=r"aggregation_kwargs.*'fedprox'.*mu.*Allowed arguments are \['proximal_weight', 'weigh"
     ):
         build_aggregation("fedprox", {"mu": 1})
 
 
-def test_an_instance_is_taken_as_it_is_and_without_arguments():
+def test_instance_is_returned_unchanged_and_accepts_no_arguments():
     algorithm = FedAvg("uniform")
     assert build_aggregation(algorithm) is algorithm
-    with pytest.raises(ValueError, match="give them to the instance instead"):
+    with pytest.raises(ValueError, match="pass the arguments to the constructor of the instance"):
         build_aggregation(algorithm, {"weighting": "examples"})

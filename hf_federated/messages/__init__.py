@@ -1,4 +1,4 @@
-"""The messages between server and clients, their bytes, and the checks of what arrives."""
+"""Messages between server and clients, their serialization, and the checks of received updates."""
 
 from .base import Message, Serializable
 from .disclosure import Disclosure

@@ -1,4 +1,4 @@
-"""Messages of federated distillation: predictions of public examples, and targets to learn."""
+"""Messages of federated distillation: predictions for public examples, and targets for training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from .base import Message
 @dataclass(frozen=True)
 class PublicRowsMessage(Message):
     """
-    Base of the messages about public rows, which both sides have: they are named by their places, and never sent.
+    Base class of the messages about public examples.
+
+    The server and the clients have the same public dataset. A message refers to public examples by their positions
+    and never contains the examples.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): To whom it goes.
-        order (`int`, *optional*): Seed of the order that `start` and `stop` count in, as [`public_order`] draws it;
-            `None` for the rows as they are.
-        start (`int`): First row.
-        stop (`int`): The row after the last.
-        seed (`int`): What the client draws its randomness from. Below 2**32.
+        client_id (`str`): Id of the receiving client.
+        order (`int`, *optional*): Seed of the order of the examples, as drawn by [`public_order`]. `start` and `stop`
+            are positions in this order. `None` is the order of the dataset.
+        start (`int`): Position of the first example.
+        stop (`int`): Position after the last example.
+        seed (`int`): Seed of the random numbers of the client, below 2**32.
     """
 
     order: int | None
@@ -33,14 +36,14 @@ class PublicRowsMessage(Message):
 
 def public_order(num_rows: int, seed: int | None) -> torch.Tensor:
     """
-    The order of the public rows that a seed stands for, the same wherever it is drawn.
+    Draw an order of the public examples from a seed. The order is the same on the server and on all clients.
 
     Args:
-        num_rows (`int`): Public rows.
-        seed (`int`, *optional*): `None` for the rows as they are.
+        num_rows (`int`): Number of public examples.
+        seed (`int`, *optional*): Seed of the order. `None` is the order of the dataset.
 
     Returns:
-        `torch.Tensor`: Row numbers, int64, of shape `(num_rows,)`.
+        `torch.Tensor` of shape `(num_rows,)`: Indices of the examples, int64.
     """
     if seed is None:
         return torch.arange(num_rows)
@@ -50,12 +53,13 @@ def public_order(num_rows: int, seed: int | None) -> torch.Tensor:
 @dataclass(frozen=True)
 class Predict(PublicRowsMessage):
     """
-    Server to client: predict these public rows with your own model.
+    Message from the server to a client: predict public examples with the model of the client.
 
     Args:
         round, client_id, order, start, stop, seed: As in [`PublicRowsMessage`].
-        keeps_graph (`bool`): Whether a [`Feedback`] on the same rows follows, through which the client trains: the
-            prediction is then a forward pass in training mode, with dropout drawn from `seed`.
+        keeps_graph (`bool`, *optional*, defaults to `False`): Whether a [`Feedback`] on the same examples follows, for
+            which the client needs the graph of this prediction. The prediction is then a forward pass in training
+            mode, with dropout drawn from `seed`.
     """
 
     kind: ClassVar[str] = "predict"
@@ -66,14 +70,15 @@ class Predict(PublicRowsMessage):
 @dataclass(frozen=True)
 class Predictions(Message):
     """
-    Client to server: what its model says of the rows asked for.
+    Message from a client to the server: predictions of the client for the requested public examples.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): From whom it comes.
-        values (`dict[str, torch.Tensor]`): The predictions in the order of the rows, as the algorithm's codec writes
-            them. Where words are predicted, those of each row in their order, and `absent`, if there are any: which of
-            them, counted over all rows asked for, the client's tokenizer keeps nothing of (int32).
+        client_id (`str`): Id of the sending client.
+        values (`dict[str, torch.Tensor]`): Predictions in the order of the examples, encoded by the codec of the
+            algorithm. For predictions of words, the words of each example are in their order. `absent` (int32) is
+            present if the tokenizer of the client keeps no token of some words. It contains the positions of these
+            words, counted over all requested examples.
     """
 
     kind: ClassVar[str] = "predictions"
@@ -84,16 +89,20 @@ class Predictions(Message):
 @dataclass(frozen=True)
 class Distill(PublicRowsMessage):
     """
-    Server to client: train your own model on these predictions of public rows. It answers with [`Metrics`].
+    Message from the server to a client: train the model of the client on targets for public examples.
+
+    The client replies with [`Metrics`].
 
     Args:
         round, client_id, order, start, stop, seed: As in [`PublicRowsMessage`].
-        targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
-            writes it. `absent` as in [`Predictions`]: words that some tokenizer of the cohort keeps nothing of.
-        num_epochs (`int`): Passes over the rows.
-        num_training_epochs (`int`): Passes over as many rows in all such messages of the run, for the learning-rate
-            curve: how many steps that is depends on the client's batch size.
-        settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
+        targets (`dict[str, torch.Tensor]`): Targets of the examples, in their order, encoded by the codec of the
+            algorithm. `absent` has the form of [`Predictions`] and contains the words of which a tokenizer in the
+            cohort keeps no token.
+        num_epochs (`int`): Number of passes over the examples.
+        num_training_epochs (`int`): Number of passes over this number of examples in all such messages of the run.
+            The client derives the length of its learning-rate schedule from it, because the number of steps depends on
+            the batch size of the client.
+        settings (`dict[str, Any]`, *optional*): Settings of the algorithm for this round, JSON scalars only.
     """
 
     kind: ClassVar[str] = "distill"
@@ -107,16 +116,20 @@ class Distill(PublicRowsMessage):
 @dataclass(frozen=True)
 class Feedback(PublicRowsMessage):
     """
-    Server to client: take one step on the predictions that you just sent of these rows. It answers with [`Metrics`].
+    Message from the server to a client: take one optimizer step on the predictions that the client just sent.
+
+    The client replies with [`Metrics`].
 
     Args:
-        round, client_id, order, start, stop, seed: As in the [`Predict`] that it follows.
-        targets (`dict[str, torch.Tensor]`): What to learn of each row, in their order, as the algorithm's codec
-            writes it. `absent` as in [`Predictions`]: words that some tokenizer of the cohort keeps nothing of.
-        feedback (`dict[str, torch.Tensor]`): What the algorithm says of the client's predictions.
-        step (`int`): How many such messages a client that is always asked has had before this one.
-        num_training_steps (`int`): How many it has in the whole run, for the learning-rate curve.
-        settings (`dict[str, Any]`): The algorithm's numbers for this client, JSON scalars only.
+        round, client_id, order, start, stop, seed: As in the preceding [`Predict`].
+        targets (`dict[str, torch.Tensor]`): Targets of the examples, in their order, encoded by the codec of the
+            algorithm. `absent` has the form of [`Predictions`] and contains the words of which a tokenizer in the
+            cohort keeps no token.
+        feedback (`dict[str, torch.Tensor]`): Feedback of the algorithm on the predictions of the client.
+        step (`int`): Number of preceding feedback messages of the run for a client that takes part in every round.
+        num_training_steps (`int`): Number of feedback messages in the whole run for such a client. It is the length of
+            the learning-rate schedule.
+        settings (`dict[str, Any]`, *optional*): Settings of the algorithm for this client, JSON scalars only.
     """
 
     kind: ClassVar[str] = "feedback"

@@ -1,4 +1,4 @@
-"""The ledger: bytes that went to and came from every client in every round."""
+"""Ledger of the bytes that the server sent to and received from every client in every round."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ LEDGER_NAME = "federated_ledger.json"
 
 class Ledger:
     """
-    Bytes down (server to client) and up (client to server), per client and round.
+    Number of bytes down (server to client) and up (client to server), per client and round.
 
-    The bytes are those of the serialised messages, header included, whether or not an engine had to serialise them.
+    The numbers are the sizes of the serialized messages with their headers. They are also counted for an engine that
+    does not serialize messages.
 
     Example:
 
@@ -37,45 +38,45 @@ class Ledger:
 
     def record(self, round: int, client_id: str, bytes_down: int = 0, bytes_up: int = 0) -> None:
         """
-        Add bytes to a client's account.
+        Add bytes to the account of a client in a round.
 
         Args:
             round (`int`): Round number, from 0.
-            client_id (`str`): The client.
-            bytes_down (`int`, *optional*, defaults to `0`): From the server.
-            bytes_up (`int`, *optional*, defaults to `0`): To the server.
+            client_id (`str`): Id of the client.
+            bytes_down (`int`, *optional*, defaults to `0`): Bytes sent from the server to the client.
+            bytes_up (`int`, *optional*, defaults to `0`): Bytes sent from the client to the server.
         """
         account = self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
         account[0] += bytes_down
         account[1] += bytes_up
 
     def account(self, round: int, client_id: str) -> tuple[int, int]:
-        """Bytes down and up of a client in a round."""
+        """Return the bytes down and up of a client in a round."""
         down, up = self._bytes.get(round, {}).get(client_id, (0, 0))
         return down, up
 
     def add(self, other: Ledger) -> None:
-        """Add all of another ledger's bytes, such as those that a run cost before it went on from a checkpoint."""
+        """Add all bytes of another ledger, such as the ledger of a run before it was resumed from a checkpoint."""
         for round, clients in other._bytes.items():
             for client_id, (down, up) in clients.items():
                 self.record(round, client_id, down, up)
 
     def set_account(self, round: int, client_id: str, bytes_down: int, bytes_up: int) -> None:
-        """Replace a client's account of a round by that of the process that kept it."""
+        """Replace the account of a client in a round, for an account that another process recorded."""
         self._bytes.setdefault(round, {})[client_id] = [bytes_down, bytes_up]
 
     @property
     def bytes_down(self) -> int:
-        """All bytes from the server to clients."""
+        """Total number of bytes from the server to the clients."""
         return sum(account[0] for clients in self._bytes.values() for account in clients.values())
 
     @property
     def bytes_up(self) -> int:
-        """All bytes from clients to the server."""
+        """Total number of bytes from the clients to the server."""
         return sum(account[1] for clients in self._bytes.values() for account in clients.values())
 
     def rounds(self) -> list[dict[str, int]]:
-        """One row a round: `round`, `num_clients`, `bytes_down`, `bytes_up`."""
+        """Return one row per round: `round`, `num_clients`, `bytes_down`, `bytes_up`."""
         return [
             {
                 "round": round,
@@ -87,7 +88,7 @@ class Ledger:
         ]
 
     def clients(self) -> dict[str, dict[str, int]]:
-        """One row a client: `bytes_down`, `bytes_up`, `num_rounds` it took part in."""
+        """Return one row per client id: `bytes_down`, `bytes_up`, and `num_rounds` with participation."""
         rows: dict[str, dict[str, int]] = {}
         for clients in self._bytes.values():
             for client_id, (down, up) in clients.items():
@@ -98,14 +99,14 @@ class Ledger:
         return dict(sorted(rows.items()))
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole ledger as JSON values."""
+        """Return the whole ledger as JSON values."""
         return {
             "rounds": {str(round): dict(sorted(clients.items())) for round, clients in sorted(self._bytes.items())}
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:
-        """The ledger that `to_dict` wrote."""
+        """Restore a ledger from the values of [`~Ledger.to_dict`]."""
         ledger = cls()
         ledger._bytes = {
             int(round): {client_id: list(account) for client_id, account in clients.items()}

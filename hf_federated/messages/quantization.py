@@ -1,4 +1,4 @@
-"""Numbers that travel in fewer bits: the dtypes that predictions and hidden states may have, and int8 by rows."""
+"""Quantization of sent tensors: dtypes of predictions and hidden states, and int8 per row."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ _STEPS = 255
 
 def quantize_rows(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Affine int8 of each row: the number `n` stands for `zero_point + scale · (n + 128)`.
+    Quantize each row to int8 with an affine map: the integer `n` represents `zero_point + scale · (n + 128)`.
 
     Args:
-        rows (`torch.Tensor` of shape `(N, C)`): float32.
+        rows (`torch.Tensor` of shape `(N, C)`): Rows to quantize, float32.
 
     Returns:
         `dict[str, torch.Tensor]`: `values` of shape `(N, C)`, int8; `scale` and `zero_point` of shape `(N,)`, float32.
-        A row with a NaN or an infinity gets a NaN for its scale, and so becomes NaN again.
+        The scale of a row with NaN or infinite values is NaN, so the row is NaN after [`dequantize_rows`].
     """
     low, high = rows.amin(dim=1), rows.amax(dim=1)
     scale = (high - low) / _STEPS
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     divisor = torch.where(scale > 0, scale, 1)
     steps = ((rows - low.unsqueeze(1)) / divisor.unsqueeze(1)).round().clamp(0, _STEPS)
-    # NaN has no integer; what stands in for it is multiplied by the row's scale, which is NaN.
+    # The integer that replaces NaN has no effect, because the scale of its row is NaN.
     return {"values": (steps.nan_to_num() - 128).to(torch.int8), "scale": scale, "zero_point": low}
 
 
 def dequantize_rows(encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    The rows that [`quantize_rows`] made smaller, each number off by at most half of 1/255 of its row's range.
+    Restore the rows that [`quantize_rows`] quantized.
+
+    The error of each value is at most half of 1/255 of the range of its row.
 
     Args:
-        encoded (`Mapping[str, torch.Tensor]`): `values`, `scale` and `zero_point`.
+        encoded (`Mapping[str, torch.Tensor]`): `values`, `scale` and `zero_point` from [`quantize_rows`].
 
     Returns:
-        `torch.Tensor` of shape `(N, C)`: float32.
+        `torch.Tensor` of shape `(N, C)`: Restored rows, float32.
     """
     return encoded["zero_point"].unsqueeze(1) + encoded["scale"].unsqueeze(1) * (encoded["values"].float() + 128)

@@ -1,4 +1,4 @@
-"""Reading a message of any kind."""
+"""Deserialization of messages of any kind."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ KINDS: dict[str, type[Message]] = {
 
 def message_from_tree(tree: Any) -> Message:
     """
-    The message of whatever kind that a tree holds.
+    Create a message from a tree, for any kind of message.
 
     Args:
-        tree (`Any`): From [`~Message.to_tree`], or from `unpack`.
+        tree (`Any`): Tree from [`~Message.to_tree`] or from [`~hf_federated.messages.serialization.unpack`].
 
     Raises:
-        ValueError: If its kind is unknown or it has other fields than the kind declares.
+        ValueError: If the kind is unknown or the fields differ from the fields of the kind.
     """
     kind = tree.get("kind") if isinstance(tree, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"Unknown kind of message {kind!r}; known are {sorted(KINDS)}.")
+        raise ValueError(f"Unknown message kind {kind!r}; known kinds are {sorted(KINDS)}.")
     return KINDS[kind]._from_tree(tree)
 
 
 def read_message(blob: bytes) -> Message:
     """
-    The message of whatever kind a blob holds.
+    Create a message from a blob, for any kind of message.
+
+    Args:
+        blob (`bytes`): Serialized message.
 
     Raises:
-        ValueError: If the blob is damaged or its kind is unknown.
+        ValueError: If the blob is damaged, the kind is unknown or the fields differ from the fields of the kind.
     """
     return message_from_tree(unpack(blob))

@@ -1,7 +1,7 @@
-"""The codec of everything that travels or is kept: a tree of scalars and tensors as one blob of bytes.
+"""Serialization of messages and stored state: a tree of scalars and tensors as one blob of bytes.
 
-A blob is a safetensors file whose metadata holds the JSON of everything that is not a tensor. Nothing is ever pickled,
-so a blob from the network or from a file can be read without trusting it.
+A blob is a safetensors file. Its metadata contains, as JSON, all values that are not tensors. Nothing is pickled, so
+it is safe to read a blob from an untrusted file or network.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TREE_KEY = "tree"
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
-    """Replace every tensor of a tree by a reference, and every value that JSON would change by a tagged form."""
+    """Replace each tensor of a tree by a reference, and each value that JSON cannot represent by a tagged value."""
     if isinstance(value, torch.Tensor):
         if value.dtype not in _LAYOUT:
             raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialised.")
-        # The same tensor object in two places travels once, which is what keeps tied weights cheap.
+        # A tensor object that occurs twice is serialized once, so tied weights need no additional bytes.
         if id(value) not in names:
             names[id(value)] = str(len(tensors))
             tensors[names[id(value)]] = value
@@ -33,7 +33,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        # Of one width, so that the size of a message tells nothing of its numbers.
+        # A fixed width, so that the size of a message reveals nothing about its numbers.
         return {"$float": struct.pack(">d", value).hex()}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -71,7 +71,7 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a tree, ready for safetensors, and the metadata that holds the rest."""
+    """Split a tree into its tensors by name and the safetensors metadata with all other values."""
     tensors: dict[str, torch.Tensor] = {}
     skeleton = _flatten(tree, tensors, {}, "")
     metadata = {TREE_KEY: json.dumps(skeleton, separators=(",", ":"), allow_nan=False)}
@@ -80,18 +80,19 @@ def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def pack(tree: Any) -> bytes:
     """
-    Serialise a tree of dictionaries, lists, tuples, scalars and tensors into one blob.
+    Serialize a tree of dictionaries, lists, tuples, scalars and tensors into one blob.
 
     Args:
         tree (`Any`):
-            Tensors of any shape and dtype that safetensors knows, on any device; `None`, `bool`, `int`, `float`
-            (also infinite and NaN), `str`; dictionaries with keys of these scalar types, lists and tuples of all that.
+            Tree of dictionaries, lists and tuples. Its values are tensors of any shape, on any device and of any dtype
+            that safetensors supports, or `None`, `bool`, `int`, `float` (including infinite values and NaN) or `str`.
+            Keys of dictionaries are of these scalar types.
 
     Returns:
         `bytes`: A safetensors file.
 
     Raises:
-        TypeError: If the tree holds anything else. The message names the place.
+        TypeError: If the tree contains a value of another type. The message contains the path of the value.
 
     Example:
 
@@ -105,7 +106,7 @@ def pack(tree: Any) -> bytes:
     """
     tensors, metadata = _split(tree)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # safetensors refuses two names over one storage; a view of a shared storage becomes a copy of its own here.
+    # safetensors rejects two names for one storage, so a view of a shared storage is copied.
     seen: set[int] = set()
     for name, tensor in own.items():
         pointer = tensor.untyped_storage().data_ptr()
@@ -117,16 +118,16 @@ def pack(tree: Any) -> bytes:
 
 def unpack(blob: bytes) -> Any:
     """
-    The tree that [`pack`] serialised.
+    Restore a tree that [`pack`] serialized.
 
     Args:
-        blob (`bytes`): What `pack` returned.
+        blob (`bytes`): Return value of `pack`.
 
     Returns:
-        `Any`: The tree; tensors are on the CPU.
+        `Any`: The tree, with its tensors on the CPU.
 
     Raises:
-        ValueError: If the blob is not one of ours or is cut short.
+        ValueError: If the blob is damaged, is incomplete or was not written by `pack`.
     """
     try:
         return _unflatten(_skeleton(blob), safetensors.torch.load(blob))
@@ -135,7 +136,7 @@ def unpack(blob: bytes) -> Any:
 
 
 def packed_kind(blob: bytes) -> str | None:
-    """What stands under `kind` in a tree that `pack` serialised, without reading its tensors; `None` where nothing."""
+    """Return the value of the key `kind` in a serialized tree, without reading the tensors, or `None` if missing."""
     try:
         skeleton = _skeleton(blob)
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -145,14 +146,14 @@ def packed_kind(blob: bytes) -> str | None:
 
 
 def _skeleton(blob: bytes) -> Any:
-    """A packed tree with references in the place of its tensors."""
+    """Return a serialized tree with references instead of tensors."""
     header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
     return json.loads(header["__metadata__"][TREE_KEY])
 
 
 def packed_size(tree: Any) -> int:
     """
-    `len(pack(tree))` in bytes, computed from shapes without copying a tensor.
+    Return `len(pack(tree))` in bytes, computed from the shapes without copying tensors.
 
     The length of the header is computed once for all trees with the same names, shapes and dtypes, such as the updates
     of a round. Trees with other numbers and texts differ only by the lengths of these.
@@ -233,7 +234,7 @@ def _measure(tree: Any) -> tuple[int, int]:
     return len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()), offset
 
 
-# safetensors' name of each dtype, and its place in the file.
+# Name of each dtype in safetensors, and its rank in the order of the tensors in the file.
 _LAYOUT: dict[torch.dtype, tuple[int, str]] = {
     dtype: (place, name)
     for place, (dtype, name) in enumerate(

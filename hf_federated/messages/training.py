@@ -10,27 +10,28 @@ import torch
 from .base import Message
 
 
-# How a client names, among its metrics, the rows that it has of each class.
+# Prefix of the metrics that contain the number of examples of a client per class.
 CLASS_COUNT = "class_count_"
 
 
 @dataclass(frozen=True)
 class Fit(Message):
     """
-    Server to client: train on your data from this state.
+    Message from the server to a client: train on the data of the client, starting from this state.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): To whom it goes.
-        seed (`int`): What the client draws its randomness from, except for shuffling. Below 2**32.
-        state (`dict[str, torch.Tensor]`): The global values of what is exchanged, by parameter name. Empty where the
-            client goes on from a model of its own.
-        extra (`dict[str, torch.Tensor]`): What the algorithm sends beside it, by parameter name (Scaffold: the server
-            control variate). Empty for most.
-        settings (`dict[str, Any]`): The algorithm's numbers for this round, JSON scalars only.
-        returns_state (`bool`): Whether the update holds what training made of the state. Where clients keep models of
-            their own and answer with predictions, it holds none.
-        max_rows (`int`, *optional*): Rows to train on at most. Of more the client draws so many with its seed.
+        client_id (`str`): Id of the receiving client.
+        seed (`int`): Seed of the random numbers of the client, except for shuffling. Below 2**32.
+        state (`dict[str, torch.Tensor]`): Global values of the exchanged tensors, by parameter name. Empty if the
+            client keeps its own model and continues to train it.
+        extra (`dict[str, torch.Tensor]`, *optional*): Additional tensors of the algorithm, by parameter name. For
+            Scaffold, the control variate of the server. Empty for most algorithms.
+        settings (`dict[str, Any]`, *optional*): Settings of the algorithm for this round, JSON scalars only.
+        returns_state (`bool`, *optional*, defaults to `True`): Whether the update contains the trained state. It is
+            `False` if clients keep their own models and reply with predictions.
+        max_rows (`int`, *optional*): Maximum number of examples to train on. A client with more examples draws this
+            number of them with its seed.
     """
 
     kind: ClassVar[str] = "fit"
@@ -46,19 +47,20 @@ class Fit(Message):
 @dataclass(frozen=True)
 class ClientUpdate(Message):
     """
-    Client to server: what local training made of the state.
+    Message from a client to the server: result of local training.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): From whom it comes.
-        state (`dict[str, torch.Tensor]`): The trained values, with the keys, shapes and dtypes of the state received.
-        num_examples (`int`): Rows that the client trained on, each counted once; of a stream, rows seen this round.
-        num_tokens (`int`): Input tokens seen this round without padding; 0 when not counted.
-        num_steps (`int`): Optimizer steps taken this round.
-        metrics (`dict[str, float]`): Mean training loss, last gradient norm and learning rate, floating point
-            operations, samples seen.
-        extra (`dict[str, torch.Tensor]`): What the algorithm asks for beside the state (Scaffold: the change of the
-            client's control variate).
+        client_id (`str`): Id of the sending client.
+        state (`dict[str, torch.Tensor]`): Trained values, with the keys, shapes and dtypes of the received state.
+        num_examples (`int`): Number of examples that the client trained on, each counted once. For a streaming
+            dataset, the number of examples seen in this round.
+        num_tokens (`int`): Number of input tokens seen in this round, without padding. 0 if tokens are not counted.
+        num_steps (`int`): Number of optimizer steps in this round.
+        metrics (`dict[str, float]`, *optional*): Mean training loss, last gradient norm and learning rate, number of
+            floating point operations, and number of samples seen.
+        extra (`dict[str, torch.Tensor]`, *optional*): Additional tensors that the algorithm requires. For Scaffold,
+            the change of the control variate of the client.
     """
 
     kind: ClassVar[str] = "client_update"
@@ -72,12 +74,12 @@ class ClientUpdate(Message):
 
     @property
     def reported_metrics(self) -> dict[str, float]:
-        """The metrics with `num_examples`, `num_tokens` and `num_steps`."""
+        """The metrics, together with `num_examples`, `num_tokens` and `num_steps`."""
         counts = {"num_examples": self.num_examples, "num_tokens": self.num_tokens, "num_steps": self.num_steps}
         return {**self.metrics, **counts}
 
     def to(self, device: torch.device | None) -> ClientUpdate:
-        """The update with its tensors on a device; `None` leaves the tensors where they are."""
+        """Return the update with its tensors on a device. `None` keeps the devices of the tensors."""
         if device is None:
             return self
         state = {name: value.to(device) for name, value in self.state.items()}
@@ -87,12 +89,12 @@ class ClientUpdate(Message):
 @dataclass(frozen=True)
 class Evaluate(Message):
     """
-    Server to client: evaluate this state on your evaluation data.
+    Message from the server to a client: evaluate a state on the evaluation data of the client.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): To whom it goes.
-        state (`dict[str, torch.Tensor]`): The global values of what is exchanged, by parameter name.
+        client_id (`str`): Id of the receiving client.
+        state (`dict[str, torch.Tensor]`): Global values of the exchanged tensors, by parameter name.
     """
 
     kind: ClassVar[str] = "evaluate"
@@ -103,13 +105,14 @@ class Evaluate(Message):
 @dataclass(frozen=True)
 class Metrics(Message):
     """
-    Client to server: how the state did on the client's evaluation data.
+    Message from a client to the server: metrics of a requested evaluation or training step.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): From whom it comes.
-        num_examples (`int`): Rows evaluated.
-        metrics (`dict[str, float]`): The client's metrics, named as `compute_metrics` names them, with `eval_` before.
+        client_id (`str`): Id of the sending client.
+        num_examples (`int`): Number of examples, for example of the evaluation data.
+        metrics (`dict[str, float]`): Metrics of the client. Metrics of an evaluation have the names of
+            `compute_metrics` with the prefix `eval_`.
     """
 
     kind: ClassVar[str] = "metrics"
@@ -121,12 +124,12 @@ class Metrics(Message):
 @dataclass(frozen=True)
 class ClientFailure(Message):
     """
-    Client to server: the work asked for could not be done.
+    Message from a client to the server: the client could not handle a message.
 
     Args:
         round (`int`): Round number, from 0.
-        client_id (`str`): From whom it comes.
-        error (`str`): The error's class and text. It may name rows of the client's data only if the error did.
+        client_id (`str`): Id of the sending client.
+        error (`str`): Class and text of the error. It contains data of the client only if the text of the error does.
     """
 
     kind: ClassVar[str] = "client_failure"

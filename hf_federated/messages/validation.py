@@ -1,4 +1,4 @@
-"""What the server accepts from a client: the right keys, shapes and dtypes, and finite numbers."""
+"""Checks of client updates: keys, shapes, dtypes and finite values."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from .training import ClientUpdate
 
 
-# Raises `ValueError` for what an update has beside its parameters, of the right names, shapes and dtypes.
+# Function that raises `ValueError` for unusable values of `extra`. Names, shapes and dtypes are already checked.
 CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class RoundFailedError(RuntimeError):
-    """Too few clients delivered a valid reply. Checkpoints of earlier rounds are untouched."""
+    """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""
 
 
 class InvalidUpdateError(ValueError):
-    """An update that the server refuses. Its text names the client, the round, the key and what was expected."""
+    """The server rejected an update. The message names the client, the round, the key and the expected value."""
 
 
 def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity, or `None`."""
+    """Return the name of the first tensor with NaN or infinite values, or `None`."""
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
     if not floating:
         return None
-    # A finite sum means finite values, and is the cheapest pass there is. Sums of finite values may overflow, so only
-    # the exact look below convicts.
+    # A finite sum implies finite values, and a sum is the cheapest check. Sums of finite values may overflow, so the
+    # exact check below decides.
     sums = torch.stack(
         [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)) for value in floating.values()]
     )
@@ -44,8 +44,8 @@ def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torc
         if missing:
             parts.append(f"{len(missing)} keys are missing, the first is {missing[0]!r}")
         if unexpected:
-            parts.append(f"{len(unexpected)} keys were not asked for, the first is {unexpected[0]!r}")
-        raise InvalidUpdateError(f"{where}: {'; '.join(parts)}. All clients must train the same adapter or layers.")
+            parts.append(f"{len(unexpected)} keys are unexpected, the first is {unexpected[0]!r}")
+        raise InvalidUpdateError(f"{where}: {'; '.join(parts)}. Train the same adapter or layers on all clients.")
     for name, expected in reference.items():
         value = state[name]
         if value.shape != expected.shape:
@@ -54,11 +54,11 @@ def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torc
             )
         if value.dtype != expected.dtype:
             raise InvalidUpdateError(f"{where}: {name!r} is {value.dtype}, expected {expected.dtype}.")
-    name_of_bad = first_non_finite(state)
-    if name_of_bad is not None:
+    non_finite_name = first_non_finite(state)
+    if non_finite_name is not None:
         raise InvalidUpdateError(
-            f"{where}: {name_of_bad!r} holds NaN or infinite values, expected finite ones. Lower this client's "
-            "learning rate, clip its gradients (`max_grad_norm`), or look at its data."
+            f"{where}: {non_finite_name!r} holds NaN or infinite values, expected finite values. Lower the learning "
+            "rate of this client, clip its gradients (`max_grad_norm`), or check its data."
         )
 
 
@@ -73,33 +73,35 @@ def check_update(
     Check an update before it is aggregated.
 
     Args:
-        update ([`ClientUpdate`]): The reply.
-        round (`int`): The round that asked for it.
-        reference (`Mapping[str, torch.Tensor]`): The global state that was sent; keys, shapes and dtypes must agree.
-        extra_reference (`Mapping[str, torch.Tensor]`): The same for what the algorithm sends beside it.
-        extra_checks (`Sequence[Callable]`, *optional*): Each raises `ValueError` for values of `extra` that an
-            algorithm cannot use.
+        update ([`ClientUpdate`]): Update of the client.
+        round (`int`): Current round.
+        reference (`Mapping[str, torch.Tensor]`): The global state that was sent. Keys, shapes and dtypes of the update
+            must be equal.
+        extra_reference (`Mapping[str, torch.Tensor]`): Tensors with the keys, shapes and dtypes that `extra` of the
+            update must have.
+        extra_checks (`Sequence[Callable]`, *optional*): Functions that raise `ValueError` for values of `extra` that
+            an algorithm cannot use.
 
     Raises:
-        InvalidUpdateError: If anything differs, a value is not finite, the algorithm cannot use one, or it answers
-            another round.
+        InvalidUpdateError: If a key, shape or dtype differs, if a value is not finite, if the algorithm cannot use a
+            value, if a count or metric is invalid, or if the update is a reply to another round.
     """
     where = f"Client {update.client_id!r}, round {round}"
     if update.round != round:
-        raise InvalidUpdateError(f"{where}: the update answers round {update.round}.")
+        raise InvalidUpdateError(f"{where}: the update is a reply to round {update.round}.")
     if update.num_examples < 1 or update.num_tokens < 0 or update.num_steps < 1:
         raise InvalidUpdateError(
             f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
-            "expected at least one example and one step. An update of no data cannot be weighted."
+            "expected at least one example and one step. An update without data cannot be weighted."
         )
     for name, value in update.metrics.items():
         if not isinstance(value, (int, float)):
             raise InvalidUpdateError(f"{where}: the metric {name!r} is {value!r}, expected a number.")
     _check_state(update.state, reference, where)
-    beside = f"{where}, beside the parameters"
-    _check_state(update.extra, extra_reference, beside)
+    extra_where = f"{where}, additional tensors"
+    _check_state(update.extra, extra_reference, extra_where)
     for check_extra in extra_checks:
         try:
             check_extra(update.extra)
         except ValueError as error:
-            raise InvalidUpdateError(f"{beside}: {error}") from error
+            raise InvalidUpdateError(f"{extra_where}: {error}") from error

@@ -1,4 +1,4 @@
-"""Steps between a client's training and the aggregate: clipping, narrower dtypes, a user's own."""
+"""Postprocessing of updates between local training and aggregation: clipping, narrower dtypes, custom steps."""
 
 from .base import Postprocessor, run_client_side, run_server_side
 from .clipping import ClipUpdate

@@ -1,8 +1,8 @@
-"""The seam between a client's training and the aggregate: an ordered list of steps with two sides.
+"""Postprocessors: an ordered list of steps between local training and aggregation.
 
-Each step may change an update where it leaves the client, in the order of the list, and again where it reaches the
-server, in reverse order. Clipping, noise, compression and dtypes are steps. The ledger counts the bytes between the
-two sides.
+Each step has a client side and a server side. The client sides change an update before it is sent, in the order of the
+list. The server sides change the update after it is received, in reverse order. Clipping, noise, compression and
+conversion of dtypes are steps. The ledger counts the bytes between the two sides.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..utils.random import derived_seed, isolated_rng
 
 class Postprocessor:
     """
-    A step between a client's training and the aggregate. The sides share constructor arguments and no state.
+    Step between local training and aggregation. The two sides share the constructor arguments but no state.
 
-    Either side may draw from the global generators of torch, numpy and Python: they are seeded for it from the run's
-    seed, the client and the round, and put back afterwards. So no two updates get the same noise, and the same run has
-    the same noise over any number of processes. A generator of the step's own has none of this.
+    Both sides may draw random numbers from the global generators of torch, numpy and Python. The generators are seeded
+    from the seed of the run, the client and the round, and restored afterwards. Each update therefore gets different
+    noise, and a run has the same noise with any number of processes. A private generator of a step has neither
+    property.
 
     Example:
 
@@ -45,8 +46,11 @@ class Postprocessor:
         Change an update before it leaves the client.
 
         Args:
-            update ([`ClientUpdate`]): What training, or the step before this one, made.
-            message ([`Fit`]): What the client received.
+            update ([`ClientUpdate`]): Result of local training or of the preceding step.
+            message ([`Fit`]): Message that the client received.
+
+        Returns:
+            [`ClientUpdate`]: The changed update.
         """
         return update
 
@@ -55,14 +59,17 @@ class Postprocessor:
         Change an update when it reaches the server.
 
         Args:
-            update ([`ClientUpdate`]): What came, or what the step after this one made of it.
-            state (`dict[str, torch.Tensor]`): The global state that was sent.
+            update ([`ClientUpdate`]): Received update, or the result of the following step of the list.
+            state (`dict[str, torch.Tensor]`): The global state that was sent to the client.
+
+        Returns:
+            [`ClientUpdate`]: The changed update.
         """
         return update
 
 
 def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, message: Fit) -> ClientUpdate:
-    """All client sides, in order. What they draw follows from the message's seed."""
+    """Run all client sides in order. Their random numbers depend on the seed of the message."""
     if steps:
         with isolated_rng(derived_seed(message.seed, "client side")):
             for step in steps:
@@ -73,7 +80,7 @@ def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, messag
 def run_server_side(
     steps: Sequence[Postprocessor], update: ClientUpdate, state: dict[str, torch.Tensor], seed: int
 ) -> ClientUpdate:
-    """All server sides, in reverse order. What they draw follows from the seed that the client was sent."""
+    """Run all server sides in reverse order. Their random numbers depend on the seed that was sent to the client."""
     if steps:
         with isolated_rng(derived_seed(seed, "server side")):
             for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""Clipping: a bound on the norm of a client's change."""
+"""Clipping of the norm of client updates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .base import Postprocessor
 
 class ClipUpdate(Postprocessor):
     """
-    Bounds how far one client can move the global model: `x_i ← x + (x_i − x) · min(1, S / ‖x_i − x‖₂)`.
+    Clip the norm of a client update: `x_i ← x + (x_i − x) · min(1, S / ‖x_i − x‖₂)`.
 
-    The norm is taken over all floating values that travel, on the client (McMahan et al., Learning Differentially
-    Private Recurrent Language Models, ICLR 2018, "flat clipping"). It bounds the sensitivity that differential privacy
-    needs; without noise it gives no privacy.
+    `x` is the state that the client received and `x_i` the state that it trained. The client computes the norm over
+    all floating values of the update (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR
+    2018, "flat clipping"). Clipping bounds the influence of one client on the global model, which is the sensitivity
+    of differential privacy. Clipping without noise gives no privacy.
 
     Args:
-        max_norm (`float`): `S`, positive.
+        max_norm (`float`): Largest norm `S`, positive.
 
     Raises:
         ValueError: If `max_norm` is not positive.

@@ -13,12 +13,12 @@ from .base import Postprocessor
 
 
 def exchange_dtype(name: str | None) -> torch.dtype | None:
-    """The torch dtype that `exchange_dtype` of [`FederatedConfig`] names; `None` for the parameters' own dtypes."""
+    """Return the torch dtype of `exchange_dtype` in [`FederatedConfig`]. `None` keeps the dtypes of the parameters."""
     return None if name is None else getattr(torch, name)
 
 
 def cast_floating(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """A state with its floating tensors in another dtype; `None` leaves all as they are."""
+    """Return a state with its floating tensors converted to `dtype`. `None` keeps all dtypes."""
     if dtype is None:
         return dict(state)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
@@ -26,14 +26,16 @@ def cast_floating(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) 
 
 class SendChanges(Postprocessor):
     """
-    What a client changed travels, in a narrower dtype: `Δ_i = cast(x_i − x̃)`, `x_i ← x + Δ_i`, where `x̃` is what the
-    client received.
+    Send the changes of a client in a narrower dtype: `Δ_i = cast(x_i − x̃)`, `x_i ← x + Δ_i`.
 
-    A cast of the values themselves would lose every change below their precision: bfloat16 has 8 bits, and a step of
-    1e-4 on a weight of 1 needs 14. `exchange_dtype` of [`FederatedConfig`] installs it after all other steps.
+    `x̃` is the state that the client received.
+
+    A cast of the values instead of the changes would lose every change below the precision of the dtype: bfloat16 has
+    8 bits of precision, and a step of 1e-4 on a weight of 1 needs 14. `exchange_dtype` of [`FederatedConfig`] adds
+    this step after all other steps.
 
     Args:
-        dtype (`torch.dtype`): Of what travels.
+        dtype (`torch.dtype`): Dtype of the sent changes.
 
     Example:
 
@@ -67,10 +69,10 @@ class SendChanges(Postprocessor):
         for name, value in (*update.state.items(), *update.extra.items()):
             if value.is_floating_point() and value.dtype != self.dtype:
                 raise InvalidUpdateError(
-                    f"Client {update.client_id!r}, round {update.round}: {name!r} travelled as {value.dtype}, "
-                    f"expected {self.dtype}, which `exchange_dtype` agrees on."
+                    f"Client {update.client_id!r}, round {update.round}: {name!r} was sent as {value.dtype}, "
+                    f"expected {self.dtype}. Set the same `exchange_dtype` on the server and on all clients."
                 )
-        # A name that was not asked for, or another shape, is for the check to refuse.
+        # `check_update` rejects unexpected names and shapes later.
         values = {
             name: (state[name] + value).to(state[name].dtype)
             if name in state and self._narrows(state[name]) and value.shape == state[name].shape

@@ -1,1 +1,1 @@
-"""Random generators, garbage collection, weighted means, client ids as file names."""
+"""Random generators, garbage collection, weighted means, and file names for client ids."""

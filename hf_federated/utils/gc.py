@@ -1,4 +1,4 @@
-"""Garbage collections, of which every `train()` of a client makes one."""
+"""Faster garbage collection. Every `train()` of a client runs a full collection."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from contextlib import contextmanager
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """
-    Collections inside pass over what exists by now, which is mostly imported modules: a million objects take half a
-    second each time, which of a short local training is more than the training.
+    Exclude all existing objects from garbage collections inside the context.
 
-    Where an application has frozen most of its objects by `gc.freeze()` itself, nothing is done: to unfreeze would
-    undo that.
+    The existing objects are mostly imported modules. A collection of a million objects takes half a second, which is
+    longer than a short local training.
+
+    The context does nothing if the application has already frozen most of its objects with `gc.freeze()`, because
+    `gc.unfreeze()` would unfreeze these objects too.
 
     Example:
 

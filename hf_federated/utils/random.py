@@ -1,4 +1,4 @@
-"""The global generators of Python, numpy and torch, and seeds for them."""
+"""Global random number generators of Python, numpy and torch, and their seeds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ import torch
 
 def derived_seed(seed: int, *purpose: str | int) -> int:
     """
-    A seed of its own for each purpose, below 2**32.
+    Derive a separate seed for a purpose, below 2**32.
 
-    A hash of all: sums would collide (client 1 in round 2 with client 2 in round 1), and places in a list would
-    change when a client joins.
+    The seed is a hash of `seed` and `purpose`. A sum would give equal seeds (client 1 in round 2 and client 2 in
+    round 1), and positions in a list would change when a client joins.
+
+    Args:
+        seed (`int`): Seed of the run.
+        purpose (`str` or `int`): Values that identify the purpose, such as a client id and a round.
+
+    Returns:
+        `int`: The derived seed.
     """
     digest = hashlib.sha256("\0".join(map(str, (seed, *purpose))).encode()).digest()
     return int.from_bytes(digest[:4], "little")
@@ -31,8 +38,10 @@ def seed_generators(seed: int) -> None:
 
 def seed_torch(seed: int) -> None:
     """
-    `torch.manual_seed`, without its cost where there is no accelerator: for each backend that is absent it formats a
-    stack trace and queues the seed, which takes longer than a small training step.
+    Call `torch.manual_seed`, or seed only the CPU generator if no accelerator is available.
+
+    `torch.manual_seed` formats a stack trace and queues the seed for each missing backend. This takes longer than a
+    small training step.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -41,7 +50,7 @@ def seed_torch(seed: int) -> None:
 
 
 def torch_state() -> list[torch.Tensor]:
-    """The state of torch's global generators, on the CPU and on this process's accelerator."""
+    """Return the states of the global generators of torch, on the CPU and on the accelerator of this process."""
     state = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         state.append(torch.get_device_module().get_rng_state())
@@ -49,22 +58,22 @@ def torch_state() -> list[torch.Tensor]:
 
 
 def set_torch_state(state: list[torch.Tensor]) -> None:
-    """Take back what `torch_state` gave."""
+    """Restore the states that `torch_state` returned."""
     torch.set_rng_state(state[0])
-    for own in state[1:]:
-        torch.get_device_module().set_rng_state(own)
+    for accelerator_state in state[1:]:
+        torch.get_device_module().set_rng_state(accelerator_state)
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put back the global generators of Python, numpy and torch, on the CPU and on this process's accelerator."""
+    """Restore the global generators of Python, numpy and torch on exit, on the CPU and the accelerator in use."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # Apple's has one generator, which has no number and cannot be forked.
+    # The MPS backend has one generator without a device index, which cannot be forked.
     if accelerator is None or accelerator.type == "mps":
         forked = torch.random.fork_rng(devices=[])
     else:
-        # Not those of other processes, which share the machine.
+        # Only the device of this process. Other processes of the machine use the other devices.
         device = torch.accelerator.current_device_index()
         forked = torch.random.fork_rng(devices=[device], device_type=accelerator.type)
     with forked:
@@ -77,7 +86,7 @@ def preserved_generators() -> Iterator[None]:
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """What is drawn in the body follows from a seed, and nothing that is drawn elsewhere notices."""
+    """Seed all global generators inside the context and restore their previous states on exit."""
     with preserved_generators():
         seed_generators(seed)
         yield

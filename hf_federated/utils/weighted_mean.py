@@ -1,4 +1,4 @@
-"""`WeightedMean`: the sum that every averaging algorithm is built on, the same in any order and grouping."""
+"""`WeightedMean`: streaming mean for all averaging algorithms, independent of the order and grouping of updates."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch
 
 State = dict[str, torch.Tensor]
 
-# Numbers that are converted at a time.
+# Number of values that are converted at a time.
 PIECE = 2**18
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what a server keeps of a tensor: float32, or the tensor's own where that is wider."""
+    """Return the dtype of values that the server keeps: float32, or `dtype` if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
     """
-    The dtype to add a tensor up in, so much wider than its own that the order of additions is rounded away: a mean is
-    then the same however clients are spread over processes. Apple's GPUs have no float64.
+    Return the dtype in which the values of a tensor are summed.
+
+    It is so wide that the effect of the order of additions disappears when the mean is rounded. The mean then does not
+    depend on the assignment of clients to processes. GPUs of Apple do not support float64.
     """
     wider = torch.float64 if value.dtype.itemsize >= 4 and value.device.type != "mps" else torch.float32
     return torch.promote_types(value.dtype, wider)
@@ -46,17 +48,18 @@ def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) 
 
 class WeightedMean:
     """
-    A streaming weighted mean of states: `Σ_i w_i x_i / Σ_i w_i`, summed in float64 (float32 for half precision).
+    Streaming weighted mean of states, `Σ_i w_i x_i / Σ_i w_i`, summed in float64 (float32 for half precision).
 
-    It holds one sum however many are added. With weights that are whole numbers the products and, as long as a value
-    differs between clients by less than five orders of magnitude, the sums are exact: the mean does not depend on the
-    order of additions nor on how clients are spread over processes. One state, and any number of equal states of less
-    than float64, come out bit for bit. Integer and boolean tensors are not averaged: the first state's are kept.
+    The mean keeps one sum for any number of states. If the weights are integers, the products are exact. The sums are
+    exact too if a value differs between clients by less than five orders of magnitude. The mean then depends neither
+    on the order of additions nor on the assignment of clients to processes. The mean of one state, or of any number of
+    equal states in a dtype narrower than float64, is equal to the state bit for bit. Integer and boolean tensors are
+    not averaged: the mean contains the tensors of the first state.
 
     Args:
         reference (`Mapping[str, torch.Tensor]`, *optional*):
-            Tensors with the names, shapes and dtypes of the states. An engine with several processes needs it, because
-            a process may receive no update. The values are not used.
+            Tensors with the names, shapes and dtypes of the states. It is required with several processes, because a
+            process may receive no update. The values are not used.
 
     Example:
 
@@ -76,18 +79,18 @@ class WeightedMean:
         self._reference = reference
         self.total_weight = 0.0
         self.num_updates = 0
-        # Of a single state the state itself, of more their weighted sum.
+        # With one state, the unweighted state. With several states, their weighted sum.
         self._sums: State = {}
         self._others: State = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
         """
-        Add a state.
+        Add a state to the mean.
 
         Args:
-            state (`Mapping[str, torch.Tensor]`): The same names and shapes every time.
-            weight (`float`): Positive.
+            state (`Mapping[str, torch.Tensor]`): Tensors with the same names and shapes in every call.
+            weight (`float`): Weight of the state, positive.
 
         Raises:
             ValueError: If the weight is not positive and finite.
@@ -120,17 +123,18 @@ class WeightedMean:
         self, total_weight: float, num_updates: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """
-        Prepare this process's part of a mean over several processes.
+        Prepare the part of this process for a mean over several processes.
 
-        The caller then replaces the first list, in place, by its sum over the processes, and the second list by the
-        tensors of the process that added the first state. The result is the mean over all processes.
+        The caller then replaces the tensors of the first list in place by their sums over the processes, and the
+        tensors of the second list by the tensors of the process that added the first state. This object is then the
+        mean over all processes.
 
         Args:
-            total_weight (`float`): Sum of the weights in all processes.
-            num_updates (`int`): Number of states added in all processes.
+            total_weight (`float`): Sum of the weights over all processes.
+            num_updates (`int`): Number of states added by all processes.
 
         Returns:
-            `tuple`: The tensors to sum and the tensors to copy, in the order of the reference.
+            `tuple`: List of tensors to sum and list of tensors to copy, in the order of the reference.
 
         Raises:
             ValueError: If this process added no state and has no `reference`.
@@ -142,24 +146,24 @@ class WeightedMean:
         elif num_updates > 1:
             self._make_sum()
         self.total_weight, self.num_updates = total_weight, num_updates
-        # The order of the reference is the same in all processes; that of a received state may not be.
+        # The order of the reference is the same in all processes. The order of a received state may differ.
         names = self._dtypes if self._reference is None else self._reference
         sums = [self._sums[name] for name in names if name in self._sums]
         return sums, [self._others[name] for name in names if name in self._others]
 
     def finalize(self, wide: bool = False) -> State:
         """
-        The mean.
+        Return the mean.
 
         Args:
-            wide (`bool`, *optional*, defaults to `False`): Leave it in the accumulator's dtype instead of casting it
-                back to that of the states.
+            wide (`bool`, *optional*, defaults to `False`): Whether to return the mean in the dtype of the sums instead
+                of the dtype of the states.
 
         Returns:
-            `dict[str, torch.Tensor]`: The mean of the floating tensors, the first state's other tensors.
+            `dict[str, torch.Tensor]`: Mean of the floating tensors, and the other tensors of the first state.
 
         Raises:
-            ValueError: If nothing was added.
+            ValueError: If no state was added.
         """
         if self.num_updates == 0:
             raise ValueError("The mean of no updates is undefined.")
@@ -167,15 +171,20 @@ class WeightedMean:
 
     def mean_of(self, name: str, wide: bool = False) -> torch.Tensor:
         """
-        The mean of one tensor, as [`~WeightedMean.finalize`] returns it. Wide means of all tensors together are twice
-        as large as the states; one by one they are not in memory together.
+        Return the mean of one tensor, as in [`~WeightedMean.finalize`].
+
+        Wide means are twice as large as the states. This method avoids holding the wide means of all tensors in memory
+        at the same time.
 
         Args:
-            name (`str`): Its name.
-            wide (`bool`, *optional*, defaults to `False`): Leave it in the accumulator's dtype.
+            name (`str`): Name of the tensor.
+            wide (`bool`, *optional*, defaults to `False`): Whether to return the mean in the dtype of the sums.
+
+        Returns:
+            `torch.Tensor`: Mean of the tensor, or the tensor of the first state if it is not floating.
 
         Raises:
-            ValueError: If nothing was added.
+            ValueError: If no state was added.
         """
         if self.num_updates == 0:
             raise ValueError("The mean of no updates is undefined.")

@@ -372,7 +372,7 @@ def test_scores_that_cannot_be_used_are_refused_by_name_and_the_round_goes_on(tm
     trainer.train()
     (reasons,) = rejected.reasons
     assert list(reasons) == ["b"]
-    assert re.match(f"Client 'b', round 0, beside the parameters: .*{words}", reasons["b"])
+    assert re.match(f"Client 'b', round 0, additional tensors: .*{words}", reasons["b"])
     assert same_weights(trainer.model, without_b)
 
 

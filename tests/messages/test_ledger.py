@@ -1,4 +1,4 @@
-"""The ledger adds up, by client and by round, and survives a file."""
+"""Ledger: sums by client and by round, and serialization to a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_federated import Ledger
 from hf_federated.messages.ledger import LEDGER_NAME
 
 
-# (round, client, down, up), not in order of rounds.
+# (round, client, down, up), in no particular order of rounds.
 ENTRIES = [(1, "b", 10, 1), (0, "a", 100, 40), (0, "b", 100, 0), (0, "b", 0, 60), (10, "a", 7, 0)]
 
 
@@ -27,7 +27,7 @@ def test_totals_are_the_sums_of_the_entries(ledger):
     assert ledger.bytes_up == sum(up for _, _, _, up in ENTRIES)
 
 
-def test_rounds_are_summed_up_in_order(ledger):
+def test_rounds_are_summed_in_order(ledger):
     assert ledger.rounds() == [
         {
             "round": round,
@@ -39,7 +39,7 @@ def test_rounds_are_summed_up_in_order(ledger):
     ]
 
 
-def test_clients_are_summed_up_in_order(ledger):
+def test_clients_are_summed_in_order(ledger):
     assert list(ledger.clients().items()) == [
         (
             name,
@@ -53,12 +53,12 @@ def test_clients_are_summed_up_in_order(ledger):
     ]
 
 
-def test_an_empty_ledger_counts_nothing():
+def test_empty_ledger_has_zero_bytes():
     ledger = Ledger()
     assert (ledger.bytes_down, ledger.bytes_up, ledger.rounds(), ledger.clients()) == (0, 0, [], {})
 
 
-def test_it_survives_json_and_a_file(ledger, tmp_path):
+def test_ledger_survives_json_and_a_file(ledger, tmp_path):
     ledger.save(tmp_path)
     values = json.loads((tmp_path / LEDGER_NAME).read_text(encoding="utf-8"))
     for copy in (Ledger.load(tmp_path), Ledger.from_dict(values), Ledger.from_dict(ledger.to_dict())):
@@ -66,7 +66,7 @@ def test_it_survives_json_and_a_file(ledger, tmp_path):
         assert copy.rounds() == ledger.rounds()
 
 
-def test_a_copy_goes_on_by_itself(ledger):
+def test_copy_does_not_change_the_original(ledger):
     before = ledger.bytes_up
     copy = Ledger.from_dict(ledger.to_dict())
     copy.record(0, "a", bytes_up=5)

@@ -1,4 +1,4 @@
-"""Messages and their codec: what went in comes out, its size is known beforehand, and nothing else is believed."""
+"""Messages and their serialization: exact round trips, sizes known in advance, and rejection of invalid blobs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DTYPES = [
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Equal trees: types, order of keys, and tensors bit for bit."""
+    """Assert that trees have equal types and key orders, and tensors that are equal bit for bit."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -85,11 +85,11 @@ def assert_same(a: Any, b: Any) -> None:
         for left, right in zip(a, b, strict=True):
             assert_same(left, right)
     else:
-        assert repr(a) == repr(b)  # NaN equals NaN here, and 1 is not True
+        assert repr(a) == repr(b)  # NaN equals NaN, and 1 differs from True
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
-def test_message_survives_its_bytes(message):
+def test_message_survives_serialization(message):
     blob = message.to_bytes()
     for copy in (read_message(blob), type(message).from_bytes(blob)):
         assert type(copy) is type(message)
@@ -98,17 +98,17 @@ def test_message_survives_its_bytes(message):
         assert copy.to_bytes() == blob
 
 
-def test_every_kind_of_message_is_tried_above():
+def test_all_message_kinds_are_tested():
     assert {type(message) for message in MESSAGES} == set(KINDS.values())
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
-def test_num_bytes_is_the_length_of_the_bytes(message):
+def test_num_bytes_is_the_serialized_length(message):
     assert message.num_bytes == len(message.to_bytes())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_dtype_survive_and_are_sized(dtype):
+def test_tensors_of_every_dtype_survive_and_have_the_computed_size(dtype):
     raw = torch.arange(48, dtype=torch.uint8)
     full = raw % 2 == 0 if dtype is torch.bool else raw.view(dtype)
     tree = {"full": full, "empty": full[:0], "scalar": full[0], "matrix": full[:2].reshape(1, 2, 1)}
@@ -117,16 +117,16 @@ def test_tensors_of_every_dtype_survive_and_are_sized(dtype):
     assert packed_size(tree) == len(blob)
 
 
-def test_size_is_right_for_many_tensors_of_mixed_dtypes():
-    # More than ten, so that the order of names as text differs from their order as numbers.
+def test_size_of_many_tensors_of_mixed_dtypes():
+    # More than ten tensors, so that the names have a different order as text than as numbers.
     tree = {f"name {i} é": torch.zeros(i, dtype=DTYPES[i % len(DTYPES)]) for i in range(40)}
     assert packed_size(tree) == len(pack(tree))
 
 
 @pytest.mark.parametrize("second", DTYPES, ids=str)
 @pytest.mark.parametrize("first", DTYPES, ids=str)
-def test_size_is_right_whichever_dtype_lies_first(first, second):
-    # The header holds offsets as text; a large tensor in front of many small ones makes it longer.
+def test_size_for_every_order_of_dtypes(first, second):
+    # The header contains offsets as text. A large tensor before many small tensors makes the header longer.
     tree = [torch.zeros(2, dtype=first) for _ in range(20)] + [torch.zeros(5000, dtype=second)]
     assert packed_size(tree) == len(pack(tree))
 
@@ -152,18 +152,18 @@ def test_size_is_right_whichever_dtype_lies_first(first, second):
     ],
     ids=lambda tree: repr(tree)[:30],
 )
-def test_odd_trees_survive_and_are_sized(tree):
+def test_unusual_trees_survive_and_have_the_computed_size(tree):
     blob = pack(tree)
     assert_same(unpack(blob), tree)
     assert packed_size(tree) == len(blob)
 
 
 @pytest.mark.parametrize("value", [0.1, float("inf"), float("-inf"), float("nan")])
-def test_a_numpy_float_becomes_a_plain_one(value):
+def test_numpy_float_becomes_python_float(value):
     assert_same(unpack(pack({"metric": np.float64(value)})), {"metric": value})
 
 
-def test_a_tensor_in_two_places_travels_once_and_stays_one():
+def test_shared_tensor_is_serialized_once_and_stays_shared():
     weight = torch.zeros(1000)
     tree = {"embedding": weight, "head": weight}
     blob = pack(tree)
@@ -173,7 +173,7 @@ def test_a_tensor_in_two_places_travels_once_and_stays_one():
     assert copy["embedding"] is copy["head"]
 
 
-def test_views_travel_as_what_they_show():
+def test_views_are_serialized_with_their_values():
     base = torch.arange(12.0).reshape(3, 4)
     tree = {
         "whole": base,
@@ -188,17 +188,17 @@ def test_views_travel_as_what_they_show():
     assert packed_size(tree) == len(blob)
 
 
-def test_a_view_does_not_drag_its_storage_along():
+def test_view_is_serialized_without_its_storage():
     assert len(pack(torch.zeros(100_000)[:2])) < 200
 
 
-def test_parameters_travel_without_their_gradients():
+def test_parameters_are_serialized_without_gradients():
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 7.0)
     assert_same(unpack(pack(parameter)), torch.ones(2))
 
 
-def test_packing_leaves_the_tree_alone():
+def test_pack_does_not_change_the_tree():
     tree = {"a": torch.ones(2), "b": {1: (torch.zeros(1),)}}
     tensors = (tree["a"], tree["b"][1][0])
     pack(tree)
@@ -216,49 +216,49 @@ def test_unpacked_tensors_are_writable_copies():
     [{"model": {"set": [0, {1}]}}, {"model": {"set": [0, object()]}}, {"model": {"set": [0, b"bytes"]}}],
     ids=["set", "object", "bytes"],
 )
-def test_what_cannot_be_serialised_is_named_with_its_place(tree):
+def test_value_that_cannot_be_serialized_is_named_with_its_path(tree):
     for function in (pack, packed_size):
         with pytest.raises(TypeError, match=r"\.model\.set\[1\] is a (set|object|bytes), which cannot be serialised"):
             function(tree)
 
 
-def test_a_dtype_that_cannot_travel_is_named_with_its_place():
+def test_unsupported_dtype_is_named_with_its_path():
     for function in (pack, packed_size):
         with pytest.raises(TypeError, match=r"\.weight is a tensor of torch\.complex128"):
             function({"weight": torch.zeros(1, dtype=torch.complex128)})
 
 
-# ---- Blobs that are not ours
+# ---- Invalid blobs
 
 
 @pytest.mark.parametrize("content", ['"aa"', '"xy"', '"3ff8000000000000ff"', "1.5", "null"])
-def test_a_damaged_number_is_refused(content):
+def test_damaged_number_is_rejected(content):
     blob = safetensors.torch.save({}, {TREE_KEY: f'{{"$float":{content}}}'})
     with pytest.raises(ValueError, match="Not a packed tree"):
         unpack(blob)
 
 
-def test_a_message_is_as_long_whatever_its_numbers():
+def test_size_of_a_message_does_not_depend_on_its_numbers():
     def size(loss):
         return Metrics(0, "a", num_examples=1, metrics={"loss": loss}).num_bytes
 
     assert size(0.5) == size(0.123456789012345) == size(-1e-300) == size(float("nan"))
 
 
-def test_a_blob_cut_anywhere_is_refused():
+def test_truncated_blob_is_rejected():
     blob = MESSAGES[0].to_bytes()
     for length in range(len(blob)):
         with pytest.raises(ValueError, match="Not a packed tree"):
             unpack(blob[:length])
 
 
-def test_a_blob_with_something_behind_it_is_refused():
+def test_blob_with_trailing_bytes_is_rejected():
     with pytest.raises(ValueError, match="Not a packed tree"):
         unpack(MESSAGES[0].to_bytes() + b"\0")
 
 
 @pytest.mark.parametrize("position", range(0, 40))
-def test_a_damaged_header_is_refused_or_read_without_another_error(position):
+def test_damaged_header_raises_only_value_errors(position):
     blob = bytearray(MESSAGES[0].to_bytes())
     blob[position] ^= 0xFF
     with pytest.raises(ValueError):
@@ -281,40 +281,40 @@ def test_a_damaged_header_is_refused_or_read_without_another_error(position):
     ],
     ids=lambda skeleton: skeleton[:20],
 )
-def test_a_header_that_makes_no_tree_is_refused(skeleton):
+def test_header_without_a_valid_tree_is_rejected(skeleton):
     blob = safetensors.torch.save({"0": torch.zeros(1)}, {"tree": skeleton})
     with pytest.raises(ValueError, match="Not a packed tree"):
         unpack(blob)
 
 
-def test_a_foreign_safetensors_file_is_refused():
+def test_other_safetensors_file_is_rejected():
     with pytest.raises(ValueError, match="Not a packed tree"):
         unpack(safetensors.torch.save({"weight": torch.zeros(1)}, {"format": "pt"}))
 
 
-class Canary:
-    """Tells when it is unpickled."""
+class UnpicklingDetector:
+    """Records that it was unpickled."""
 
-    alive = False
+    was_unpickled = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Canary.alive = True
+        UnpicklingDetector.was_unpickled = True
 
 
-def test_a_pickle_is_refused_and_not_run(tmp_path):
-    canary = Canary()
-    canary.song = "tweet"  # type: ignore[attr-defined]
-    torch.save({"state": canary}, tmp_path / "saved.pt")
-    for blob in (pickle.dumps(canary), pickle.dumps(canary, protocol=0), (tmp_path / "saved.pt").read_bytes()):
+def test_pickle_is_rejected_and_not_executed(tmp_path):
+    detector = UnpicklingDetector()
+    detector.content = "content"  # type: ignore[attr-defined]
+    torch.save({"state": detector}, tmp_path / "saved.pt")
+    for blob in (pickle.dumps(detector), pickle.dumps(detector, protocol=0), (tmp_path / "saved.pt").read_bytes()):
         for read in (unpack, read_message, Fit.from_bytes):
             with pytest.raises(ValueError):
                 read(blob)
-    assert not Canary.alive
-    pickle.loads(pickle.dumps(canary))
-    assert Canary.alive  # the canary works
+    assert not UnpicklingDetector.was_unpickled
+    pickle.loads(pickle.dumps(detector))
+    assert UnpicklingDetector.was_unpickled  # the detector itself works
 
 
-def test_the_package_uses_no_pickle():
+def test_package_uses_no_pickle():
     forbidden_modules = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     forbidden_calls = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
     found = []
@@ -333,49 +333,49 @@ def test_the_package_uses_no_pickle():
     assert not found
 
 
-# ---- Trees that are no message
+# ---- Trees that are not messages
 
 
-def test_another_kind_is_refused_by_name():
-    with pytest.raises(ValueError, match="Expected a message of kind 'fit', got 'evaluate'"):
+def test_another_kind_is_rejected_with_its_name():
+    with pytest.raises(ValueError, match="Expected a message of kind 'fit', got kind 'evaluate'"):
         Fit.from_bytes(Evaluate(0, "a", {}).to_bytes())
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"Unknown kind of message 'gossip'; known are \['client_failure'"):
+def test_unknown_kind_is_rejected_with_the_known_kinds():
+    with pytest.raises(ValueError, match=r"Unknown message kind 'gossip'; known kinds are \['client_failure'"):
         read_message(pack({"kind": "gossip", "fields": {}}))
 
 
 @pytest.mark.parametrize("tree", [3, [], {}, {"kind": None}, {"kind": []}, {"fields": {}}], ids=repr)
-def test_a_tree_that_is_no_message_is_refused(tree):
-    with pytest.raises(ValueError, match="Unknown kind of message"):
+def test_tree_that_is_not_a_message_is_rejected(tree):
+    with pytest.raises(ValueError, match="Unknown message kind"):
         read_message(pack(tree))
     with pytest.raises(ValueError, match="Expected a message of kind 'fit'"):
         Fit.from_bytes(pack(tree))
 
 
 @pytest.mark.parametrize("fields", [None, 3, [], "round"], ids=repr)
-def test_a_message_without_fields_is_refused(fields):
+def test_message_without_fields_is_rejected(fields):
     for read in (read_message, Metrics.from_bytes):
-        with pytest.raises(ValueError, match="A 'metrics' message has the fields"):
+        with pytest.raises(ValueError, match="A message of kind 'metrics' has the fields"):
             read(pack({"kind": "metrics", "fields": fields}))
 
 
-def test_missing_and_additional_fields_are_refused_by_name():
+def test_missing_and_additional_fields_are_rejected_with_their_names():
     fields = {"round": 0, "client_id": "a", "num_examples": 1, "metrics": {}}
-    for wrong in ({**fields, "rows": []}, {key: value for key, value in fields.items() if key != "metrics"}):
-        blob = pack({"kind": "metrics", "fields": wrong})
-        with pytest.raises(ValueError, match="A 'metrics' message has the fields") as error:
+    for invalid_fields in ({**fields, "rows": []}, {key: value for key, value in fields.items() if key != "metrics"}):
+        blob = pack({"kind": "metrics", "fields": invalid_fields})
+        with pytest.raises(ValueError, match="A message of kind 'metrics' has the fields") as error:
             read_message(blob)
-        assert str(list(wrong)) in str(error.value)
+        assert str(list(invalid_fields)) in str(error.value)
 
 
-def test_messages_cannot_be_changed():
+def test_messages_are_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MESSAGES[0].round = 9  # type: ignore[attr-defined]
 
 
-def test_the_blob_is_a_safetensors_file_that_others_read():
+def test_blob_is_a_valid_safetensors_file():
     blob = MESSAGES[0].to_bytes()
     tensors = safetensors.torch.load(blob)
     assert sorted(tuple(tensor.shape) for tensor in tensors.values()) == [(2,), (2,), (2, 3)]

@@ -1,4 +1,4 @@
-"""Steps between a client and the aggregate: their order, and clipping."""
+"""Postprocessors: order of the steps, clipping, and random numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reply(**state):
 
 
 class Scale(Postprocessor):
-    """Multiplies on the client, adds on the server, which does not commute."""
+    """Multiplies on the client and adds on the server. The operations do not commute."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -49,19 +49,19 @@ def test_client_sides_run_in_order_and_server_sides_in_reverse():
     assert run_server_side(steps, update, SENT.state, seed=0).state["w"].item() == 2.0**2 + 3.0
 
 
-def test_without_steps_the_update_is_the_same_object():
+def test_no_steps_return_the_same_object():
     update = reply(w=torch.ones(2))
     assert run_client_side([], update, SENT) is update
     assert run_server_side([], update, SENT.state, seed=0) is update
 
 
-def test_the_base_step_changes_nothing():
+def test_base_class_changes_nothing():
     update = reply(w=torch.ones(2))
     assert Postprocessor().client_side(update, SENT) is update
     assert Postprocessor().server_side(update, SENT.state) is update
 
 
-def test_a_large_change_is_shortened_to_the_norm_over_all_tensors():
+def test_large_change_is_clipped_by_the_norm_over_all_tensors():
     change = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor([-4.0])}
     update = reply(**{name: SENT.state[name] + change[name] for name in change})
     clipped = ClipUpdate(max_norm=2.0).client_side(update, SENT)
@@ -73,12 +73,12 @@ def test_a_large_change_is_shortened_to_the_norm_over_all_tensors():
     assert dataclasses.replace(clipped, state={}) == dataclasses.replace(update, state={})
 
 
-def test_a_small_change_is_left_bit_for_bit():
+def test_small_change_is_returned_bit_for_bit():
     update = reply(w=SENT.state["w"] + 0.1, b=SENT.state["b"])
     assert ClipUpdate(max_norm=1.0).client_side(update, SENT) is update
 
 
-def test_integers_are_neither_counted_nor_changed():
+def test_clipping_ignores_integer_tensors():
     sent = Fit(0, "a", 0, {"w": torch.zeros(2), "count": torch.tensor(1)})
     update = reply(w=torch.tensor([0.0, 8.0]), count=torch.tensor(1_000_000))
     clipped = ClipUpdate(max_norm=2.0).client_side(update, sent)
@@ -94,26 +94,26 @@ def test_clipping_keeps_the_dtype(dtype):
     torch.testing.assert_close(clipped.state["w"].double(), torch.tensor([0.6, 0.8]).double(), rtol=0, atol=3e-3)
 
 
-def test_a_nan_stays_visible_to_the_server():
+def test_clipping_keeps_nan_values():
     clipped = ClipUpdate(max_norm=1.0).client_side(reply(w=torch.tensor([float("nan"), 1.0])), SENT)
     assert clipped.state["w"].isnan().any()
 
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
-def test_a_norm_that_is_not_positive_is_refused(max_norm):
+def test_max_norm_must_be_positive(max_norm):
     with pytest.raises(ValueError, match=f"`max_norm` is {max_norm}; it must be positive"):
         ClipUpdate(max_norm=max_norm)
 
 
-def test_clients_of_a_federation_are_clipped(tmp_path):
+def test_updates_of_a_federated_run_are_clipped(tmp_path):
     class Norms(FederatedCallback):
-        """How far each accepted update is from what was sent."""
+        """Record the norm of the change of each accepted update."""
 
-        seen: list[float] = []
+        norms: list[float] = []
 
         def on_client_end(self, args, state, control, update, server=None, **kwargs):
             changes = [update.state[name] - server.weights[name] for name in server.weights]
-            self.seen.append(torch.cat([change.flatten() for change in changes]).norm().item())
+            self.norms.append(torch.cat([change.flatten() for change in changes]).norm().item())
 
     trainer = FederatedTrainer(
         model=tiny_model(),
@@ -124,14 +124,14 @@ def test_clients_of_a_federation_are_clipped(tmp_path):
         federation=FederatedConfig(num_rounds=1),
     )
     trainer.train()
-    assert Norms.seen == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert Norms.norms == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
-# ---- Noise
+# ---- Random numbers
 
 
-class Noise(Postprocessor):
-    """Notes what it draws on both sides, from each of the global generators."""
+class NoiseRecorder(Postprocessor):
+    """Record the random numbers that both sides draw from each global generator."""
 
     def __init__(self) -> None:
         self.drawn: dict[str, list[tuple[float, float, float]]] = {"client": [], "server": []}
@@ -160,8 +160,8 @@ def trained_with(tmp_path, *steps: Postprocessor, clients=("a", "b"), **federati
     return trainer
 
 
-def test_no_two_draws_are_the_same_and_a_second_run_repeats_them(tmp_path):
-    first, second, other = Noise(), Noise(), Noise()
+def test_random_numbers_are_distinct_and_reproducible(tmp_path):
+    first, second, other = NoiseRecorder(), NoiseRecorder(), NoiseRecorder()
     trained_with(tmp_path, first)
     torch.rand(3), np.random.rand(3), random.random()
     trained_with(tmp_path, second)
@@ -169,11 +169,11 @@ def test_no_two_draws_are_the_same_and_a_second_run_repeats_them(tmp_path):
     assert first.drawn == second.drawn
     draws = [draw for noise in (first, other) for side in noise.drawn.values() for draw in side]
     assert len(draws) == 2 * 2 * 4
-    assert all(len(set(of_one_generator)) == len(draws) for of_one_generator in zip(*draws, strict=True))
+    assert all(len(set(numbers)) == len(draws) for numbers in zip(*draws, strict=True))
 
 
-def test_a_clients_noise_does_not_depend_on_the_other_clients(tmp_path):
-    pair, three = Noise(), Noise()
+def test_random_numbers_of_a_client_do_not_depend_on_other_clients(tmp_path):
+    pair, three = NoiseRecorder(), NoiseRecorder()
     trained_with(tmp_path, pair, clients=("b", "c"))
     trained_with(tmp_path, three, clients=("a", "b", "c"))
     for side in ("client", "server"):
@@ -181,11 +181,11 @@ def test_a_clients_noise_does_not_depend_on_the_other_clients(tmp_path):
 
 
 @pytest.mark.parametrize("clients", [("a",), ("a", "b")])
-def test_noise_disturbs_no_other_draw(tmp_path, clients):
-    """One client trains from the global generators, as the plain Trainer does."""
+def test_postprocessors_do_not_change_other_random_numbers(tmp_path, clients):
+    """A single client trains with the global generators, as the plain Trainer does."""
     quiet = trained_with(tmp_path, clients=clients)
     drawn_after = torch.rand(3), np.random.rand(3), random.random()
-    noisy = trained_with(tmp_path, Noise(), clients=clients)
+    noisy = trained_with(tmp_path, NoiseRecorder(), clients=clients)
     assert same_weights(quiet.model, noisy.model)
     assert torch.equal(drawn_after[0], torch.rand(3)) and (drawn_after[1] == np.random.rand(3)).all()
     assert drawn_after[2] == random.random()

@@ -1,4 +1,4 @@
-"""The streaming mean against one written out in numpy."""
+"""`WeightedMean` against a numpy reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_states(num: int, dtype: torch.dtype, seed: int = 0) -> list[dict[str,
 
 
 def numpy_mean(states: list[dict[str, torch.Tensor]], weights: list[float], name: str) -> np.ndarray:
-    """`Σ w_i x_i / Σ w_i` in float64."""
+    """Compute `Σ w_i x_i / Σ w_i` in float64."""
     values = np.stack([state[name].double().numpy() for state in states])
     return np.tensordot(np.array(weights, dtype=np.float64), values, axes=1) / np.sum(weights)
 
@@ -37,7 +37,7 @@ def mean_of(states, weights, reference=None) -> WeightedMean:
 
 
 def reduced(*parts: WeightedMean) -> tuple[WeightedMean, ...]:
-    """The parts of a mean over several processes, reduced as `RankEngine` reduces them."""
+    """Reduce the parts of a mean over several processes as `RankEngine` does."""
     weight, number = sum(part.total_weight for part in parts), sum(part.num_updates for part in parts)
     first = next(index for index, part in enumerate(parts) if part.num_updates)
     tensors = [part.reduction_tensors(weight, number) for part in parts]
@@ -58,7 +58,7 @@ WEIGHTS = [3.0, 1.0, 250.0, 7.0, 0.5]
     ("dtype", "tolerance"),
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
 )
-def test_it_is_the_weighted_mean_in_the_dtype_of_the_states(dtype, tolerance):
+def test_mean_equals_the_reference_in_the_dtype_of_the_states(dtype, tolerance):
     states = random_states(5, dtype)
     result = mean_of(states, WEIGHTS).finalize()
     for name in ("matrix", "scalar"):
@@ -68,8 +68,8 @@ def test_it_is_the_weighted_mean_in_the_dtype_of_the_states(dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_summed_up_in_float32(dtype):
-    # A thousand steps of 1/1000 are lost when the mean itself is kept in half precision.
+def test_half_precision_is_summed_in_float32(dtype):
+    # A mean in half precision would lose a thousand steps of 1/1000.
     states = [{"w": torch.tensor([1.0 + 4 * (i % 2)], dtype=dtype)} for i in range(1000)]
     mean = mean_of(states, [1.0] * 1000)
     wide = mean.finalize(wide=True)["w"]
@@ -78,7 +78,7 @@ def test_half_precision_is_summed_up_in_float32(dtype):
     assert mean.finalize()["w"].dtype == dtype
 
 
-def test_neither_the_order_nor_the_grouping_of_updates_matters():
+def test_mean_does_not_depend_on_order_and_grouping():
     states = random_states(50, torch.float32)
     weights = [float(1 + i % 7) for i in range(50)]
     forwards = mean_of(states, weights).finalize()
@@ -89,8 +89,8 @@ def test_neither_the_order_nor_the_grouping_of_updates_matters():
         assert torch.equal(forwards[name], backwards[name]) and torch.equal(forwards[name], grouped[name])
 
 
-def test_a_tie_is_rounded_to_even_in_any_order():
-    # The mean lies exactly between two neighbours in float32, where the smallest error decides.
+def test_tie_is_rounded_to_even_in_any_order():
+    # The mean is exactly between two adjacent float32 values, so the smallest error would change the result.
     low = torch.tensor([1.0])
     high = torch.nextafter(low, torch.tensor([2.0]))
     for states in ([low, high, low, high, low, high], [high, high, high, low, low, low]):
@@ -103,7 +103,7 @@ def test_a_tie_is_rounded_to_even_in_any_order():
     + [(torch.float64, 1)],
     ids=str,
 )
-def test_equal_states_come_out_bit_for_bit(dtype, num):
+def test_mean_of_equal_states_is_exact(dtype, num):
     (state,) = random_states(1, dtype)
     state["edge"] = torch.tensor([3.4e38, -3.4e38, 1e-45, 0.1, 1 / 3, 0.0], dtype=torch.float64).to(dtype)
     state["edge"] = state["edge"].nan_to_num(posinf=0.1, neginf=-0.1)
@@ -113,7 +113,7 @@ def test_equal_states_come_out_bit_for_bit(dtype, num):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
-def test_integers_and_booleans_are_copied_from_the_first(dtype):
+def test_integers_and_booleans_are_copied_from_the_first_state(dtype):
     first, second = torch.tensor([1, 0, 1]).to(dtype), torch.tensor([0, 1, 1]).to(dtype)
     mean = mean_of([{"n": first, "w": torch.zeros(1)}, {"n": second, "w": torch.ones(1)}], [1.0, 3.0])
     for wide in (False, True):
@@ -122,7 +122,7 @@ def test_integers_and_booleans_are_copied_from_the_first(dtype):
         assert result["w"].item() == 0.75
 
 
-def test_a_large_step_counter_is_not_rounded():
+def test_large_step_counter_is_not_rounded():
     count = torch.tensor(2**53 + 1)
     assert mean_of([{"n": count}] * 3, [1.0] * 3).finalize()["n"].item() == 2**53 + 1
 
@@ -132,7 +132,7 @@ def test_keys_keep_their_order():
     assert list(mean_of([state, state], [1.0, 1.0]).finalize()) == ["b", "n", "a"]
 
 
-def test_what_was_added_may_change_afterwards():
+def test_mean_keeps_copies_of_the_states():
     state = {"w": torch.ones(2), "n": torch.tensor(1)}
     mean = mean_of([state], [1.0])
     state["w"].zero_(), state["n"].zero_()
@@ -140,14 +140,14 @@ def test_what_was_added_may_change_afterwards():
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
+def test_weight_must_be_positive_and_finite(weight):
     mean = WeightedMean()
     with pytest.raises(ValueError, match="A weight must be positive and finite"):
         mean.add({"w": torch.ones(1)}, weight)
     assert mean.num_updates == 0
 
 
-def test_the_mean_of_nothing_is_refused():
+def test_mean_of_no_states_raises_an_error():
     with pytest.raises(ValueError, match="The mean of no updates is undefined"):
         WeightedMean().finalize()
 
@@ -185,19 +185,19 @@ def test_reduced_parts_share_no_memory():
     assert (left.finalize()["w"].item(), right.finalize()["w"].item()) == (0.5, 1.0)
 
 
-def test_a_part_without_states_and_reference_is_refused():
+def test_reduction_without_states_and_reference_raises_an_error():
     with pytest.raises(ValueError, match="needs a reference for the processes without updates"):
         WeightedMean().reduction_tensors(1.0, 1)
 
 
-def test_the_order_of_names_in_a_state_does_not_change_the_reduction():
+def test_order_of_names_does_not_change_the_reduction():
     state = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
     reversed_state = {"b": torch.tensor([4.0]), "a": torch.tensor([3.0])}
     for part in reduced(mean_of([state], [1.0], state), mean_of([reversed_state], [1.0], state)):
         assert {name: value.item() for name, value in part.finalize().items()} == {"a": 2.0, "b": 3.0}
 
 
-def test_every_mean_of_an_accumulator_is_reduced_by_its_name():
+def test_means_of_an_accumulator_are_reduced_by_name():
     def update(value: float) -> ClientUpdate:
         state, extra = {"w": torch.tensor([value])}, {"w": torch.tensor([10 * value])}
         return ClientUpdate(0, "a", state, num_examples=int(value), num_tokens=0, num_steps=1, extra=extra)
@@ -225,13 +225,13 @@ def live_tensors() -> int:
 
 @pytest.fixture
 def only_new_objects():
-    """Hides what exists already from the garbage collector, which is much."""
+    """Exclude the existing objects from the garbage collector, because there are many."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def test_it_holds_one_state_however_many_are_added(only_new_objects):
+def test_memory_does_not_grow_with_the_number_of_states(only_new_objects):
     accumulator = Accumulator(FedAvg(), {}, {})
     held = []
     for number in range(64):
@@ -244,7 +244,7 @@ def test_it_holds_one_state_however_many_are_added(only_new_objects):
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (5, 0), (0, 1), (1, 0), (1, 1, 1)])
-def test_parts_sum_up_to_the_mean_of_all(sizes):
+def test_reduced_parts_equal_the_mean_bit_for_bit(sizes):
     states = random_states(sum(sizes), torch.float32)
     weights = WEIGHTS[: len(states)]
     whole = mean_of(states, weights).finalize()

@@ -1,4 +1,4 @@
-"""Names under which clients are stored."""
+"""Names under which clients are stored, for unusual client ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hf_federated.utils.client_names import MAX_NAME_LENGTH, escape_client_id
 
 
-HOSTILE = [
+UNUSUAL_IDS = [
     "default", "Default", "_64efault", "..", ".", "../../etc/passwd", ".git", "__pycache__", "a/b", "a\\b", "a:b",
     "a*b", "a?b", "<a>", "a|b", 'a"b', "007", "no", "NO", "null", "1e5", "0x1F", "2024-01-01", "~", "-", "--", "-rf",
     " ", "a ", " a", "a\nb", "\0", "zoë", "zoe\u0308", "张伟", "🦊", "CON", "con", "nul", "com1", "lpt9", "com10",
@@ -19,7 +19,7 @@ HOSTILE = [
 
 
 def test_names_are_safe_for_folders_globs_and_configurations():
-    for client_id in HOSTILE:
+    for client_id in UNUSUAL_IDS:
         name = escape_client_id(client_id)
         assert re.fullmatch(r"[a-z0-9_][a-z0-9_-]*", name), (client_id, name)
         assert len(name) <= MAX_NAME_LENGTH
@@ -27,12 +27,12 @@ def test_names_are_safe_for_folders_globs_and_configurations():
 
 
 def test_different_clients_have_different_names():
-    every = HOSTILE + ["".join(letters) for letters in itertools.product("aA_6-", repeat=4)]
-    names = [escape_client_id(client_id).casefold() for client_id in every]
-    assert len(set(names)) == len(set(every)) == len(every)
+    client_ids = UNUSUAL_IDS + ["".join(letters) for letters in itertools.product("aA_6-", repeat=4)]
+    names = [escape_client_id(client_id).casefold() for client_id in client_ids]
+    assert len(set(names)) == len(set(client_ids)) == len(client_ids)
 
 
-def test_an_ordinary_name_stays_as_it_is():
+def test_simple_ids_are_not_escaped():
     assert [escape_client_id(name) for name in ("0", "17", "hospital-3", "com10")] == [
         "0",
         "17",
@@ -41,8 +41,8 @@ def test_an_ordinary_name_stays_as_it_is():
     ]
 
 
-def test_a_name_that_is_no_text_is_an_error():
+def test_invalid_ids_raise_an_error():
     with pytest.raises(ValueError, match="empty string"):
         escape_client_id("")
-    with pytest.raises(ValueError, match="no valid Unicode"):
+    with pytest.raises(ValueError, match="not valid Unicode"):
         escape_client_id("a\ud800b")
