@@ -63,9 +63,9 @@ def assert_follows(algorithm, step):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_sgd_with_learning_rate_one_equals_fedavg(dtype):
-    for ours, theirs in zip(run(FedOpt("sgd"), dtype=dtype), run(FedAvg(), dtype=dtype), strict=True):
-        torch.testing.assert_close(ours["w"], theirs["w"], rtol=0, atol=1e-6)
-        assert ours["w"].dtype == dtype
+    for fedopt, fedavg in zip(run(FedOpt("sgd"), dtype=dtype), run(FedAvg(), dtype=dtype), strict=True):
+        torch.testing.assert_close(fedopt["w"], fedavg["w"], rtol=0, atol=1e-6)
+        assert fedopt["w"].dtype == dtype
 
 
 def test_sgd_scales_the_change_by_the_learning_rate():

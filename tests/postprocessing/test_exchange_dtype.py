@@ -64,7 +64,7 @@ def test_half_precision_halves_the_bytes_in_both_directions(tmp_path, dtype, agg
     assert 0 < difference(full, half) < 1e-2
 
 
-def test_dtype_of_the_model_changes_nothing(tmp_path) -> None:
+def test_exchange_dtype_of_the_model_changes_nothing(tmp_path) -> None:
     plain, named = trained(tmp_path / "a"), trained(tmp_path / "b", exchange_dtype="float32")
     assert same_weights(plain.model, named.model)
     assert plain.ledger.to_dict() == named.ledger.to_dict()
