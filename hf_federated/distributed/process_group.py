@@ -41,7 +41,7 @@ class PeerFailedError(RuntimeError):
 
 
 class LaunchFailedError(RuntimeError):
-    """An earlier run of this launch failed, and its process group is closed."""
+    """An earlier run of this launch failed, and its processes are disconnected."""
 
 
 class OutOfStepError(RuntimeError):
@@ -277,7 +277,7 @@ class ProcessGroup:
     @contextmanager
     def fail_together(self) -> Iterator[None]:
         """
-        End the body in all processes if it raises an error in one of them.
+        Stop all processes of the launch if one of them raises an error in the context.
 
         After an error the launch has failed: its process group is closed, and only operations that need no other
         process still work.
@@ -326,7 +326,7 @@ class ProcessGroup:
         """
         if self.failed is not None:
             raise LaunchFailedError(
-                f"An earlier run of this launch failed, and its process group is closed ({self.failed}). Start the "
+                f"An earlier run of this launch failed, and its processes are disconnected ({self.failed}). Start the "
                 "launch again; `resume_from_checkpoint=True` resumes from the last checkpoint."
             )
 
