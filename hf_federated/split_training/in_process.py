@@ -22,7 +22,7 @@ from ..split.boundary import Boundary, Link, LocalLink
 from ..split.client_batch import ClientBatchRunner
 from ..split.model import SplitModel
 from ..split.parts import Part
-from ..utils.random import derived_seed, own_draws, seed_generators
+from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .config import SplitConfig
 from .link_wrappers import with_byte_counting, with_encryption
 from .messages import PartParameters
@@ -163,7 +163,7 @@ class SplitFederation:
 
             return run
 
-        with own_draws(self.seed):
+        with isolated_rng(self.seed):
             if self._client_batch is not None:
                 losses = self._client_batch.run({client.client_id: make_task(client) for client in participants})
                 self._client_batch.server.average_gradients()

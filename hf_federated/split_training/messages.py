@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..messages import Packed
+from ..messages import Serializable
 from ..messages.serialization import unpack
 from ..split.messages import REQUESTS
 
 
 @dataclass(frozen=True)
-class ControlMessage(Packed):
+class ControlMessage(Serializable):
     """
     Base class of the control messages.
 
@@ -279,7 +279,7 @@ MAX_NUM_EXAMPLES = 10**9
 
 
 @dataclass(frozen=True)
-class PartParameters(Packed):
+class PartParameters(Serializable):
     """
     Client to client: the trained parameters of a head and a tail.
 

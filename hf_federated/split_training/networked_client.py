@@ -14,7 +14,7 @@ from ..messages.ledger import Ledger
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
-from ..utils.random import derived_seed, own_draws, seed_generators
+from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .checks import check_networked_evaluation
 from .config import SplitConfig, run_digest
 from .in_process import ClientParty, TrainClient
@@ -165,7 +165,7 @@ class NetworkedFederation:
                 BeginStep(self.client_id, step, len(own_batches), num_examples[self.client_id]), BeginStepReply
             )
             boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
-            with own_draws(self.seed):
+            with isolated_rng(self.seed):
                 seed_generators(derived_seed(self.seed, "client", self.client_id, step))
                 loss = train(self.client, own_batches)
         except LateError:

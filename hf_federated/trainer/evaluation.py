@@ -14,7 +14,7 @@ from accelerate.state import GradientState
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..distributed.process_group import Processes
+from ..distributed.process_group import ProcessGroup
 
 
 # Batches that each rank predicts between two exchanges of predictions.
@@ -89,11 +89,11 @@ class SpreadPredictions:
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
-        processes ([`~hf_federated.distributed.process_group.Processes`]): The ranks.
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The ranks.
         loader ([`SpreadLoader`]): The evaluation's batches.
     """
 
-    def __init__(self, trainer: Trainer, processes: Processes, loader: SpreadLoader) -> None:
+    def __init__(self, trainer: Trainer, processes: ProcessGroup, loader: SpreadLoader) -> None:
         self._trainer = trainer
         self._processes = processes
         self._loader = loader
@@ -133,7 +133,7 @@ def _map_tensors(tree: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def spread_over_ranks(trainer: Any, processes: Processes, dataloader: Any) -> Iterator[SpreadLoader]:
+def spread_over_ranks(trainer: Any, processes: ProcessGroup, dataloader: Any) -> Iterator[SpreadLoader]:
     """
     Share the batches of an evaluation among ranks inside the context.
 
@@ -142,7 +142,7 @@ def spread_over_ranks(trainer: Any, processes: Processes, dataloader: Any) -> It
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
-        processes ([`~hf_federated.distributed.process_group.Processes`]): The ranks.
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The ranks.
         dataloader (`Any`): The evaluation's batches, the same in all ranks.
 
     Yields:
