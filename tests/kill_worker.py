@@ -91,7 +91,7 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         others["public_dataset"] = rows(10, seed=20)
     elif name == "feddrs":
         # Its last round needs what clients sent that it does not ask.
-        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=3, server_learning_rate=1e-3)
+        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=3, server_lr=1e-3)
     elif name == "best":
         # So large a rate that some round is worse than one before it.
         args |= {"eval_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1}

@@ -204,7 +204,7 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         if name == "unseeded fedaux":
             model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
     elif name == "feddrs":
-        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_learning_rate=1e-3)
+        federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_lr=1e-3)
     elif name == "mutual_kd":
         federation |= {"aggregation": "mutual_kd"}
         others["client_model_init"] = client_model

@@ -318,7 +318,7 @@ class Student:
             if not bool(norm.isfinite() & loss.detach().isfinite()):
                 raise FloatingPointError(
                     f"A distillation step has the loss {float(loss)} and a gradient of norm {float(norm)}. Lower its "
-                    "learning rate (`server_learning_rate`, `client_learning_rate`) or clip gradients "
+                    "learning rate (`server_lr`, `client_lr`) or clip gradients "
                     "(`max_grad_norm`); a loss on labelled rows is NaN where none of them has a label."
                 )
             trainer.optimizer.step()

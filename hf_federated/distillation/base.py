@@ -60,9 +60,9 @@ class Distillation:
             Passes of a client over the public rows in a round.
         temperature (`float`, *optional*, defaults to `1.0`):
             `T` of softmax where the method has one.
-        server_learning_rate (`float`, *optional*):
+        server_lr (`float`, *optional*):
             Of the server's distillation; that of the training arguments by default.
-        client_learning_rate (`float`, *optional*):
+        client_lr (`float`, *optional*):
             Of the clients' distillation; that of the training arguments by default.
         prediction_dtype (`str`, *optional*, defaults to `"float32"`):
             How predictions travel: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
@@ -108,8 +108,8 @@ class Distillation:
     server_epochs: int = 1
     client_epochs: int = 1
     temperature: float = 1.0
-    server_learning_rate: float | None = None
-    client_learning_rate: float | None = None
+    server_lr: float | None = None
+    client_lr: float | None = None
     train_on_labelled: bool = False
     prediction_dtype: str = "float32"
     top_k: int | None = None
@@ -118,7 +118,7 @@ class Distillation:
         for name in ("server_epochs", "client_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        for name in ("temperature", "server_learning_rate", "client_learning_rate"):
+        for name in ("temperature", "server_lr", "client_lr"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` is {value}; it must be positive.")

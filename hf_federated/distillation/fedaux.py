@@ -128,7 +128,7 @@ class FedAUX(Distillation):
             The same, between 0 and 1; goes with `dp_epsilon`.
         max_score_rows (`int`, *optional*):
             How many of a client's rows the regression sees, drawn without replacement; all by default.
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_lr`,
             `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
 
     Raises:
@@ -149,7 +149,7 @@ class FedAUX(Distillation):
     name: ClassVar[str] = "fedaux"
     parameters: ClassVar[str] = "averaged"
     client_class: ClassVar[type[DistillationClient]] = FedAUXClient
-    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
     regularization: float = 0.01
     score_offset: float = 1e-8

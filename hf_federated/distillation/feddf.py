@@ -50,7 +50,7 @@ class FedDF(Distillation):
     have one architecture; the paper's prototypes of several are not here.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_learning_rate`,
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_lr`,
             `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32. (Of a
             vocabulary that is much: [`FedED`] sends the likely tokens.)
 
@@ -67,7 +67,7 @@ class FedDF(Distillation):
     name: ClassVar[str] = "feddf"
     parameters: ClassVar[str] = "averaged"
     client_class: ClassVar[type[DistillationClient]] = FedDFClient
-    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate", "prediction_dtype", "top_k")
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
         # All clients have the server's tokenizer, so that what it keeps nothing of is the same for all.

@@ -74,7 +74,7 @@ class FedDRS(Distillation):
     | `γ_k` | labels drawn in the proportions of client k's rows |
     | `λ`, in the post-processing | `adversarial_weight`, `post_adversarial_weight` |
     | `I`, `I*` | `num_iterations`, `post_num_iterations` |
-    | `η*` | `server_learning_rate`, with the optimizer of the training arguments |
+    | `η*` | `server_lr`, with the optimizer of the training arguments |
     | random, target, adversary, mixed sampling; AdOnly | `sampling` |
     | PostOnly | `post_only` |
 
@@ -119,7 +119,7 @@ class FedDRS(Distillation):
             Whether the first position is the embedding of the tokenizer's `[CLS]` and stays so.
         label_texts (`Sequence[str]`, *optional*):
             What an encoder–decoder writes for each class. Its decoder is given the text of the pseudo-label.
-        server_learning_rate (`float`, *optional*, defaults to `1e-5`):
+        server_lr (`float`, *optional*, defaults to `1e-5`):
             Of the server's distillation.
         kwargs (*optional*): No other setting of [`Distillation`] has a place here.
 
@@ -143,13 +143,13 @@ class FedDRS(Distillation):
         "server_epochs",
         "client_epochs",
         "temperature",
-        "client_learning_rate",
+        "client_lr",
         "train_on_labelled",
         "prediction_dtype",
         "top_k",
     )
 
-    server_learning_rate: float | None = 1e-5
+    server_lr: float | None = 1e-5
     sampling: str | Sequence[str] = KINDS
     num_iterations: int = 1
     post_num_iterations: int = 3

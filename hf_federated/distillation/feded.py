@@ -25,7 +25,7 @@ class FedED(Distillation):
     unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_lr`: clients
             do not distil.
 
     Example:
@@ -40,7 +40,7 @@ class FedED(Distillation):
 
     name: ClassVar[str] = "feded"
     parameters: ClassVar[str] = "sent"
-    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr")
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         return weighted_mean(predictions, sizes(cohort))

@@ -60,7 +60,7 @@ class FedID(Distillation):
 
     Every mini-batch moves the clients towards their mean. Where some of them know one label alone, or hardly anything
     yet, that is a constant, and all agree on it before the server has learnt anything: let clients train long enough
-    first, and set `client_learning_rate` below the rate of their own training.
+    first, and set `client_lr` below the rate of their own training.
 
     Clients send what they predict in training mode, with dropout, for they take their step on the same graph. The
     server's loss on labelled rows is without.
@@ -323,7 +323,7 @@ class _ServerStep:
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
                 f"The server's loss on a batch of its labelled rows is {float(loss.detach())}: none of them has a "
-                "label, or its model has left the finite numbers; then lower `server_learning_rate`."
+                "label, or its model has left the finite numbers; then lower `server_lr`."
             )
         return loss
 

@@ -42,7 +42,7 @@ class FedKD(Distillation):
         weighting (`str`, *optional*, defaults to `"class_counts"`):
             `"class_counts"`: of each class, a client weighs what it has of its rows, as in the paper; clients report
             how many rows of each class they have. `"size"`: all rows.
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_learning_rate`: clients
+        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_lr`: clients
             do not distil.
 
     Raises:
@@ -61,7 +61,7 @@ class FedKD(Distillation):
 
     name: ClassVar[str] = "fedkd"
     client_class: ClassVar[type[DistillationClient]] = FedKDClient
-    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_learning_rate")
+    ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr")
 
     weighting: str = "class_counts"
 

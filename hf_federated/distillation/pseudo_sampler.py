@@ -116,7 +116,7 @@ class PseudoSampler:
         if is_sound and not self._is_finite(self._student.model, labels):
             raise FloatingPointError(
                 "the server's model gives NaN or infinite values on word embeddings, where a client's does not. Lower "
-                "the learning rate (`learning_rate`, `server_learning_rate`) or clip gradients (`max_grad_norm`)."
+                "the learning rate (`learning_rate`, `server_lr`) or clip gradients (`max_grad_norm`)."
             )
         advice = " On word embeddings it does not: lower `step_size`." if is_sound and kind != "random" else ""
         raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")

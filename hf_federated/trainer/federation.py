@@ -136,7 +136,7 @@ class Federation:
             seed=setup.seed,
             exchange=setup.config.exchange,
             freeze=setup.config.freeze,
-            learning_rate=None if distillation is None else distillation.client_learning_rate,
+            learning_rate=None if distillation is None else distillation.client_lr,
         )
 
     def _disk_store(self, folder: str) -> DiskStore:
@@ -150,7 +150,7 @@ class Federation:
         if distillation is None:
             return None
         trainer = self._trainer.outside_rounds(self._args)
-        learning_rate = distillation.server_learning_rate
+        learning_rate = distillation.server_lr
         if participants.public_dataset is None:
             return Student(trainer, None, learning_rate)
         return participants.encode_public(trainer.processing_class).student(trainer, learning_rate)

@@ -25,7 +25,7 @@ from hf_federated.experiments.recipe import load_recipe
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"
-SETTINGS = "federation.distillation_kwargs={num_samples: 16, sample_length: 16, server_learning_rate: 1e-4}"
+SETTINGS = "federation.distillation_kwargs={num_samples: 16, sample_length: 16, server_lr: 1e-4}"
 
 
 def main() -> None:

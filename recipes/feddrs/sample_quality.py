@@ -37,7 +37,7 @@ ADVERSARIES = {"none": (0.0, "ce"), "CE, λ = 0.01": (0.01, "ce"), "CE, λ = 0.1
 # The script creates the samples. The algorithm only provides the models, so its own samples are as small as possible.
 SETTINGS = (
     "federation.distillation_kwargs={post_only: true, post_num_iterations: 1, sampling: adversarial, num_steps: 1, "
-    "num_samples: SAMPLES, sample_length: LENGTH, server_learning_rate: 1.0e-12}"
+    "num_samples: SAMPLES, sample_length: LENGTH, server_lr: 1.0e-12}"
 )
 # Cross-entropies of a descent by the client's and the server's model, of shape (steps + 1, 2).
 Curve = list[tuple[float, float]]

@@ -184,9 +184,7 @@ def test_a_client_whose_training_diverges_gets_its_model_back(tmp_path):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize(
-    ("method", "kwargs"), [("fedmd", {"client_learning_rate": 1e30}), ("fedid", {"client_learning_rate": 1e30})]
-)
+@pytest.mark.parametrize(("method", "kwargs"), [("fedmd", {"client_lr": 1e30}), ("fedid", {"client_lr": 1e30})])
 def test_a_client_whose_distillation_diverges_keeps_finite_numbers(tmp_path, method, kwargs):
     args = {"optim": "sgd", "max_grad_norm": 0.0}
     trainer = distilled(tmp_path, method, kwargs, args=args, client_model_init=client_model)
@@ -205,7 +203,7 @@ def test_a_step_with_an_infinite_gradient_changes_neither_model_nor_optimizer(tm
     model = trainer.engine.worker.models.open("a")
     before, state = model.exchange.read(), copy.deepcopy(model.student.state_dict())
     logits = model.student.forward(model.student.inputs([0, 1]))
-    with pytest.raises(FloatingPointError, match="client_learning_rate"):
+    with pytest.raises(FloatingPointError, match="client_lr"):
         model.student.step(logits.sum() * math.nan)
     after = model.exchange.read()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -216,8 +214,8 @@ def test_a_step_with_an_infinite_gradient_changes_neither_model_nor_optimizer(tm
 
 
 def test_a_server_that_diverges_says_so(tmp_path):
-    trainer = distilled(tmp_path, "mhat", {"server_learning_rate": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0})
-    with pytest.raises(FloatingPointError, match="`server_learning_rate`"):
+    trainer = distilled(tmp_path, "mhat", {"server_lr": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0})
+    with pytest.raises(FloatingPointError, match="`server_lr`"):
         trainer.train()
 
 

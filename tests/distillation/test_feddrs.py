@@ -27,7 +27,7 @@ from hf_federated.trainer.federation import Federation
 
 def test_task_parameters_learn_and_word_embeddings_stay_as_averaged(tmp_path):
     watch = Watch()
-    trainer_of(tmp_path, callbacks=[watch], server_learning_rate=1e-3, post_num_iterations=0).train()
+    trainer_of(tmp_path, callbacks=[watch], server_lr=1e-3, post_num_iterations=0).train()
     for averaged, distilled in zip(watch.averaged, watch.distilled, strict=True):
         assert torch.equal(averaged[EMBEDDINGS], distilled[EMBEDDINGS])
         assert not torch.equal(averaged["classifier.weight"], distilled["classifier.weight"])
@@ -77,7 +77,7 @@ def test_samples_are_made_i_times_a_round_and_then_for_everybody(tmp_path, made)
 
 def test_post_only_is_fedavg_until_the_last_round(tmp_path, made):
     watch, plain = Watch(), Watch()
-    trainer_of(tmp_path / "a", callbacks=[watch], post_only=True, server_learning_rate=1e-3).train()
+    trainer_of(tmp_path / "a", callbacks=[watch], post_only=True, server_lr=1e-3).train()
     FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path / "b"),
@@ -245,7 +245,7 @@ def test_embeddings_that_t5_shares_are_constant_though_some_clients_have_other_o
 
 def test_the_embeddings_that_t5_shares_are_constant_after_the_first_round(tmp_path):
     watch, record = Watch(), Recorder()
-    trainer = t5_trainer(tmp_path, [watch, record], server_learning_rate=1e-3)
+    trainer = t5_trainer(tmp_path, [watch, record], server_lr=1e-3)
     initial = trainer.model.shared.weight.detach().clone()
     record.trainer = trainer
     trainer.train()
@@ -276,7 +276,7 @@ def test_teachers_of_an_adapter_share_its_base(tmp_path):
     assert base <= {id(parameter) for parameter in copy.parameters()}
     assert not {id(p) for p in model.parameters() if p.requires_grad} & {id(p) for p in copy.parameters()}
     watch = Watch()
-    trainer_of(tmp_path, model=model, callbacks=[watch], server_learning_rate=1e-2).train()
+    trainer_of(tmp_path, model=model, callbacks=[watch], server_lr=1e-2).train()
     before, after = watch.averaged[0], watch.distilled[0]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any("lora_B" in name for name in moved) and moved <= state.keys()
@@ -371,7 +371,7 @@ def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
 @pytest.mark.parametrize("clients_per_round", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
-    given = {"federation": federation, "args": {"save_strategy": "steps"}, "server_learning_rate": 1e-3}
+    given = {"federation": federation, "args": {"save_strategy": "steps"}, "server_lr": 1e-3}
     whole = trainer_of(tmp_path / "a", **given)
     whole.train()
     for step in (1, 3):

@@ -77,8 +77,8 @@ def one_round(tmp_path, server=None, **kwargs) -> Run:
         tmp_path,
         "fedid",
         {
-            "server_learning_rate": SERVER_RATE,
-            "client_learning_rate": CLIENT_RATE,
+            "server_lr": SERVER_RATE,
+            "client_lr": CLIENT_RATE,
             **kwargs,
         },
         federation={"num_rounds": 1, "local_epochs": 1},

@@ -101,7 +101,7 @@ def test_clients_go_on_from_their_own_models(tmp_path):
         ("feddf", "client_epochs", 2),
         ("feddf", "prediction_dtype", "int8"),
         ("feddf", "top_k", 1),
-        ("feded", "client_learning_rate", 1e-3),
+        ("feded", "client_lr", 1e-3),
         ("fedkd", "client_epochs", 2),
         ("dsfl", "temperature", 2.0),
         ("cronus", "temperature", 2.0),

@@ -161,7 +161,7 @@ def test_fedmd_learns_the_scores_of_a_regression(tmp_path):
     trainer = distilled(
         tmp_path,
         "fedmd",
-        {"server_learning_rate": 1e-3, "server_epochs": 20},
+        {"server_lr": 1e-3, "server_epochs": 20},
         model=tiny_model(num_labels=1),
         client_model_init=lambda client_id: tiny_model(ord(client_id), num_labels=1),
         train_dataset={client_id: numbers(size, ord(client_id)) for client_id, size in SIZES.items()},
