@@ -1,10 +1,10 @@
-"""Distillation algorithms, one a file. A new one adds its file, its import and its line in `DISTILLATIONS`."""
+"""Distillation algorithms, one per file. To add one, add its file, its import and its entry in `DISTILLATIONS`."""
 
 from typing import Any
 
 from ..clients.context import ClientContext
 from .adafd import AdaFD
-from .base import Distillation, sizes, weighted_mean
+from .base import Distillation, num_examples_by_client, weighted_mean
 from .client import DistillationClient, LocalDistillation
 from .client_weights import (
     WEIGHTINGS,
@@ -68,26 +68,32 @@ DISTILLATIONS: dict[str, type[Distillation]] = {
 
 def build_distillation(distillation: str | Distillation | None, kwargs: Any = None) -> Distillation | None:
     """
-    The algorithm that a configuration names.
+    Build the algorithm that a configuration names.
 
     Args:
-        distillation (`str` or [`Distillation`], *optional*): A name of `DISTILLATIONS`, an instance, which is returned
-            as it is, or none.
-        kwargs (`dict`, *optional*): The settings for a name.
+        distillation (`str` or [`Distillation`], *optional*): A name of `DISTILLATIONS`, or an instance, which is
+            returned unchanged. `None` means no distillation.
+        kwargs (`dict`, *optional*): Settings of the named algorithm.
+
+    Returns:
+        [`Distillation`], *optional*: The algorithm, or `None`.
 
     Raises:
-        ValueError: If the name is unknown, a setting does not fit, or settings come with an instance or without a
-            name.
+        ValueError: If the name or a setting is unknown, a setting is out of range, or settings are given together with
+            an instance or without a name.
     """
     kwargs = kwargs or {}
     if distillation is None or isinstance(distillation, Distillation):
         if kwargs:
-            raise ValueError("`distillation_kwargs` go with the name of an algorithm in `distillation`.")
+            raise ValueError(
+                "`distillation_kwargs` need the name of an algorithm in `distillation`. Set `distillation` to a "
+                "name, or pass the settings to the instance."
+            )
         return distillation
     if distillation not in DISTILLATIONS:
         raise ValueError(
-            f"Unknown distillation {distillation!r}; known are {', '.join(sorted(DISTILLATIONS))}. "
-            "An instance of your own `Distillation` works too."
+            f"Unknown distillation {distillation!r}. Choose one of {', '.join(sorted(DISTILLATIONS))}, or pass an "
+            "instance of a `Distillation` subclass."
         )
     try:
         return DISTILLATIONS[distillation](**kwargs)
@@ -145,6 +151,7 @@ __all__ = [
     "model_logits",
     "mpl_sampled_surrogate",
     "mpl_surrogate",
+    "num_examples_by_client",
     "per_example_feedback",
     "per_example_surrogate",
     "reports",
@@ -152,7 +159,6 @@ __all__ = [
     "robust_mean",
     "sample_pseudo_labels",
     "size",
-    "sizes",
     "soft_cross_entropy",
     "squared_error_feedback",
     "summarize_logits",

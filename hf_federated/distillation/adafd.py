@@ -47,7 +47,7 @@ class ReportEpochLosses(LocalDistillation):
 
     def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
         losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.means(losses))}
+        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.mean_batch_losses(losses))}
         return {}
 
 
@@ -121,9 +121,9 @@ class AdaFD(Distillation):
                 f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or a model's name."
             )
         if self.weighting != LLM:
-            self._refuse_without_effect("clients_evaluate", beside=f"weighting={self.weighting!r}")
+            self._refuse_without_effect("clients_evaluate", given=f"weighting={self.weighting!r}")
         if self.weighting not in ("enwc", LLM):
-            self._refuse_without_effect("beta", beside=f"weighting={self.weighting!r}")
+            self._refuse_without_effect("beta", given=f"weighting={self.weighting!r}")
         self._fell_back = False
         self._llm: LLMWeighting | None = None
 
@@ -153,7 +153,7 @@ class AdaFD(Distillation):
         return self.weighting in ("rnwc", "enwc", LLM)
 
     @property
-    def ensembles_rows_alone(self) -> bool:
+    def ensembles_rows_independently(self) -> bool:
         return self.weighting != LLM
 
     def check_unit(self, unit: str, num_classes: int) -> None:
@@ -194,18 +194,20 @@ class AdaFD(Distillation):
             `dict[str, float]`: By client, adding up to one.
         """
         if self.weighting == LLM:
-            told = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
-            return self._ask_model(told, cohort)
-        told = reports(cohort)
-        return enwc(told, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](told)
+            client_reports = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
+            return self._ask_model(client_reports, cohort)
+        client_reports = reports(cohort)
+        return (
+            enwc(client_reports, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](client_reports)
+        )
 
-    def _ask_model(self, told: list[ClientReport], cohort: Cohort) -> dict[str, float]:
+    def _ask_model(self, client_reports: list[ClientReport], cohort: Cohort) -> dict[str, float]:
         """The weights of a language model, which may answer each process otherwise, so that one of them asks."""
 
         def find() -> dict[str, Any]:
             if self._llm is None:
                 self._llm = LLMWeighting(self._load_answers(), beta=self.beta)
-            return {"weights": self._llm(told), "fell_back": self._llm.fell_back}
+            return {"weights": self._llm(client_reports), "fell_back": self._llm.fell_back}
 
         answer = cohort.run_on_main(f"weights of a language model, round {cohort.round}", find)
         self._fell_back = bool(answer["fell_back"])

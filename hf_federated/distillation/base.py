@@ -1,20 +1,21 @@
-"""What every distillation algorithm is made of.
+"""Base class of the distillation algorithms.
 
-Clients send predictions of public rows instead of parameters, so each may have a model and a tokenizer of its own; the
-one contract is the order of the labels. Where words are tagged, or tokens predicted, "rows" of predictions are words
-or tokens of public rows (`clients/positions.py`): what is said of one softmax holds of each of them. A round on the
-server, after the clients' local training, is
+Clients exchange predictions on public examples instead of parameters. Clients can therefore have different models and
+tokenizers. All models must have the same labels in the same order. Some tasks predict a label for each word or each
+token (`clients/positions.py`). For these tasks, a row of predictions is one word or one token of a public example, and
+each formula for one softmax applies to each of them. After the local training of the clients, a round has these steps
+on the server:
 
 ```
-cohort.predict(rows)       -> each client's logits of the public rows
-ensemble(predictions)      -> what is learned of them
-train_server(ensemble)     -> the server's model learns it
-broadcast(ensemble)        -> what the clients learn in turn, if anything
-cohort.distill(targets)    -> they learn it
+cohort.predict(rows)       -> logits of each client for the public examples
+ensemble(predictions)      -> targets of the server's model
+train_server(ensemble)     -> the server's model learns the targets
+broadcast(ensemble)        -> targets of the clients, or None
+cohort.distill(targets)    -> the clients learn the targets
 ```
 
-and a subclass overrides those steps in which its method differs. As with [`Aggregation`], the two sides share nothing
-but messages: what runs on a client uses the constructor's arguments and the message, nothing else.
+A subclass overrides the steps that its method changes. As with [`Aggregation`], the server and the clients share
+nothing but messages. Code that runs on a client uses the constructor's arguments and the message, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,49 +33,68 @@ from ..messages import ClientUpdate, Disclosure, Feedback
 from .client import DistillationClient
 from .codec import PredictionCodec
 from .cohort import Cohort
+from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 from .losses import kl_divergence
-from .packed import PackedRows, joined, packed
-from .requirements import Requirements
+from .requirements import Disclosure, Requirements
 from .server import DistillationServer
 from .teachers import Teachers
 
 
 Predictions = Mapping[str, torch.Tensor]
-Targets = torch.Tensor | PackedRows
+Targets = torch.Tensor | LazyRows
 
-# Below it a probability counts as this, where its logarithm travels.
+# Lower bound of a probability before its logarithm is encoded.
 SMALLEST_PROBABILITY = 1e-9
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class Distillation:
     """
-    Base of the distillation algorithms: the server learns the mean of the clients' logits, the clients the server's.
+    Base class of the distillation algorithms.
 
-    Subclasses are dataclasses (`@dataclass(kw_only=True, repr=False, eq=False)`) whose fields are their settings.
+    By default, the server's model learns the mean of the clients' logits, and the clients learn the logits of the
+    server's model.
+
+    Subclasses are dataclasses (`@dataclass(kw_only=True, repr=False, eq=False)`). Their fields are the settings of the
+    algorithm.
 
     Args:
         server_epochs (`int`, *optional*, defaults to `1`):
-            Passes of the server over the public rows in a round.
+            Number of passes of the server's model over the public examples in a round.
         client_epochs (`int`, *optional*, defaults to `1`):
-            Passes of a client over the public rows in a round.
+            Number of passes of a client's model over the public examples in a round.
         temperature (`float`, *optional*, defaults to `1.0`):
-            `T` of softmax where the method has one.
+            Softmax temperature `T` of the distillation loss. Refused by methods whose loss has no temperature.
         server_lr (`float`, *optional*):
-            Of the server's distillation; that of the training arguments by default.
+            Learning rate of the server's distillation. Defaults to the learning rate of the training arguments.
         client_lr (`float`, *optional*):
-            Of the clients' distillation; that of the training arguments by default.
+            Learning rate of the clients' distillation. Defaults to the learning rate of the training arguments.
         prediction_dtype (`str`, *optional*, defaults to `"float32"`):
-            How predictions travel: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
+            Dtype in which predictions are sent: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
         train_on_labelled (`bool`, *optional*, defaults to `False`):
-            Whether the server also learns its own labelled rows, in as many passes after those over the public ones.
+            Whether the server's model also trains on the server's labelled examples. It makes `server_epochs` passes
+            over them after the passes over the public examples.
         top_k (`int`, *optional*):
-            How many classes of a row travel, with what the others have in common; all by default. Of tags and tokens
-            they are kept so too, and become rows of all classes a batch at a time; whole are only what the server's
-            model says of all public rows, where clients learn that ([`MHAT`], [`AdaFD`]).
+            Number of classes per prediction that are sent. The remaining classes share one value. By default, all
+            classes are sent. Predictions of words and tokens also stay in this form in memory, and each batch is
+            expanded to all classes when it is needed. One exception: if clients learn the logits of the server's model
+            ([`MHAT`], [`AdaFD`]), the server holds its logits of all public examples for all classes.
 
     Raises:
-        ValueError: If a setting is out of range, or the method has no use for it.
+        ValueError: If a setting is out of range or the method does not use it.
+
+    Requirements:
+        - Data: the server and all clients have the same unlabelled public examples (`public_dataset`).
+          `train_on_labelled=True` also needs labelled examples on the server (`server_dataset`).
+        - Models: any architectures with the same labels in the same order.
+        - Tasks: classification, tagging and token prediction.
+        - Sent: predictions on the public examples, in both directions. No parameters.
+
+    Relations:
+        - [`MHAT`] and [`FedED`] weigh clients by their number of examples, and [`AdaFD`] weighs clients by their
+          training loss. The default `ensemble` is the unweighted mean.
+        - [`FedMD`], [`DSFL`] and [`Cronus`] send the ensemble itself to the clients. The default `broadcast` sends the
+          logits of the server's model.
 
     Example:
 
@@ -95,14 +115,14 @@ class Distillation:
     """
 
     name: ClassVar[str] = ""
-    # What happens to the clients' parameters: each client keeps its own (`"kept"`), clients start from the server's
-    # (`"sent"`), or clients start from the server's and the server averages the results (`"averaged"`).
+    # Exchange of parameters. `"kept"`: no parameters are exchanged. `"sent"`: clients start each round from the
+    # server's parameters. `"averaged"`: like `"sent"`, and the server averages the clients' parameters.
     parameters: ClassVar[str] = "kept"
-    # The client side of the algorithm.
+    # Class of the client side of the algorithm.
     client_class: ClassVar[type[DistillationClient]] = DistillationClient
-    # What the clients learn: `"logits"` or `"probabilities"`.
+    # Kind of the targets that the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
-    # Settings of this class that have no place in the method: they are refused rather than without effect.
+    # Inherited settings that the method does not use. A value other than the default raises an error.
     ignores: ClassVar[tuple[str, ...]] = ()
 
     server_epochs: int = 1
@@ -125,11 +145,11 @@ class Distillation:
         self._refuse_without_effect(*self.ignores)
         self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
 
-    # ---- What it is
+    # ---- Properties of the method
 
     @property
     def requirements(self) -> Requirements:
-        """What the method needs of a federation."""
+        """Data and models that the method needs."""
         return Requirements(server_dataset=self.train_on_labelled)
 
     @property
@@ -139,17 +159,17 @@ class Distillation:
 
     @property
     def passes_per_round(self) -> int:
-        """How often a client sends predictions of each public example in a round."""
+        """Number of times that a client sends predictions of each public example in a round."""
         return 1
 
     @property
-    def ensembles_rows_alone(self) -> bool:
-        """Whether `ensemble` gives the same result for some examples alone as for these examples among all."""
+    def ensembles_rows_independently(self) -> bool:
+        """Whether `ensemble` computes each row of predictions independently of the other rows."""
         return True
 
     @property
     def sends_parameters(self) -> bool:
-        """Whether clients start from the server's parameters."""
+        """Whether clients start each round from the server's parameters."""
         return self.parameters != "kept"
 
     @property
@@ -158,30 +178,30 @@ class Distillation:
         return self.parameters == "averaged"
 
     def client(self) -> DistillationClient:
-        """The client side, which answers the clients' messages in this process."""
+        """Build the client side, which answers the messages for the clients of this process."""
         return self.client_class(self)
 
     def check_model(self, model: nn.Module) -> None:
         """
-        Refuse a model that the method does not work with.
+        Check that the method works with a model.
 
         Args:
-            model (`torch.nn.Module`): The server's.
+            model (`torch.nn.Module`): The server's model.
 
         Raises:
-            ValueError: If so.
+            ValueError: If the method does not work with the model.
         """
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         """
-        Refuse predictions of words or tokens, if the method's formula does not hold for them.
+        Check that the method's formula holds for predictions of words or tokens.
 
         Args:
-            unit (`str`): What a prediction is about: a `"word"` of a public row, or a `"token"` of the vocabulary.
-            num_classes (`int`): Tags, or tokens of the vocabulary.
+            unit (`str`): Unit of a prediction: a `"word"` of a public example, or a `"token"` of the vocabulary.
+            num_classes (`int`): Number of tags, or number of tokens of the vocabulary.
 
         Raises:
-            ValueError: If so. The message names what to take instead.
+            ValueError: If the formula does not hold. The message names an alternative.
         """
 
     def settings(self) -> dict[str, Any]:
@@ -196,11 +216,18 @@ class Distillation:
             if item.init and getattr(self, item.name) != item.default
         }
 
-    def _refuse_without_effect(self, *names: str, beside: str = "") -> None:
-        """Refuse settings that are given and would do nothing, be it for another one."""
+    def _refuse_without_effect(self, *names: str, given: str = "") -> None:
+        """
+        Raise a `ValueError` if one of these settings is not at its default.
+
+        Args:
+            names (`str`): Names of settings that have no effect.
+            given (`str`, *optional*, defaults to `""`): Setting and value that make them have no effect, for the
+                message.
+        """
         for name in sorted(self.non_default_settings().keys() & set(names)):
-            because = f" with {beside}" if beside else ""
-            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{because}: leave it out.")
+            reason = f" with {given}" if given else ""
+            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{reason}: leave it out.")
 
     def __repr__(self) -> str:
         settings = name_functions(self.non_default_settings())
@@ -211,43 +238,52 @@ class Distillation:
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
         """
-        What clients send beside their parameters, as [`Aggregation.expected_extra`] says it.
+        Names, shapes and dtypes of the tensors that clients send in addition to their parameters.
 
         Args:
-            server ([`DistillationServer`]): The server's model and rows.
+            server ([`DistillationServer`]): The server's model and public examples.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Example tensors, as in [`Aggregation.expected_extra`].
         """
         return {}
 
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
         """
-        Refuse what a client sent beside its parameters. It has the names, shapes and dtypes of `expected_extra`, and
-        finite numbers.
+        Check the tensors that a client sent in addition to its parameters.
+
+        The tensors already have the names, shapes and dtypes of `expected_extra`, and hold finite numbers.
 
         Args:
-            extra (`Mapping[str, torch.Tensor]`): The client's.
+            extra (`Mapping[str, torch.Tensor]`): The tensors of the client.
 
         Raises:
-            ValueError: If the method cannot use it. The client's update is then refused, and its parameters with it.
+            ValueError: If the method cannot use the tensors. The server then refuses the whole update of the client,
+                with its parameters.
         """
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         """
-        Refuse what a client reported of its local training.
+        Check the metrics of a client's local training.
 
         Args:
-            metrics (`Mapping[str, float]`): The client's, as it sent them.
-            num_classes (`int`): Classes of the server's model.
+            metrics (`Mapping[str, float]`): The metrics that the client sent.
+            num_classes (`int`): Number of classes of the server's model.
 
         Raises:
-            ValueError: If the method cannot use it. The client is then left out of the round's distillation.
+            ValueError: If the method cannot use the metrics. The client is then excluded from the distillation of the
+                round.
         """
 
     def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
         """
-        The store of the clients' models on the server, for a method that needs one.
+        Build the store of the clients' models on the server, if the method needs one.
 
         Args:
             build (`Callable[[], Teachers]`): Builds an empty store.
+
+        Returns:
+            [`Teachers`], *optional*: The store, or `None` if the method does not use the clients' models.
         """
         return None
 
@@ -265,22 +301,22 @@ class Distillation:
         Called once, before the first round or before the state of a checkpoint is loaded.
 
         Args:
-            num_rounds (`int`): Rounds of the run.
+            num_rounds (`int`): Number of rounds of the run.
 
         Raises:
-            ValueError: If the method does not work with so many.
+            ValueError: If the method does not work with this number of rounds.
         """
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         """
-        A round's distillation.
+        Run the distillation of a round.
 
         Args:
             cohort ([`Cohort`]): The clients, after their local training.
-            server ([`DistillationServer`]): The server's model and rows.
+            server ([`DistillationServer`]): The server's model and public examples.
 
         Returns:
-            `dict[str, float]`: What goes into the log, under `federated/`.
+            `dict[str, float]`: Values for the log. The trainer adds the prefix `federated/` to their names.
         """
         ensemble = self._ensemble_of_all(cohort, server)
         logs = self.train_server(ensemble, cohort.round, server)
@@ -292,31 +328,39 @@ class Distillation:
         return logs
 
     def _ensemble_of_all(self, cohort: Cohort, server: DistillationServer) -> Targets:
-        """What the server learns of all public rows; of a vocabulary, made of some of them where it is needed."""
+        """
+        The server's targets for all public examples.
+
+        For words and tokens with `top_k`, each block of targets is computed when it is needed.
+        """
         rows = server.all_rows
-        if server.student.positions is None or self.top_k is None or not self.ensembles_rows_alone:
+        if server.student.positions is None or self.top_k is None or not self.ensembles_rows_independently:
             predictions = cohort.predict(rows, server.shape)
-            cohort.check_agreed(server.num_agreed(rows))
+            cohort.check_num_positions(server.num_agreed(rows))
             return self.ensemble(predictions, cohort)
-        small = cohort.predict_packed(rows, server.shape)
+        predictions_by_client = cohort.predict_lazily(rows, server.shape)
         num_agreed = server.num_agreed(rows)
-        cohort.check_agreed(num_agreed)
-        return PackedRows(
+        cohort.check_num_positions(num_agreed)
+        return LazyRows(
             num_agreed,
-            lambda places: self.ensemble({client_id: values[places] for client_id, values in small.items()}, cohort),
+            lambda indices: self.ensemble(
+                {client_id: values[indices] for client_id, values in predictions_by_client.items()}, cohort
+            ),
         )
 
     def train_server(self, targets: Targets, round: int, server: DistillationServer) -> dict[str, float]:
         """
-        Let the server's model learn targets of all public rows, and its own labelled rows if it shall.
+        Train the server's model on targets of all public examples.
+
+        With `train_on_labelled`, also train it on the server's labelled examples.
 
         Args:
-            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `LazyRows`): Targets of shape `(rows, classes)`.
             round (`int`): Round number, from 0.
-            server ([`DistillationServer`]): The server's model and rows.
+            server ([`DistillationServer`]): The server's model and examples.
 
         Returns:
-            `dict[str, float]`: For the log.
+            `dict[str, float]`: Losses for the log.
         """
         passes = self.server_epochs
         labelled_passes = passes if self.train_on_labelled else 0
@@ -328,72 +372,78 @@ class Distillation:
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         """
-        What the server learns of the clients' predictions.
+        Combine the clients' predictions into the targets of the server's model.
 
         Args:
             predictions (`Mapping[str, torch.Tensor]`): Logits by client, each of shape `(rows, classes)`.
-            cohort ([`Cohort`]): The clients, with what they reported.
+            cohort ([`Cohort`]): The clients and the metrics that they reported.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows, classes)`.
+            `torch.Tensor`: Targets of shape `(rows, classes)`.
         """
         return weighted_mean(predictions, dict.fromkeys(predictions, 1.0))
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """
-        The server's loss on a batch.
+        The server's loss on a batch of public examples.
 
         Args:
-            logits (`torch.Tensor`): The server's, of shape `(rows, classes)`.
+            logits (`torch.Tensor`): Logits of the server's model, of shape `(rows, classes)`.
             targets (`torch.Tensor`): Rows of the ensemble, of the same shape.
         """
         return kl_divergence(logits, targets, self.temperature)
 
     def broadcast(self, ensemble: Any, server: DistillationServer) -> Any:
         """
-        What the clients learn in turn.
+        The targets that the clients learn.
 
         Args:
-            ensemble (`torch.Tensor` or `PackedRows`): What the server learned; packed of tags and tokens with `top_k`.
-            server ([`DistillationServer`]): The server's model and rows.
+            ensemble (`torch.Tensor` or `LazyRows`): Targets of the server's model. `LazyRows` for words and tokens
+                with `top_k`.
+            server ([`DistillationServer`]): The server's model and public examples.
 
         Returns:
-            `torch.Tensor` or `PackedRows`, *optional*: Of shape `(rows, classes)`; `None` if nothing goes back.
+            `torch.Tensor` or `LazyRows`, *optional*: Targets of shape `(rows, classes)`, or `None` if the clients
+            learn nothing.
         """
         return server.predict()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the server keeps between rounds, as scalars and tensors."""
+        """The state that the server keeps between rounds, as scalars and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the return value of `state_dict`."""
 
     # ---- Both sides
 
     def encode(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Predictions of shape `(rows, classes)` as they travel."""
+        """Encode predictions of shape `(rows, classes)` for sending."""
         return self._codec.encode(logits)
 
     def decode(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
-        """What `encode` wrote, of shape `(rows, classes)` and float32."""
+        """Decode the return value of `encode` to a float32 tensor of shape `(rows, classes)`."""
         return self._codec.decode(values, num_classes)
 
-    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What `encode` made of blocks of rows, at least one, as it would have made it of all of them."""
-        return joined(parts)
+    def concatenate_encoded(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Concatenate encoded blocks of rows, at least one, as if `encode` had encoded all rows at once."""
+        return concatenate_encoded(parts)
 
     def encode_targets(self, targets: Targets) -> dict[str, torch.Tensor]:
-        """What is broadcast, of shape `(rows, classes)`, as it travels."""
-        if isinstance(targets, PackedRows):
-            return joined([self.encode_targets(block) for block in targets.blocks()])
+        """Encode the clients' targets, of shape `(rows, classes)`, for sending."""
+        if isinstance(targets, LazyRows):
+            return concatenate_encoded([self.encode_targets(block) for block in targets.blocks()])
         if self.broadcasts == "logits" or self.top_k is None:
             return self._codec.encode(targets)
-        # The likeliest classes keep their probabilities, and the others share what is left.
+        # The `top_k` classes keep their probabilities, and the remaining classes share the remaining probability.
         return self._codec.encode(targets.clamp(min=SMALLEST_PROBABILITY).log())
 
     def decode_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
-        """What `encode_targets` wrote, of shape `(rows, classes)` and float32; probabilities add up to one."""
+        """
+        Decode the return value of `encode_targets` to a float32 tensor of shape `(rows, classes)`.
+
+        Probabilities of a row sum to 1.
+        """
         targets = self._codec.decode(values, num_classes)
         if self.broadcasts == "logits":
             return targets
@@ -403,45 +453,48 @@ class Distillation:
         return targets / targets.sum(-1, keepdim=True)
 
     def unpack_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> Targets:
-        """The same as `decode_targets`; where only some classes travelled, a batch at a time."""
+        """Decode targets as `decode_targets` does. With `top_k`, decode each batch when it is needed."""
         if self.top_k is None:
             return self.decode_targets(values, num_classes)
-        return packed(values, lambda part: self.decode_targets(part, num_classes))
+        return decode_lazily(values, lambda part: self.decode_targets(part, num_classes))
 
     # ---- Client side
 
     def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
         """
-        A client's loss on a batch of public rows.
+        A client's loss on a batch of public examples.
 
         Args:
-            logits (`torch.Tensor`): The client's, of shape `(rows, classes)`.
-            targets (`torch.Tensor`): What was broadcast of these rows, of the same shape.
-            settings (`Mapping[str, Any]`): Those of the message.
+            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`.
+            targets (`torch.Tensor`): Broadcast targets of these examples, of the same shape.
+            settings (`Mapping[str, Any]`): Settings of the message.
         """
         return kl_divergence(logits, targets, self.temperature)
 
     def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
         """
-        A client's loss on the mini-batch that a [`Feedback`] answers.
+        A client's loss on the mini-batch that a [`Feedback`] message answers.
 
         Args:
-            logits (`torch.Tensor`): The client's, of shape `(rows, classes)`, with their graph.
+            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`, with their graph.
             message ([`Feedback`]): The server's answer.
+
+        Raises:
+            NotImplementedError: If the method does not exchange mini-batches.
         """
         raise NotImplementedError(f"{type(self).__name__} does not exchange mini-batches.")
 
 
 def weighted_mean(predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
     """
-    The weighted mean of tensors, in their order, added up in float64.
+    The weighted mean of the clients' tensors, summed in float64 in the order of the clients.
 
     Args:
-        predictions (`Mapping[str, torch.Tensor]`): By client, of one shape.
-        weights (`Mapping[str, float]`): By client; they need not add up to one.
+        predictions (`Mapping[str, torch.Tensor]`): Tensors by client, all of one shape.
+        weights (`Mapping[str, float]`): Weights by client. They do not have to sum to 1.
 
     Returns:
-        `torch.Tensor`: Of that shape, float32.
+        `torch.Tensor`: The mean, of the same shape, in float32.
     """
     total = sum(weights[client_id] for client_id in predictions)
     mean = sum(value.to(torch.float64) * (weights[client_id] / total) for client_id, value in predictions.items())
@@ -449,6 +502,6 @@ def weighted_mean(predictions: Predictions, weights: Mapping[str, float]) -> tor
     return mean.to(torch.float32)
 
 
-def sizes(cohort: Cohort) -> dict[str, float]:
-    """How many rows each client trained on."""
+def num_examples_by_client(cohort: Cohort) -> dict[str, float]:
+    """Number of training examples of each client."""
     return {client_id: row["num_examples"] for client_id, row in cohort.metrics.items()}

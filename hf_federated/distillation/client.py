@@ -85,7 +85,7 @@ class DistillationClient:
         Called for each `Fit`, before the global state is written into the client's model.
 
         Args:
-            context ([`ClientContext`]): The client. What the method changes in `context.state` is kept.
+            context ([`ClientContext`]): The client. Changes to `context.state` are kept for later rounds.
         """
 
     def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
@@ -110,7 +110,9 @@ class DistillationClient:
             TypeError: If the client has no own model or no public examples.
         """
         if not isinstance(context.model, OwnModel) or context.model.student is None:
-            raise TypeError(f"A {type(message).__name__} is for clients with their own models and public examples.")
+            raise TypeError(
+                f"The client cannot answer a {type(message).__name__}: it has no own model or no public examples."
+            )
         if isinstance(message, Predict):
             return self.predict(message, context.model, context.student)
         if isinstance(message, Distill):
@@ -131,7 +133,7 @@ class DistillationClient:
         elif student.positions is None:
             values = self.algorithm.encode(student.predict(rows))
         else:
-            values = self.algorithm.joined(student.predict_batches(rows, self.algorithm.encode))
+            values = self.algorithm.concatenate_encoded(student.predict_batches(rows, self.algorithm.encode))
         if student.positions is not None:
             values = student.positions.add_absent(rows, values)
         return Predictions(message.round, message.client_id, values)
@@ -162,13 +164,13 @@ class DistillationClient:
         """
         Take one step on the mini-batch that the client predicted last.
 
-        The step uses the forward pass of the prediction. If the model was moved to the client store since, the forward
-        pass is repeated with the same dropout, which gives the same gradients bit for bit.
+        The step uses the forward pass of the prediction. If the model was moved to the client store since then, the
+        forward pass is repeated with the same dropout, which gives the same gradients bit for bit.
         """
         student.prepare(message.num_training_steps, message.step)
         pending, model.pending = model.pending, None
         if student.positions is not None:
-            # As in the prediction: all positions that this model has.
+            # As in the prediction, use all positions that the client's tokenizer keeps.
             student.positions.agree(rows_of(message, student))
         if pending is not None and pending[0] == _place(message):
             logits = pending[1]
@@ -195,8 +197,8 @@ def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
     """
     if not 0 <= message.start < message.stop <= student.num_rows:
         raise ValueError(
-            f"The message is about the public rows {message.start} to {message.stop}, and this client has "
-            f"{student.num_rows}. Server and clients need the same public data set."
+            f"The message names the public rows {message.start} to {message.stop}, but this client has "
+            f"{student.num_rows} public rows. Give the server and the clients the same `public_dataset`."
         )
     return public_order(student.num_rows, message.order)[message.start : message.stop]
 
@@ -227,6 +229,6 @@ def _targets(message: Distill | Feedback, student: Student) -> dict[str, torch.T
 def _check_count(targets: Rows, positions: Positions, rows: torch.Tensor) -> None:
     if len(targets) != (expected := len(positions.agreed_of(rows))):
         raise ValueError(
-            f"There are targets of {len(targets)} positions, and {expected} in the {len(rows)} rows that they are "
-            "for. Server and clients need the same public data set and, where they predict tokens, the same tokenizer."
+            f"The message has targets for {len(targets)} positions, but its {len(rows)} rows have {expected}. Give "
+            "the server and the clients the same `public_dataset` and, if they predict tokens, the same tokenizer."
         )

@@ -1,7 +1,7 @@
-"""`Cohort`: the clients of a round, as a distillation algorithm sees them. It asks, and they answer, through messages.
+"""`Cohort`: the clients of a round. It sends messages to the clients and collects their replies.
 
-A client that fails, or whose predictions are not finite or of another shape, is left out of the rest of the round, by
-name. The round goes on as long as `min_clients` are left.
+A client is excluded from the rest of the round if it fails, or if its predictions are not finite or have the wrong
+shape. The log names the client. The round continues as long as `min_clients` clients are left.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ..messages.validation import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import WeightedMean
 from .client_weights import ClientReport, summarize_logits
-from .packed import PackedRows, packed
+from .lazy_rows import LazyRows, decode_lazily
 from .teachers import Teachers
 
 
 logger = logging.get_logger(__name__)
 
-# `ask(phase, client_ids, message_for)`: sends each client its message and returns the replies, in the clients' order.
+# `ask(phase, client_ids, message_for)` sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
-# `run_on_main(label, find)`: what `find` returns in the main process, in all processes.
+# `run_on_main(place, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
-# What F1 is called: by a user's own metrics, by those of tasks. The first that there is stands for a client.
+# Names of F1 scores: the first is common in users' metrics, the others are those of tasks. The first match is used.
 F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -50,12 +50,13 @@ Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 @dataclass(frozen=True)
 class PublicRows:
     """
-    A part of the public rows, as messages name it.
+    A range of public examples, as messages name it.
 
     Args:
-        start (`int`): First row.
-        stop (`int`): The row after the last.
-        order (`int`, *optional*): Seed of the order that both count in; `None` for the rows as they are.
+        start (`int`): Index of the first example.
+        stop (`int`): Index after the last example.
+        order (`int`, *optional*): Seed of the permutation to which `start` and `stop` refer. `None` is the original
+            order.
 
     Example:
 
@@ -82,23 +83,22 @@ class Cohort:
 
     Args:
         round (`int`): Round number, from 0.
-        metrics (`dict[str, dict[str, float]]`): What each client reported of its local training, in the cohort's
-            order. A client that is left out is taken away.
-        ask (`Callable`): Sends messages and returns replies.
-        decode (`Callable`): The algorithm's codec, to a tensor of shape `(rows, classes)`.
-        seed (`int`): Of the run; clients' seeds follow from it.
-        min_clients (`int`): Below which the round fails.
-        rejected (`dict[str, str]`): Where clients that are left out are named, with the reason.
-        extra ([`~hf_federated.aggregation.WeightedMean`], *optional*): Where parameters are averaged, the mean of what
-            clients sent beside them.
-        teachers ([`Teachers`], *optional*): The clients' models, of a method that needs them.
-        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where in public rows the server's model
-            predicts, if that is not once a row. "Rows" of predictions below are then positions: those that all clients
-            of the cohort, and the server's model, have a place for.
-        run_on_main (`Callable`, *optional*): `run_on_main(label, find)` calls `find` on the main process and returns
-            its result on all processes, which run the same rounds. By default there is one process.
-
-    Example: [`Distillation`].
+        metrics (`dict[str, dict[str, float]]`): Metrics of each client's local training, in the order of the cohort.
+            An excluded client is removed.
+        ask (`Callable`): Sends messages and returns the replies.
+        decode (`Callable`): Decodes predictions to a tensor of shape `(rows, classes)` with the algorithm's codec.
+        seed (`int`): Seed of the run. The clients' seeds are derived from it.
+        min_clients (`int`, *optional*, defaults to `1`): Minimum number of clients. The round fails with fewer
+            clients.
+        rejected (`dict[str, str]`, *optional*): Reasons of the excluded clients, by client. Updated in place.
+        extra ([`~hf_federated.aggregation.WeightedMean`], *optional*): If parameters are averaged, the mean of the
+            tensors that clients sent in addition to their parameters.
+        teachers ([`Teachers`], *optional*): The clients' models, for a method that needs them.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Positions of the words or tokens that
+            the server's model predicts. A row of predictions is then one position. Only positions that the tokenizers
+            of the server and of all clients of the cohort keep are exchanged.
+        run_on_main (`Callable`, *optional*): `run_on_main(place, find)` calls `find` on the main process and returns
+            its result on all processes. All processes run the same rounds. By default, there is one process.
     """
 
     round: int
@@ -111,68 +111,81 @@ class Cohort:
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
     positions: Positions | None = None
-    run_on_main: RunOnMain = field(default_factory=lambda: lambda label, find: find())
+    run_on_main: RunOnMain = field(default_factory=lambda: lambda place, find: find())
 
     @property
     def client_ids(self) -> list[str]:
-        """Who takes part, in order."""
+        """The ids of the clients, in order."""
         return list(self.metrics)
 
     def seed_of(self, client_id: str, *purpose: str | int) -> int:
-        """A seed for a client, for this round and purpose alone."""
+        """A seed for a client. It is unique to the client, the round and the purpose."""
         return derived_seed(self.seed, client_id, self.round, *purpose)
 
     def check_reports(self, check: Callable[[Mapping[str, float]], None]) -> None:
         """
-        Leave out the clients whose reports of their local training are of no use.
+        Exclude the clients whose metrics of local training are invalid.
 
         Args:
-            check (`Callable`): Raises `ValueError` for such metrics of a client.
+            check (`Callable`): Raises `ValueError` for invalid metrics.
 
         Raises:
-            RoundFailedError: If fewer than `min_clients` are left.
+            RoundFailedError: If fewer than `min_clients` clients are left.
         """
         for client_id, metrics in list(self.metrics.items()):
             try:
                 check(metrics)
             except ValueError as error:
-                self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+                self.exclude(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
 
     def predict(self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool = False) -> dict[str, torch.Tensor]:
         """
-        The clients' predictions of public rows.
+        Ask the clients for predictions of public examples.
 
         Args:
-            rows ([`PublicRows`]): Which.
-            shape (`tuple[int, ...]`): What a client's predictions must look like, of all positions of these rows.
-            keeps_graph (`bool`, *optional*, defaults to `False`): Whether [`~Cohort.feed_back`] on them follows.
+            rows ([`PublicRows`]): The public examples.
+            shape (`tuple[int, ...]`): Expected shape of a client's predictions, counting all positions of the
+                examples.
+            keeps_graph (`bool`, *optional*, defaults to `False`): Whether [`~Cohort.send_feedback`] follows for these
+                predictions.
 
         Returns:
-            `dict[str, torch.Tensor]`: Logits by client, of that shape, less the positions that a client or the server
-            has no place for.
+            `dict[str, torch.Tensor]`: Logits by client, of this shape without the positions that a client or the
+                server drops.
 
         Raises:
-            RoundFailedError: If fewer than `min_clients` gave valid ones.
+            RoundFailedError: If fewer than `min_clients` clients sent valid predictions.
         """
 
-        found, places = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
-        return found if self.positions is None else {name: found[name][places[name]] for name in found}
+        predictions, indices = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
+        if self.positions is None:
+            return predictions
+        return {client_id: predictions[client_id][indices[client_id]] for client_id in predictions}
 
-    def predict_packed(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, PackedRows]:
+    def predict_lazily(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, LazyRows]:
         """
-        The same as [`~Cohort.predict`], as small as it travelled. The arguments are those of it, and what it raises.
+        Ask the clients for predictions, and decode them when they are needed.
+
+        Args:
+            rows ([`PublicRows`]): The public examples.
+            shape (`tuple[int, ...]`): As in [`~Cohort.predict`].
 
         Returns:
-            `dict[str, PackedRows]`: Logits by client, unpacked where they are asked for.
+            `dict[str, LazyRows]`: Logits by client.
+
+        Raises:
+            RoundFailedError: As in [`~Cohort.predict`].
         """
-        found, places = self._ask_for_predictions(rows, shape, False, self._check_packed)
-        return found if self.positions is None else {name: found[name].only(places[name]) for name in found}
+        predictions, indices = self._ask_for_predictions(rows, shape, False, self._check_lazy)
+        if self.positions is None:
+            return predictions
+        return {client_id: predictions[client_id].select(indices[client_id]) for client_id in predictions}
 
     def _ask_for_predictions(
         self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool, read: Callable[..., R]
     ) -> tuple[dict[str, R], dict[str, torch.Tensor]]:
-        """Each client's predictions, and which of them are of positions that all have a place for."""
+        """Ask for predictions. Return them by client, and the indices of the exchanged positions in them."""
 
         def message(client_id: str) -> Message:
             return Predict(**self._about(rows, client_id), keeps_graph=keeps_graph)
@@ -185,41 +198,50 @@ class Cohort:
                 values, missing = reply.values, torch.empty(0, dtype=torch.int64)
                 if self.positions is not None:
                     values, missing = self.positions.take_absent(self._row_numbers(rows), values)
-                num_there = shape[0] - len(missing)
-                predictions = read(values, (num_there, *shape[1:]))
-                if not keeps_graph and not num_there:
+                num_present = shape[0] - len(missing)
+                predictions = read(values, (num_present, *shape[1:]))
+                if not keeps_graph and not num_present:
                     raise ValueError(
-                        f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, and with it "
-                        "nobody could learn one. Raise `max_length` of its tokenizer, or give it another."
+                        f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, so no client "
+                        "could learn from them. Raise `max_length` of its tokenizer, or use another tokenizer."
                     )
                 found[client_id], absent[client_id] = predictions, missing
             except ValueError as error:
-                self.leave_out(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+                self.exclude(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
         return found, {} if self.positions is None else self._narrow(rows, absent)
 
     def _narrow(self, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The exchange is about what all clients and the server's model have a place for; where each client has it."""
+        """
+        Restrict the exchange to the positions that the server and all clients keep.
+
+        Args:
+            rows ([`PublicRows`]): The public examples.
+            absent (`Mapping[str, torch.Tensor]`): Numbers of the positions that each client drops.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Indices of the exchanged positions in the predictions of each client.
+        """
         assert self.positions is not None
         numbers = self._row_numbers(rows)
         self.positions.agree(numbers)
-        of_any = torch.cat([self.positions.absent_of(numbers).long(), *absent.values()]).unique()
-        self.positions.agree(numbers, of_any)
+        dropped = torch.cat([self.positions.absent_of(numbers).long(), *absent.values()]).unique()
+        self.positions.agree(numbers, dropped)
         is_kept = torch.ones(len(self.positions.numbers_of(numbers)), dtype=torch.bool)
-        is_kept[of_any] = False
-        places = {}
+        is_kept[dropped] = False
+        indices = {}
         for client_id, missing in absent.items():
-            is_there = torch.ones_like(is_kept)
-            is_there[missing] = False
-            places[client_id] = is_kept[is_there].nonzero().flatten()
-        return places
+            is_present = torch.ones_like(is_kept)
+            is_present[missing] = False
+            indices[client_id] = is_kept[is_present].nonzero().flatten()
+        return indices
 
     def _row_numbers(self, rows: PublicRows) -> torch.Tensor:
         assert self.positions is not None
         return public_order(self.positions.num_rows, rows.order)[rows.start : rows.stop]
 
     def _with_absent(self, rows: PublicRows, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Targets, with the positions that they leave out if there are any."""
+        """Add the numbers of the positions without targets to encoded targets, if there are any."""
         if self.positions is None:
             return dict(targets)
         return self.positions.add_absent(self._row_numbers(rows), targets)
@@ -233,17 +255,20 @@ class Cohort:
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """
-        Let the clients learn these targets of public rows.
+        Train the clients on targets of public examples.
 
         Args:
-            rows ([`PublicRows`]): Which.
-            targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
-            num_epochs (`int`): Passes over the rows.
-            num_training_epochs (`int`): Passes of a client over these rows over the run.
-            settings (`Mapping[str, Any]`, *optional*): The algorithm's numbers, JSON scalars only.
+            rows ([`PublicRows`]): The public examples.
+            targets (`Mapping[str, torch.Tensor]`): Encoded targets, the same for all clients.
+            num_epochs (`int`): Number of passes over the examples.
+            num_training_epochs (`int`): Number of passes of a client over these examples in the whole run.
+            settings (`Mapping[str, Any]`, *optional*): Settings of the algorithm, JSON scalars only.
 
         Returns:
-            `dict[str, float]`: Each client's loss.
+            `dict[str, float]`: Loss of each client.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` clients are left.
         """
 
         def message(client_id: str) -> Message:
@@ -257,7 +282,7 @@ class Cohort:
 
         return self._losses("distillation", message)
 
-    def feed_back(
+    def send_feedback(
         self,
         rows: PublicRows,
         targets: Mapping[str, torch.Tensor],
@@ -267,18 +292,21 @@ class Cohort:
         num_training_steps: int,
     ) -> dict[str, float]:
         """
-        Answer the predictions of a mini-batch; each client takes one step.
+        Answer the predictions of a mini-batch. Each client takes one step.
 
         Args:
-            rows ([`PublicRows`]): As in the call of [`~Cohort.predict`] that it answers.
-            targets (`Mapping[str, torch.Tensor]`): The same for all clients, as the algorithm's codec writes them.
-            feedback (`Mapping[str, Mapping[str, torch.Tensor]]`): By client.
-            settings (`Mapping[str, Mapping[str, Any]]`): By client, JSON scalars only.
-            step (`int`): Such steps of the run before this one.
-            num_training_steps (`int`): Such steps of the run.
+            rows ([`PublicRows`]): The examples of the preceding call of [`~Cohort.predict`].
+            targets (`Mapping[str, torch.Tensor]`): Encoded targets, the same for all clients.
+            feedback (`Mapping[str, Mapping[str, torch.Tensor]]`): Encoded feedback, by client.
+            settings (`Mapping[str, Mapping[str, Any]]`): Settings by client, JSON scalars only.
+            step (`int`): Number of feedback steps of the run before this step.
+            num_training_steps (`int`): Number of feedback steps of the run.
 
         Returns:
-            `dict[str, float]`: Each client's loss.
+            `dict[str, float]`: Loss of each client.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` clients are left.
         """
 
         def message(client_id: str) -> Message:
@@ -294,13 +322,23 @@ class Cohort:
         return self._losses("feedback", message)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The metrics of the clients' own models on their own evaluation rows, by client."""
+        """
+        Evaluate the clients' models on the clients' evaluation examples.
+
+        Returns:
+            `dict[str, dict[str, float]]`: Metrics by client.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` clients are left.
+        """
         replies = self._send("evaluation", lambda client_id: Evaluate(self.round, client_id, {}), Metrics)
         self.check_enough()
         return {client_id: reply.metrics for client_id, reply in replies.items() if isinstance(reply, Metrics)}
 
     def _about(self, rows: PublicRows, client_id: str, *purpose: str) -> dict[str, Any]:
-        """What every message about public rows says. A prediction and the feedback on it share their seed."""
+        """
+        Fields that all messages about public examples share. A prediction and the feedback on it have the same seed.
+        """
         seed = self.seed_of(client_id, *(purpose or ("public", rows.order or 0, rows.start)))
         return {
             "round": self.round,
@@ -320,7 +358,7 @@ class Cohort:
         return losses
 
     def _send(self, phase: str, message: Callable[[str], Message], expected: type[Message]) -> dict[str, Message]:
-        """The replies of a kind; whoever gave another one is left out."""
+        """Send messages and return the replies of the expected type. Exclude clients without such a reply."""
         asked = self.client_ids
         replies = self.ask(phase, asked, message)
         accepted: dict[str, Message] = {}
@@ -332,7 +370,7 @@ class Cohort:
             reason = "no answer" if reply is None else f"answered with a {type(reply).__name__}"
             if isinstance(reply, ClientFailure):
                 reason = reply.error
-            self.leave_out(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
+            self.exclude(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
         return accepted
 
     def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
@@ -340,21 +378,21 @@ class Cohort:
         _check(values, values.shape, shape)
         return values
 
-    def _check_packed(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> PackedRows:
-        rows = packed(encoded, self.decode)
-        for start, places in rows.places():
+    def _check_lazy(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> LazyRows:
+        rows = decode_lazily(encoded, self.decode)
+        for start, indices in rows.index_blocks():
             try:
-                block = rows[places]
+                block = rows[indices]
                 _check(block, (len(rows), *block.shape[1:]), shape)
             except ValueError as error:
                 raise ValueError(
-                    f"{error} (Rows are counted from row {start} here.)" if start else str(error)
+                    f"{error} (Row numbers in this message start at row {start}.)" if start else str(error)
                 ) from error
         return rows
 
-    def leave_out(self, client_id: str, reason: str) -> None:
-        """Go on without a client in this round, and without its model until it sends another."""
-        logger.warning(f"Left out: {reason}")
+    def exclude(self, client_id: str, reason: str) -> None:
+        """Exclude a client from the rest of the round, and remove its model until it sends another update."""
+        logger.warning(f"Excluded from the round: {reason}")
         self.rejected[client_id] = reason
         self.metrics.pop(client_id, None)
         if self.teachers is not None:
@@ -362,8 +400,10 @@ class Cohort:
 
     def check_enough(self) -> None:
         """
+        Check that enough clients are left.
+
         Raises:
-            RoundFailedError: If fewer than `min_clients` are left.
+            RoundFailedError: If fewer than `min_clients` clients are left.
         """
         if len(self.metrics) < self.min_clients:
             reason = next(reversed(self.rejected.values()), "")
@@ -372,33 +412,34 @@ class Cohort:
                 f"min_clients={self.min_clients}. The last failure: {reason}"
             )
 
-    def check_agreed(self, num_positions: int) -> None:
+    def check_num_positions(self, num_positions: int) -> None:
         """
+        Check that the server and all clients have at least one predicted position in common.
+
         Args:
-            num_positions (`int`): That all clients of the cohort and the server's model predicted.
+            num_positions (`int`): Number of positions that the server's model and all clients of the cohort predicted.
 
         Raises:
-            RoundFailedError: If there are none.
+            RoundFailedError: If the number is 0.
         """
         if not num_positions:
             raise RoundFailedError(
-                f"Round {self.round}: there is no word of the public rows of which the tokenizers of the server and "
-                f"of all {len(self.metrics)} clients keep something. Raise `max_length` of the task, or take other "
-                "rows."
+                f"Round {self.round}: there is no word of the public rows that the tokenizers of the server and of all "
+                f"{len(self.metrics)} clients keep. Raise `max_length` of the task, or use other public rows."
             )
 
 
 def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if given != shape:
         raise ValueError(
-            f"its predictions have the shape {tuple(given)}, expected {shape}: the rows asked for, and the "
-            "classes of the server's model. All clients must tell the same classes apart, in the same order."
+            f"its predictions have the shape {tuple(given)}, expected {shape}: the requested rows and the classes of "
+            "the server's model. All clients must have the same classes in the same order."
         )
     if not bool(values.isfinite().all()):
         row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
         raise ValueError(
-            f"its prediction of row {row} of those asked for holds NaN or infinite values. Lower this client's "
-            "learning rate, or look at its data."
+            f"its prediction of requested row {row} holds NaN or infinite values. Lower this client's learning rate, "
+            "or check its data."
         )
 
 
@@ -412,13 +453,16 @@ def reports(
     evaluations: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[ClientReport]:
     """
-    What the clients told of their local training, in the cohort's order.
+    Collect the reports of the clients' local training, in the order of the cohort.
 
     Args:
         cohort ([`Cohort`]): The clients.
-        predictions (`Mapping[str, torch.Tensor]`, *optional*): Their logits, to be summed up too.
-        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Their metrics, of which the first of `eval_f1`,
-            `eval_f1_weighted`, `eval_f1_macro` and `eval_span_f1` is taken.
+        predictions (`Mapping[str, torch.Tensor]`, *optional*): Logits by client, to be summarized in the reports.
+        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Evaluation metrics by client. The report has the
+            first of `eval_f1`, `eval_f1_weighted`, `eval_f1_macro` and `eval_span_f1` that exists.
+
+    Returns:
+        `list[ClientReport]`: One report per client.
     """
     found = []
     for client_id, row in cohort.metrics.items():

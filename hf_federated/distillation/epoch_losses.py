@@ -27,8 +27,8 @@ class EpochLosses(TrainerCallback):
         # Of each entry of the log, its batches over its steps.
         self._batches_per_step: list[float] = []
         # What the trainer's loss of a batch is of the batch's mean, where it does not divide by a number of items.
-        self._multiple: float | None = None
-        self._is_tried = False
+        self._scale: float | None = None
+        self._is_tested = False
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -68,10 +68,10 @@ class EpochLosses(TrainerCallback):
             inputs (`Mapping[str, Any]`): The batch.
             num_items (`torch.Tensor` or `int`, *optional*): Items of all batches of the step.
         """
-        adds_up = _has_batches_to_add(trainer) and getattr(trainer, "loss_is_scaled_for_ga", None) is None
-        if self._is_tried or num_items is None or not adds_up:
+        adds_up = _adds_losses_of_micro_batches(trainer) and getattr(trainer, "loss_is_scaled_for_ga", None) is None
+        if self._is_tested or num_items is None or not adds_up:
             return
-        self._is_tried = True
+        self._is_tested = True
         if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
             return
         inputs = trainer._prepare_inputs(inputs)
@@ -80,25 +80,23 @@ class EpochLosses(TrainerCallback):
         for items in ({}, {"num_items_in_batch": num_items}, {"num_items_in_batch": 2 * num_items}):
             with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
                 losses.append(float(trainer.compute_loss(model, dict(inputs), **items).mean()))
-        plain, once, of_twice = losses
+        plain, once, doubled = losses
         # A loss that is divided would be half of it.
-        if plain and math.isclose(once, of_twice, rel_tol=0.1):
-            self._multiple = once / plain
+        if plain and math.isclose(once, doubled, rel_tol=0.1):
+            self._scale = once / plain
 
-    def means(self, losses: list[float]) -> list[float]:
+    def mean_batch_losses(self, losses: list[float]) -> list[float]:
         """
         Mean losses of a batch.
 
         Args:
             losses (`list[float]`): Those of the log's entries, in their order.
         """
-        if self._multiple is None:
+        if self._scale is None:
             return losses
-        return [
-            loss / (per_step * self._multiple) for loss, per_step in zip(losses, self._batches_per_step, strict=True)
-        ]
+        return [loss / (per_step * self._scale) for loss, per_step in zip(losses, self._batches_per_step, strict=True)]
 
 
-def _has_batches_to_add(trainer: Trainer) -> bool:
+def _adds_losses_of_micro_batches(trainer: Trainer) -> bool:
     """Whether a step has several batches, one after the other or in several processes."""
     return trainer.args.gradient_accumulation_steps > 1 or trainer.accelerator.num_processes > 1

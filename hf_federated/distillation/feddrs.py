@@ -236,24 +236,26 @@ class FedDRS(Distillation):
         if cohort.round == server.num_rounds - 1 and self.post_num_iterations:
             logs |= self._post_process(cohort, teachers, sampler)
         if not self._keeps_teachers(server):
-            teachers.forget()
+            teachers.clear()
         return logs
 
     def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: PseudoSampler) -> dict[str, float]:
-        everybody = [client_id for client_id in teachers.everybody() if client_id not in cohort.rejected]
+        client_ids = [client_id for client_id in teachers.client_ids() if client_id not in cohort.rejected]
         # Of a mean nobody could tell whose model spoiled it.
-        self._of_each(cohort, teachers, "models before their mean", everybody, partial(sampler.check, teachers))
-        everybody = [client_id for client_id in everybody if client_id not in cohort.rejected]
-        mean = teachers.mean(everybody) | self._left_as_is(sampler.server, cohort.round)
+        self._for_each_client(
+            cohort, teachers, "models before their mean", client_ids, partial(sampler.check, teachers)
+        )
+        client_ids = [client_id for client_id in client_ids if client_id not in cohort.rejected]
+        mean = teachers.mean(client_ids) | self._frozen_server_values(sampler.server, cohort.round)
         sampler.server.exchange.write(mean)
         weight = self.adversarial_weight if self.post_adversarial_weight is None else self.post_adversarial_weight
         loss = 0.0
         for iteration in range(self.post_num_iterations):
-            loss = self._iterate(cohort, teachers, sampler, everybody, weight, ("post", cohort.round, iteration))
-        num_left = len([client_id for client_id in everybody if client_id not in cohort.rejected])
+            loss = self._iterate(cohort, teachers, sampler, client_ids, weight, ("post", cohort.round, iteration))
+        num_left = len([client_id for client_id in client_ids if client_id not in cohort.rejected])
         return {"post_distillation_loss": loss, "post_num_clients": num_left}
 
-    def _left_as_is(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
+    def _frozen_server_values(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
         """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
         frozen = {id(parameter) for parameter in frozen_parameters(server.student.model, round)}
         live = server.exchange.tensors
@@ -275,11 +277,11 @@ class FedDRS(Distillation):
             own = derived_seed(seed, "pseudo-samples", client_id, *purpose)
             return sampler.sample(teachers, client_id, weight, own)
 
-        samples = self._of_each(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
+        samples = self._for_each_client(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
         self.samples = samples if self.keeps_samples else {}
         return sampler.learn(list(samples.values()), derived_seed(seed, "pseudo-samples' order", *purpose))
 
-    def _of_each(
+    def _for_each_client(
         self,
         cohort: Cohort,
         teachers: Teachers,
@@ -290,24 +292,24 @@ class FedDRS(Distillation):
         """What is made of each client's model, wherever that is; a client of which nothing can be is left out."""
         asked = [client_id for client_id in client_ids if client_id not in cohort.rejected]
         made: dict[str, Any] = {}
-        for client_id in teachers.here(asked):
+        for client_id in teachers.local_clients(asked):
             try:
                 made[client_id] = make(client_id)
             except ValueError as error:
                 made[client_id] = {"error": str(error)}
             except FloatingPointError as error:
-                made[client_id] = {"of the server": str(error)}
-        found = teachers.together(place, made, asked)
-        for client_id, theirs in found.items():
-            if "error" in theirs:
-                cohort.leave_out(client_id, f"Client {client_id!r}, round {cohort.round}: {theirs['error']}")
-        of_the_server = [theirs["of the server"] for theirs in found.values() if "of the server" in theirs]
-        if of_the_server:
+                made[client_id] = {"server_error": str(error)}
+        found = teachers.gather_results(place, made, asked)
+        for client_id, result in found.items():
+            if "error" in result:
+                cohort.exclude(client_id, f"Client {client_id!r}, round {cohort.round}: {result['error']}")
+        server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
+        if server_errors:
             names = ", ".join(map(repr, cohort.rejected))
             left_out = f" Left out in this round, and perhaps averaged before: {names}." if names else ""
-            raise FloatingPointError(f"Round {cohort.round}: {of_the_server[0]}{left_out}")
+            raise FloatingPointError(f"Round {cohort.round}: {server_errors[0]}{left_out}")
         cohort.check_enough()
-        return {client_id: theirs for client_id, theirs in found.items() if "error" not in theirs}
+        return {client_id: result for client_id, result in found.items() if "error" not in result}
 
     def _num_steps_of_run(self, server: DistillationServer) -> int:
         """Optimizer steps of the server over the run, if no client fails."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions, sizes, weighted_mean
+from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .server import DistillationServer
 
@@ -43,7 +43,7 @@ class FedED(Distillation):
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr")
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
-        return weighted_mean(predictions, sizes(cohort))
+        return weighted_mean(predictions, num_examples_by_client(cohort))
 
     def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> None:
         return None

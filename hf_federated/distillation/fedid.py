@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..messages import Feedback
 from ..utils.random import derived_seed
-from .base import Distillation, Predictions, sizes, weighted_mean
+from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
 from .cohort import Cohort, PublicRows
 from .feedback import (
     chain_rule_feedback,
@@ -112,7 +112,7 @@ class FedID(Distillation):
         if not self.feedback_step_size > 0:
             raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
         if self.feedback not in ("chain_rule", "per_example"):
-            self._refuse_without_effect("feedback_step_size", beside=f"feedback={self.feedback!r}")
+            self._refuse_without_effect("feedback_step_size", given=f"feedback={self.feedback!r}")
         if self.public_epochs < 1:
             raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
         if not self.clients_distill and self.feedback == "none":
@@ -132,20 +132,20 @@ class FedID(Distillation):
         num_steps = server.num_rounds * self.public_epochs * server.batches_per_epoch
         server.prepare(self.public_epochs)
         losses: list[torch.Tensor] = []
-        lengths: list[tuple[float, float]] = []
+        norms: list[tuple[float, float]] = []
         for epoch in range(self.public_epochs):
             for number, rows in enumerate(server.mini_batches(cohort.round, epoch)):
                 purpose = (cohort.round, epoch, number)
                 step = self._mini_batch(cohort, server, rows, purpose, num_steps)
                 if step is not None:
                     losses.append(step.loss)
-                    lengths.append(step.lengths)
-        cohort.check_agreed(len(losses))
+                    norms.append(step.gradient_norms)
+        cohort.check_num_positions(len(losses))
         logs = {"server_distillation_loss": float(torch.stack(losses).mean())}
-        of_feedback, of_distillation = map(sum, zip(*lengths, strict=True))
+        feedback_norm, distillation_norm = map(sum, zip(*norms, strict=True))
         # Below it the clients say the same, and what is left is rounding.
-        if self.feedback == "chain_rule" and of_distillation > SMALLEST_DIFFERENCE * len(lengths):
-            logs["feedback_ratio"] = of_feedback / of_distillation
+        if self.feedback == "chain_rule" and distillation_norm > SMALLEST_DIFFERENCE * len(norms):
+            logs["feedback_ratio"] = feedback_norm / distillation_norm
         return logs
 
     def _mini_batch(
@@ -161,7 +161,7 @@ class FedID(Distillation):
         predictions = cohort.predict(rows, server.shape_of(rows), keeps_graph=True)
         if not server.num_agreed(rows):
             return None
-        weights = sizes(cohort)
+        weights = num_examples_by_client(cohort)
         total = sum(weights.values())
         targets = self.encode_targets(
             weighted_mean({client_id: logits.softmax(-1) for client_id, logits in predictions.items()}, weights)
@@ -171,7 +171,7 @@ class FedID(Distillation):
         seed = derived_seed(server.seed, "pseudo-labels", *purpose)
         step = _ServerStep(self, server, rows, ensemble, purpose, seed)
         feedback = step.take(predictions, weights)
-        cohort.feed_back(
+        cohort.send_feedback(
             rows,
             targets,
             dict.fromkeys(cohort.client_ids, feedback),
@@ -195,7 +195,7 @@ class FedID(Distillation):
         num_classes = logits.shape[-1]
         ensemble = self.decode_targets(message.targets, num_classes).to(logits.device)
         weight, improvement = message.settings["weight"], message.settings["improvement"]
-        labels = _draw(ensemble, message.settings["labels"])
+        labels = _draw_labels(ensemble, message.settings["labels"])
         if self.feedback == "mpl":
             # The published code's clients learn hard labels.
             distillation = F.cross_entropy(logits, ensemble.argmax(-1))
@@ -216,7 +216,7 @@ class FedID(Distillation):
         return loss
 
 
-def _draw(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
+def _draw_labels(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
     """A label for each row, the same wherever it is drawn."""
     generator = torch.Generator().manual_seed(seed)
     return sample_pseudo_labels(probabilities.cpu(), generator).to(probabilities.device)
@@ -258,14 +258,14 @@ class _ServerStep:
             self._labelled = server.labelled_batch(server.batch_size, *purpose)
         self._ensemble = ensemble.to(server.student.device)
         self._purpose = purpose
-        self._labels = _draw(self._ensemble, seed)
+        self._labels = _draw_labels(self._ensemble, seed)
         # L_old - L_new, for those methods that send it.
         self.improvement = 0.0
         # `∂L_val/∂q` travels divided by 2 to this power, so that `float16` keeps small numbers; a power of 2 is exact.
         self.exponent = 0
         # The server's loss, and over all clients the norms of the feedback's and of the distillation's gradients.
         self.loss = torch.tensor(0.0)
-        self.lengths = (0.0, 0.0)
+        self.gradient_norms = (0.0, 0.0)
 
     def take(self, predictions: Predictions, weights: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """The feedback to all clients."""
@@ -277,7 +277,7 @@ class _ServerStep:
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
                 feedback = self._algorithm._codec.dense.encode(scaled)
-                self.lengths = self._lengths(gradient, predictions, weights)
+                self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
             else:
                 feedback = {"rewards": per_example_feedback(gradient, self._labels).float().cpu()}
         sends_improvement = method in ("mpl", "mpl_sampled")
@@ -289,16 +289,16 @@ class _ServerStep:
             self.improvement = before - self._validation_loss()
         return feedback
 
-    def _lengths(
+    def _gradient_norms(
         self, gradient: torch.Tensor, predictions: Predictions, weights: Mapping[str, float]
     ) -> tuple[float, float]:
         total = sum(weights[client_id] for client_id in predictions)
-        of_feedback = of_distillation = 0.0
+        feedback_norm = distillation_norm = 0.0
         for client_id, logits in predictions.items():
             own = logits.softmax(-1).to(gradient)
-            of_feedback += float(logit_feedback(own, gradient).norm()) * weights[client_id] / total
-            of_distillation += float((own - self._ensemble.to(own)).norm()) / max(1, len(own))
-        return of_feedback, of_distillation
+            feedback_norm += float(logit_feedback(own, gradient).norm()) * weights[client_id] / total
+            distillation_norm += float((own - self._ensemble.to(own)).norm()) / max(1, len(own))
+        return feedback_norm, distillation_norm
 
     def _loss(self, logits: torch.Tensor, predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
         if self._algorithm.feedback == "mpl_sampled":
@@ -306,8 +306,8 @@ class _ServerStep:
         if self._algorithm.feedback == "mpl":
             total = sum(weights[client_id] for client_id in predictions)
             losses = [
-                F.cross_entropy(logits, theirs.argmax(-1).to(logits.device)) * (weights[client_id] / total)
-                for client_id, theirs in predictions.items()
+                F.cross_entropy(logits, client_logits.argmax(-1).to(logits.device)) * (weights[client_id] / total)
+                for client_id, client_logits in predictions.items()
             ]
             return torch.stack(losses).sum()
         return soft_cross_entropy(logits, self._ensemble)

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from ..clients.context import ClientContext
-from ..messages import CLASS_COUNT, Disclosure
-from .base import Distillation, Predictions, sizes, weighted_mean
+from ..messages import CLASS_COUNT
+from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
 from .client import DistillationClient, LocalDistillation
 from .client_weights import class_count_weights
@@ -106,7 +106,7 @@ class FedKD(Distillation):
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         if self.weighting == "size":
-            return weighted_mean(predictions, sizes(cohort))
+            return weighted_mean(predictions, num_examples_by_client(cohort))
         weights = class_count_weights(reports(cohort))  # (clients, classes), of which each class adds up to one
         stacked = torch.stack([logits.to(torch.float64) for logits in predictions.values()])
         return (stacked * weights.to(stacked)[:, None]).sum(0).to(torch.float32)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions, sizes, weighted_mean
+from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .losses import soft_cross_entropy
 
@@ -42,7 +42,7 @@ class MHAT(Distillation):
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         probabilities = {client_id: logits.softmax(-1) for client_id, logits in predictions.items()}
-        return weighted_mean(probabilities, sizes(cohort))
+        return weighted_mean(probabilities, num_examples_by_client(cohort))
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return soft_cross_entropy(logits, targets)

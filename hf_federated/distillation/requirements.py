@@ -1,4 +1,4 @@
-"""What a distillation method needs of a federation, as data."""
+"""Requirements of a distillation method, and the values that it discloses, as data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Requirements:
     """
-    What a method needs of a federation. The trainer checks it when it is built.
+    Requirements of a method. The trainer checks them when it is built.
 
     Args:
-        public_dataset (`bool`, *optional*, defaults to `True`): Server and clients have the same unlabelled examples.
+        public_dataset (`bool`, *optional*, defaults to `True`): The server and the clients have the same unlabelled
+            examples.
         server_dataset (`bool`, *optional*, defaults to `False`): The server has labelled examples.
         client_evaluation (`bool`, *optional*, defaults to `False`): Clients have evaluation examples.
-        class_probabilities (`bool`, *optional*, defaults to `True`): Predictions are distributions over classes, of
-            which one is right.
+        class_probabilities (`bool`, *optional*, defaults to `True`): Predictions are distributions over classes,
+            exactly one of which is correct.
         initial_model (`bool`, *optional*, defaults to `False`): Clients use the model as it was before the first
             round, and read all their examples with it.
 

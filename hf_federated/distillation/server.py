@@ -1,4 +1,4 @@
-"""`DistillationServer`: the server's model over the public rows, and the labelled rows that the server may have."""
+"""`DistillationServer`: the server's model, the public examples and, optionally, the server's labelled examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..clients.student import Student
 from ..messages import public_order
 from ..utils.random import derived_seed, isolated_rng
 from .cohort import PublicRows
-from .packed import PackedRows
+from .lazy_rows import LazyRows
 from .teachers import Teachers
 
 
@@ -22,16 +22,17 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 class DistillationServer:
     """
-    What the server of a distillation has: a model that learns, public rows, and perhaps labelled ones.
+    The server's side of a distillation: a model to train, public examples and, optionally, labelled examples.
 
     Args:
-        student ([`~hf_federated.clients.Student`]): The server's model over the public rows.
-        seed (`int`): Of the run.
-        num_rounds (`int`): Rounds of the run.
-        exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes that model.
-        num_clients (`int`): Clients of the federation.
-        clients_per_round (`int`): Clients that are asked in a round.
-        labelled (`datasets.Dataset`, *optional*): The server's own labelled rows, encoded for its model.
+        student ([`~hf_federated.clients.Student`]): The server's model with the public examples.
+        seed (`int`): Seed of the run.
+        num_rounds (`int`): Number of rounds of the run.
+        exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes the exchanged parameters of the server's
+            model.
+        num_clients (`int`): Number of clients in the federation.
+        clients_per_round (`int`): Number of clients that the server selects in a round.
+        labelled (`datasets.Dataset`, *optional*): The server's labelled examples, encoded for its model.
         teachers ([`Teachers`], *optional*): The clients' models, for a method that needs them.
 
     Example: [`Distillation`].
@@ -61,21 +62,22 @@ class DistillationServer:
 
     @property
     def all_rows(self) -> PublicRows:
-        """All public rows, as they are."""
+        """All public examples in their original order."""
         return PublicRows(0, self.num_rows)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of predictions of all public rows: rows and classes."""
+        """Shape `(rows, classes)` of predictions of all public examples."""
         return self.shape_of(self.all_rows)
 
     def shape_of(self, rows: PublicRows) -> tuple[int, int]:
         """
-        Of predictions of a part of the public rows: rows, or their positions where the model does not predict once a
-        row, and classes.
+        Shape `(rows, classes)` of predictions of some public examples.
+
+        If the model predicts words or tokens, `rows` is the number of positions in these examples.
 
         Args:
-            rows ([`PublicRows`]): Which.
+            rows ([`PublicRows`]): The public examples.
         """
         positions = self.student.positions
         num_positions = len(rows) if positions is None else len(positions.numbers_of(self.numbers_of(rows)))
@@ -83,50 +85,62 @@ class DistillationServer:
 
     def num_agreed(self, rows: PublicRows) -> int:
         """
-        How many of these the exchange that runs is about: all but the words of which a tokenizer keeps nothing.
+        Number of predictions that the current exchange covers for some public examples.
+
+        For words, the exchange leaves out each word that the tokenizer of the server or of a client drops.
 
         Args:
-            rows ([`PublicRows`]): Which.
+            rows ([`PublicRows`]): The public examples.
         """
         positions = self.student.positions
         return len(rows) if positions is None else len(positions.agreed_of(self.numbers_of(rows)))
 
     @property
     def batches_per_epoch(self) -> int:
-        """Mini-batches of a pass over the public rows."""
+        """Number of mini-batches in a pass over the public examples."""
         return -(-self.num_rows // self.batch_size)
 
     def mini_batches(self, round: int, epoch: int) -> list[PublicRows]:
-        """The public rows in mini-batches, in an order of their own in every epoch."""
+        """
+        Split the public examples into mini-batches. Each epoch has its own order.
+
+        Args:
+            round (`int`): Round number, from 0.
+            epoch (`int`): Epoch number, from 0.
+        """
         order = derived_seed(self.seed, "public rows", round, epoch)
         starts = range(0, self.num_rows, self.batch_size)
         return [PublicRows(start, min(start + self.batch_size, self.num_rows), order) for start in starts]
 
     def numbers_of(self, rows: PublicRows) -> torch.Tensor:
         """
-        The row numbers of a part of the public rows.
+        The indices of some public examples.
+
+        Args:
+            rows ([`PublicRows`]): The public examples.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows,)`.
+            `torch.Tensor`: Indices of shape `(rows,)`.
         """
         return public_order(self.num_rows, rows.order)[rows.start : rows.stop]
 
     def predict(self) -> torch.Tensor:
         """
-        The server's own logits of all public rows.
+        Predict all public examples with the server's model.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows, classes)`, float32.
+            `torch.Tensor`: Logits of shape `(rows, classes)`, float32.
         """
         return self.student.predict(torch.arange(self.num_rows))
 
     def prepare(self, public_epochs: int, labelled_epochs: int = 0) -> None:
         """
-        Make the optimizer, with a learning-rate curve over the run, once.
+        Create the optimizer and its learning rate schedule over the run. An existing optimizer is kept.
 
         Args:
-            public_epochs (`int`): Passes over the public rows in a round.
-            labelled_epochs (`int`, *optional*, defaults to `0`): Passes over the labelled rows in a round.
+            public_epochs (`int`): Number of passes over the public examples in a round.
+            labelled_epochs (`int`, *optional*, defaults to `0`): Number of passes over the labelled examples in a
+                round.
         """
         labelled_batches = 0 if self.labelled is None else -(-len(self.labelled) // self.batch_size)
         steps = public_epochs * self.batches_per_epoch + labelled_epochs * labelled_batches
@@ -134,14 +148,14 @@ class DistillationServer:
 
     def fit_labelled(self, num_epochs: int, round: int) -> float:
         """
-        Train the server's model on its own labelled rows, by the loss that the model computes.
+        Train the server's model on the server's labelled examples with the loss that the model computes.
 
         Args:
-            num_epochs (`int`): Passes over the rows.
+            num_epochs (`int`): Number of passes over the examples.
             round (`int`): Round number, from 0.
 
         Returns:
-            `float`: The mean loss of the last epoch.
+            `float`: Mean loss of the last epoch.
         """
         assert self.labelled is not None, "checked when the trainer was built"
         seed = derived_seed(self.seed, "labelled training", round)
@@ -158,18 +172,18 @@ class DistillationServer:
                 ]
         return float(torch.stack(losses).mean())
 
-    def fit(self, targets: torch.Tensor | PackedRows, loss: Loss, num_epochs: int, round: int) -> float:
+    def fit(self, targets: torch.Tensor | LazyRows, loss: Loss, num_epochs: int, round: int) -> float:
         """
-        Train the server's model on targets of all public rows. [`~DistillationServer.prepare`] comes first.
+        Train the server's model on targets of all public examples. Call [`~DistillationServer.prepare`] first.
 
         Args:
-            targets (`torch.Tensor` or `PackedRows`): Of shape `(rows, classes)`.
+            targets (`torch.Tensor` or `LazyRows`): Targets of shape `(rows, classes)`.
             loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
-            num_epochs (`int`): Passes over the rows.
+            num_epochs (`int`): Number of passes over the examples.
             round (`int`): Round number, from 0.
 
         Returns:
-            `float`: The mean loss of the last epoch.
+            `float`: Mean loss of the last epoch.
         """
         seed = derived_seed(self.seed, "server distillation", round)
         return self.student.fit(torch.arange(self.num_rows), targets, loss, num_epochs, seed)
@@ -178,12 +192,12 @@ class DistillationServer:
         self, inputs: dict[str, Any], loss: Callable[[torch.Tensor], torch.Tensor], purpose: tuple[int, ...]
     ) -> torch.Tensor:
         """
-        One step of the server's model on a batch, with dropout. The optimizer must have been prepared.
+        Train the server's model for one step on a batch, with dropout. Call [`~DistillationServer.prepare`] first.
 
         Args:
-            inputs (`dict[str, Any]`): The batch, as the model takes it.
+            inputs (`dict[str, Any]`): The batch, as inputs of the model.
             loss (`Callable`): `loss(logits)`, a scalar.
-            purpose (`tuple[int, ...]`): What the step is for; dropout follows from it.
+            purpose (`tuple[int, ...]`): Identifies the step. The seed of dropout is derived from it.
 
         Returns:
             `torch.Tensor`: The loss, detached.
@@ -195,11 +209,14 @@ class DistillationServer:
 
     def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
         """
-        Labelled rows drawn without replacement, as the server's model takes them, with `labels`.
+        Draw labelled examples without replacement.
 
         Args:
-            size (`int`): How many, at most all.
-            purpose (`str` or `int`): What they are drawn for; the same draws the same rows.
+            size (`int`): Number of examples. At most all labelled examples are drawn.
+            purpose (`str` or `int`): Identifies the draw. The same purpose gives the same examples.
+
+        Returns:
+            `dict[str, Any]`: The batch, as inputs of the server's model, with `labels`.
         """
         assert self.labelled is not None, "checked when the trainer was built"
         rows = public_order(len(self.labelled), derived_seed(self.seed, "labelled rows", *purpose))[:size]

@@ -1,4 +1,4 @@
-"""`Teachers`: the models that clients sent, put away until the server distils from them, one in memory at a time."""
+"""`Teachers`: a store of the clients' models. The server loads one model at a time for distillation."""
 
 from __future__ import annotations
 
@@ -15,117 +15,121 @@ from ..messages import CLASS_COUNT, ClientUpdate
 from ..utils.weighted_mean import State, WeightedMean
 
 
-# `gather(label, tree)`: that of all processes, in their order.
+# `gather(place, tree)` returns the trees of all processes, in the order of their ranks.
 Gather = Callable[[str, Any], list[Any]]
 
 
 class Teachers:
     """
-    What clients sent, by client. Each process has those of the clients that it trained.
+    The parameters that clients sent, by client. Each process stores the parameters of the clients that it trained.
 
-    In memory are a copy of the server's model, which shares what is frozen with it, and the values of whichever client
-    it stands for; the other clients' values are in the store.
+    Memory holds one copy of the server's model, which shares its frozen parameters with the server's model. The
+    parameters of one client at a time are written into the copy. The parameters of all clients are in the store.
 
     Args:
-        model (`torch.nn.Module`): The server's.
-        what (`str`): What of it is exchanged, as `exchange` of [`FederatedConfig`].
-        store ([`~hf_federated.clients.ClientStore`]): For what clients sent.
-        gather (`Callable`, *optional*): Brings together what all processes have to say; there is one by default.
+        model (`torch.nn.Module`): The server's model.
+        exchange_kind (`str`): The exchanged part of the model, as `exchange` of [`FederatedConfig`].
+        store ([`~hf_federated.clients.ClientStore`]): Stores the clients' parameters.
+        gather (`Callable`, *optional*): Gathers a tree from all processes. By default, there is one process.
 
     Example: [`FedDRS`].
     """
 
-    def __init__(self, model: nn.Module, what: str, store: ClientStore, gather: Gather | None = None) -> None:
-        self._servers = model
-        self._what = what
+    def __init__(self, model: nn.Module, exchange_kind: str, store: ClientStore, gather: Gather | None = None) -> None:
+        self._server_model = model
+        self._exchange_kind = exchange_kind
         self._store = store
-        self._gather: Gather = gather or (lambda label, tree: [tree])
-        # Whose are here, with their label histograms.
-        self._held: dict[str, list[float]] = {}
+        self._gather: Gather = gather or (lambda place, tree: [tree])
+        # Label histograms of the clients whose models this process stores.
+        self._histograms: dict[str, list[float]] = {}
         self._copy: tuple[nn.Module, Exchange] | None = None
-        # Clients whose updates of this round are in this process.
-        self._kept_now: set[str] = set()
+        # Clients whose updates this process received in this round.
+        self._received_this_round: set[str] = set()
 
     def begin_round(self) -> None:
         """Called before the updates of a round arrive."""
-        self._kept_now = set()
+        self._received_this_round = set()
 
     def keep(self, update: ClientUpdate) -> None:
-        """Put an accepted update away, in the place of what the client sent before."""
+        """Store an accepted update. It replaces the previous update of the client."""
         counts = {name: value for name, value in update.metrics.items() if name.startswith(CLASS_COUNT)}
-        # Whoever uses it refuses a histogram with a gap, which is no number.
+        # A missing count becomes NaN. `PseudoSampler` raises an error for it.
         histogram = [counts.get(f"{CLASS_COUNT}{label}", math.nan) for label in range(len(counts))]
         self._store.set(update.client_id, {"state": update.state, "class_counts": histogram})
-        self._held[update.client_id] = histogram
-        self._kept_now.add(update.client_id)
+        self._histograms[update.client_id] = histogram
+        self._received_this_round.add(update.client_id)
 
-    def settle(self, cohort: Sequence[str]) -> None:
+    def discard_outdated(self, cohort: Sequence[str]) -> None:
         """
-        Remove the models of which another process has received newer ones.
+        Remove the models of clients whose newer updates another process received.
 
         Args:
             cohort (`Sequence[str]`): Clients whose updates were accepted in this round, in any process.
         """
-        for client_id in set(cohort) - self._kept_now:
+        for client_id in set(cohort) - self._received_this_round:
             self.remove(client_id)
 
     def remove(self, client_id: str) -> None:
-        """Forget what a client sent, if it is here."""
-        if self._held.pop(client_id, None) is not None:
+        """Remove the model of a client, if this process stores it."""
+        if self._histograms.pop(client_id, None) is not None:
             self._store.remove(client_id)
 
-    def everybody(self) -> list[str]:
-        """Whose models there are in all processes, sorted."""
-        return sorted({client_id for held in self._gather("the teachers", list(self._held)) for client_id in held})
+    def client_ids(self) -> list[str]:
+        """The sorted ids of the clients whose models any process stores."""
+        parts = self._gather("the teachers", list(self._histograms))
+        return sorted({client_id for part in parts for client_id in part})
 
-    def here(self, client_ids: Sequence[str]) -> list[str]:
-        """Those of some clients whose models are in this process, in their order."""
-        return [client_id for client_id in client_ids if client_id in self._held]
+    def local_clients(self, client_ids: Sequence[str]) -> list[str]:
+        """Select the clients whose models this process stores, in the given order."""
+        return [client_id for client_id in client_ids if client_id in self._histograms]
 
     def class_counts(self, client_id: str) -> list[float]:
-        """How many rows of each class the client said it has; NaN of those that it left out."""
-        return self._held[client_id]
+        """The number of examples of each class that a client reported. NaN for a class without a number."""
+        return self._histograms[client_id]
 
     def open(self, client_id: str) -> nn.Module:
-        """A client's model, in evaluation mode, until the next call."""
+        """Load a client's model in evaluation mode. It is valid until the next call."""
         if self._copy is None:
-            model = copy_model(self._servers)
-            self._copy = (model, Exchange(model, self._what))
+            model = copy_model(self._server_model)
+            self._copy = (model, Exchange(model, self._exchange_kind))
         model, exchange = self._copy
         exchange.write(self._store.get(client_id)["state"])
         return model.eval()
 
-    def together(self, label: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
+    def gather_results(self, place: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
         """
-        What all processes found of some clients.
+        Gather results for some clients from all processes.
 
         Args:
-            label (`str`): What for, as it stands in an error.
-            found (`Mapping[str, Any]`): What this process found, by client: trees of scalars and tensors.
-            client_ids (`Sequence[str]`): The order of the result.
+            place (`str`): Purpose of the call, for error messages.
+            found (`Mapping[str, Any]`): Results of this process, by client: trees of scalars and tensors.
+            client_ids (`Sequence[str]`): Clients, in the order of the returned dictionary.
+
+        Returns:
+            `dict[str, Any]`: Results of all processes, by client.
         """
         parts = self._gather(label, dict(found))
         return {client_id: part[client_id] for client_id in client_ids for part in parts if client_id in part}
 
     def mean(self, client_ids: Sequence[str]) -> State:
-        """The plain mean of what some clients sent, one of them in memory at a time."""
+        """The unweighted mean of the parameters of some clients. Loads one client's parameters at a time."""
         mean = WeightedMean()
         for client_id in client_ids:
-            own = {client_id: self._store.get(client_id)["state"] for client_id in self.here([client_id])}
-            mean.add(self.together(f"what client {client_id!r} sent", own, [client_id])[client_id], 1.0)
+            own = {client_id: self._store.get(client_id)["state"] for client_id in self.local_clients([client_id])}
+            mean.add(self.gather_results(f"parameters of client {client_id!r}", own, [client_id])[client_id], 1.0)
         return mean.finalize()
 
-    def forget(self) -> None:
-        """Forget all, and give the memory back."""
+    def clear(self) -> None:
+        """Remove all models and free their memory."""
         self._store.clear()
-        self._held = {}
+        self._histograms = {}
         self._copy = None
 
     def save(self, directory: Path) -> dict[str, str]:
-        """As [`ClientStore.save`]."""
+        """Save the models of this process, as [`ClientStore.save`] does."""
         return self._store.save(directory)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        """As [`ClientStore.load`]."""
+        """Load saved models, as [`ClientStore.load`] does."""
         self._store.load(directory, digests)
-        self._held = {client_id: self._store.get(client_id)["class_counts"] for client_id in sorted(digests)}
+        self._histograms = {client_id: self._store.get(client_id)["class_counts"] for client_id in sorted(digests)}

@@ -343,7 +343,7 @@ class DistillationCallback(FederatedCallback):
             run_on_main=self._run_on_main,
         )
         if self.server.teachers is not None:
-            self.server.teachers.settle(cohort.client_ids)
+            self.server.teachers.discard_outdated(cohort.client_ids)
         cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self.server)
         if student.positions is not None:

@@ -168,7 +168,7 @@ class Federation:
         def build_teachers() -> Teachers:
             gather = setup.processes.gather if setup.spreads_clients else None
             teachers = Teachers(student.model, self.exchange.kind, self._disk_store(TEACHERS_DIR), gather)
-            teachers.forget()
+            teachers.clear()
             return teachers
 
         teachers = callback.algorithm.build_teachers(build_teachers)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.clients.positions import Positions
-from hf_federated.distillation import PredictionCodec, packed
+from hf_federated.distillation import PredictionCodec, lazy_rows
 from hf_federated.distillation.cohort import Cohort, PublicRows
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
 from hf_federated.messages.validation import RoundFailedError
@@ -119,7 +119,7 @@ def logged(trainer, name):
     ],
 )
 def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, monkeypatch, method, kwargs):
-    monkeypatch.setattr(packed, "BLOCK", 3)
+    monkeypatch.setattr(lazy_rows, "BLOCK_SIZE", 3)
     record = Recorder(serialize=True)
     trainer = federation(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
     trainer.train()
@@ -411,7 +411,7 @@ def test_clients_with_predictions_that_are_no_use_are_left_out_by_name(is_packed
         }
     )
     if is_packed:
-        kept = cohort.predict_packed(PublicRows(0, 2), (3, NUM_CLASSES))
+        kept = cohort.predict_lazily(PublicRows(0, 2), (3, NUM_CLASSES))
         found = {client_id: torch.cat(list(rows.blocks())) for client_id, rows in kept.items()}
     else:
         found = cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
@@ -440,4 +440,4 @@ def test_words_that_nobody_shares_end_the_round_with_a_reason():
     )
     cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
     with pytest.raises(RoundFailedError, match="no word of the public rows of .*all 2 clients keep"):
-        cohort.check_agreed(len(cohort.positions.agreed_of([0, 1])))
+        cohort.check_num_positions(len(cohort.positions.agreed_of([0, 1])))
