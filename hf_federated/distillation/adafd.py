@@ -1,4 +1,4 @@
-"""AdaFD: clients weigh what their training losses say.
+"""AdaFD: the weight of a client follows from its training loss.
 
 Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data, equations 6 to 10.
 """
@@ -30,13 +30,12 @@ from .server import DistillationServer
 
 
 LLM = "llm"
-
-
+# Recipient of the prompt, for the model card.
 LANGUAGE_MODEL = "the user's function or language model"
 
 
 class ReportEpochLosses(LocalDistillation):
-    """Reports the mean loss of the local epochs and the smallest one."""
+    """Reports the mean training loss and the smallest mean training loss of a local epoch."""
 
     def __init__(self) -> None:
         self._losses = EpochLosses()
@@ -61,32 +60,56 @@ class AdaFDClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class AdaFD(Distillation):
     """
-    The server learns the weighted mean of the clients' logits by their squared error, and the clients learn the
-    server's logits by KL divergence. What a client weighs follows from `l_k`, the smallest of its local epochs' mean
-    training losses in this round.
+    AdaFD, from *Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data* (Xiao and Liu).
+
+    The server's model learns the weighted mean of the clients' logits, `Σ_k w_k z_k`, by squared error. The clients
+    learn the logits of the server's model by KL divergence. The weight `w_k` of client `k` follows from `l_k`, the
+    smallest mean training loss of its local epochs in this round.
+
+    | paper | here |
+    |---|---|
+    | RNWC, equation 6: `w_k ∝ 1 / l_k` | `weighting="rnwc"` |
+    | ENWC, equation 7: `w_k ∝ exp(−β l_k)` | `weighting="enwc"`, `beta` |
+    | LLMWC, section V-A: a language model chooses `w_k` | `weighting="llm"`, `generate` |
 
     Args:
         weighting (`str`, *optional*, defaults to `"enwc"`):
-            `"rnwc"`: `w_k ∝ 1 / l_k` (equation 6); `"enwc"`: `w_k ∝ exp(−β l_k)` (equation 7); `"llm"`: a language
-            model says (section V-A); `"size"`: rows; `"uniform"`.
+            `"rnwc"`, `"enwc"` or `"llm"` as in the table, `"size"` for the number of examples, or `"uniform"`.
         beta (`float`, *optional*, defaults to `5.0`):
-            `β` of ENWC, by which the language model's clients weigh too where it gives no weights.
+            `β` of ENWC. `"llm"` also uses it if the language model returns no valid weights.
         center (`bool`, *optional*, defaults to `False`):
-            Whether the squared error is of centred logits, which is what KL divergence tends to with its temperature.
-            Equation 10 is of the raw ones.
+            Whether to center the logits before computing the squared error. KL divergence approaches the centered
+            error as its temperature grows. Equation 10 uses the logits without centering.
         generate (`Callable[[str], str]` or `str`, *optional*):
-            For `"llm"`: the answer to a prompt, or the Hub id or directory of a model that gives it, which is loaded
-            when it is first asked. [`text_generation`] makes a function of a pipeline. Of several processes the main
-            one asks for all.
+            For `"llm"`: a function that maps a prompt to an answer, or the Hub id or directory of a language model.
+            The model is loaded when it is first needed. [`text_generation`] makes a function from a pipeline. With
+            several processes, the main process asks for all of them.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
-            For `"llm"`: whether clients evaluate their models on their evaluation rows, whose F1 then stands in the
-            prompt. `eval_dataset` must then be a [`FederatedDataset`], and its metrics have an `f1`,
-            `f1_weighted`, `f1_macro` or `span_f1`, of which the first is taken.
-        kwargs (*optional*): As in [`Distillation`]; `temperature` is that of the clients' loss.
+            For `"llm"`: whether clients evaluate their models on their evaluation examples. The prompt then contains
+            their F1. `eval_dataset` must be a [`FederatedDataset`]. The prompt has the first of the metrics `f1`,
+            `f1_weighted`, `f1_macro` and `span_f1` that exists.
+        kwargs (*optional*): As in [`Distillation`]. `temperature` applies to the clients' loss.
 
     Raises:
-        ValueError: If the weighting is unknown, or `generate` or another setting does not go with it; when a trainer
-            is built, if a language model shall read the logits of a vocabulary, or there is none of the name.
+        ValueError: If the weighting is unknown, or `generate` or another setting does not apply to it. When a trainer
+            is built, if `weighting="llm"` is used for token prediction, or no model named `generate` is found.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server. `clients_evaluate=True` also needs evaluation examples on the clients.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]). Token
+          prediction does not work with `weighting="llm"`.
+        - Sent: logits of the public examples in both directions. Clients also report their smallest mean epoch loss,
+          except with `"size"` and `"uniform"`. No parameters.
+
+    Relations:
+        - [`MHAT`] weighs clients by their number of examples and averages probabilities.
+        - [`FedID`] uses labelled examples of the server instead of the clients' training losses.
+        - Choose AdaFD if some clients learn their task much better than others. A client that reports a small loss is
+          trusted, so prefer [`Cronus`] if clients may report wrong values.
 
     Example:
 
@@ -106,7 +129,7 @@ class AdaFD(Distillation):
     center: bool = False
     generate: Callable[[str], str] | str | None = None
     clients_evaluate: bool = False
-    # What each client weighed, of the last round.
+    # Weight of each client in the last round.
     weights: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -115,10 +138,13 @@ class AdaFD(Distillation):
             allowed = ", ".join(map(repr, (*WEIGHTINGS, LLM)))
             raise ValueError(f"`weighting` is {self.weighting!r}; allowed are {allowed}.")
         if (self.weighting == LLM) != (self.generate is not None):
-            raise ValueError("`generate` and weighting='llm' go together: a function or a model answers the prompt.")
+            raise ValueError(
+                "`generate` and weighting='llm' need each other: a function or a model answers the prompt."
+            )
         if self.generate is not None and not isinstance(self.generate, str) and not callable(self.generate):
             raise ValueError(
-                f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or a model's name."
+                f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or the name of a "
+                "model."
             )
         if self.weighting != LLM:
             self._refuse_without_effect("clients_evaluate", given=f"weighting={self.weighting!r}")
@@ -139,7 +165,7 @@ class AdaFD(Distillation):
         if self.clients_evaluate:
             found.append(Disclosure("metrics of the client's model on its own evaluation examples", "client"))
         if self.weighting == LLM:
-            # Without the clients' ids.
+            # The prompt does not contain the clients' ids.
             found.append(Disclosure("training loss", "client", LANGUAGE_MODEL))
             if self.clients_evaluate:
                 found.append(Disclosure("F1, if the metrics have one", "client", LANGUAGE_MODEL))
@@ -159,8 +185,8 @@ class AdaFD(Distillation):
     def check_unit(self, unit: str, num_classes: int) -> None:
         if unit == "token" and self.weighting == LLM:
             raise ValueError(
-                f"weighting='llm' of AdaFD describes the clients' logits class by class, and this task has the "
-                f"{num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
+                f"weighting='llm' of AdaFD describes the clients' logits of each class, but the classes of this task "
+                f"are the {num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
             )
 
     def check_model(self, model: Any) -> None:
@@ -168,30 +194,30 @@ class AdaFD(Distillation):
             return
         try:
             AutoConfig.from_pretrained(self.generate)
-        except (OSError, ValueError) as error:  # before clients train for nothing
+        except (OSError, ValueError) as error:  # checked before the clients start to train
             raise ValueError(
                 f"`generate` is {self.generate!r}, and no model is found there: {error} If it is the name of a "
-                "function, as a saved configuration has it, give the function itself."
+                "function from a saved configuration, give the function itself."
             ) from error
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         loss = metrics.get("min_epoch_loss")
         if self.uses_losses and (loss is None or not 0 <= loss < math.inf):
             raise ValueError(
-                f"it reports {loss!r} as the smallest mean loss of its epochs, by which weighting={self.weighting!r} "
-                "weighs it; expected a finite number that is not negative. Look at this client's training."
+                f"it reports {loss!r} as the smallest mean loss of its epochs, which weighting={self.weighting!r} "
+                "needs. Expected a finite, non-negative number. Check this client's training."
             )
 
     def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:
         """
-        What each client weighs.
+        Compute the weight of each client.
 
         Args:
             predictions (`Mapping[str, torch.Tensor]`): Logits by client, each of shape `(rows, classes)`.
-            cohort ([`Cohort`]): The clients, with what they reported.
+            cohort ([`Cohort`]): The clients and the metrics that they reported.
 
         Returns:
-            `dict[str, float]`: By client, adding up to one.
+            `dict[str, float]`: Weights by client. They sum to 1.
         """
         if self.weighting == LLM:
             client_reports = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
@@ -202,7 +228,11 @@ class AdaFD(Distillation):
         )
 
     def _ask_model(self, client_reports: list[ClientReport], cohort: Cohort) -> dict[str, float]:
-        """The weights of a language model, which may answer each process otherwise, so that one of them asks."""
+        """
+        Ask the language model for weights, on the main process only.
+
+        The model may give each process a different answer.
+        """
 
         def find() -> dict[str, Any]:
             if self._llm is None:
@@ -228,7 +258,7 @@ class AdaFD(Distillation):
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         self.weights = self.weigh(predictions, cohort)
-        # Whoever failed to evaluate has no weight.
+        # A client whose evaluation failed has no weight.
         return weighted_mean({client_id: predictions[client_id] for client_id in self.weights}, self.weights)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Label histograms: clients that report how many examples of each class they have."""
+"""Label histograms: clients report the number of examples of each class."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ReportClassCounts(LocalDistillation):
 
     Args:
         num_classes (`int`): Number of classes of the client's model.
-        sequences (`torch.Tensor`, *optional*): For a model that writes its labels: the token ids of each class, of
-            shape `(classes, tokens)`, with -100 behind the end.
+        sequences (`torch.Tensor`, *optional*): For a model that generates its labels as text: the token ids of each
+            class, of shape `(classes, tokens)`, padded with -100.
     """
 
     def __init__(self, num_classes: int, sequences: torch.Tensor | None = None) -> None:
@@ -54,12 +54,12 @@ def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None
     labels = np.asarray([] if column is None else dataset[column])
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
-            f"Rows of each class are counted in a column of whole numbers, {' or '.join(LABEL_COLUMNS)}; the columns "
-            f"are {dataset.column_names}. weighting='size' needs none."
+            f"Counting the rows of each class needs a column of integers named {' or '.join(LABEL_COLUMNS)}, but the "
+            f"columns are {dataset.column_names}. Add one, or set weighting='size', which needs no class counts."
         )
     counts = np.bincount(labels, minlength=num_classes)
     if len(counts) > num_classes:
-        raise ValueError(f"A row has the label {labels.max()}, and the model knows {num_classes} classes.")
+        raise ValueError(f"A row has the label {labels.max()}, but the model has {num_classes} classes.")
     return counts.tolist()
 
 
@@ -71,8 +71,8 @@ def _count_sequences(labels: Any, sequences: torch.Tensor) -> list[int]:
         found = classes.get(tuple(token for token in tokens if token >= 0))
         if found is None:
             raise ValueError(
-                f"Row {row} has a label, tokens {list(tokens)[:8]}, that is none of the {len(counts)} label texts of "
-                "the distillation: `label_texts` must name all of them."
+                f"Row {row} has a label with the tokens {list(tokens)[:8]}, which is none of the {len(counts)} label "
+                "texts of the distillation. Add the missing text to `label_texts`."
             )
         counts[found] += 1
     return counts

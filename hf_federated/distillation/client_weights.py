@@ -1,9 +1,9 @@
-"""What each client's predictions weigh in an ensemble: by size, equally, by training loss, or by class.
+"""Weights of the clients in an ensemble: by size, uniform, by training loss, or by class.
 
 RNWC and ENWC are equations 6 and 7 of Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual
 Data (AdaFD). The weights by class are those of Gong et al., Preserving Privacy in Federated Learning with Ensemble
-Cross-Domain Knowledge Distillation (FedKD, AAAI 2022). Nothing here sees predictions: weights follow from what clients
-report of themselves, so a client that reports a small loss is believed.
+Cross-Domain Knowledge Distillation (FedKD, AAAI 2022). The weights depend only on the values that clients report, not
+on their predictions. A client that reports a small loss is trusted.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import torch
 @dataclass(frozen=True)
 class ClientReport:
     """
-    What a client tells of itself in a round, beside its predictions. Each weighting reads the fields it needs.
+    Values that a client reports in a round in addition to its predictions. Each weighting reads the fields that it
+    needs.
 
     Args:
-        client_id (`str`): Whose report it is.
-        num_examples (`int`): Rows of the client's training data.
-        min_epoch_loss (`float`): The smallest, over this round's local epochs, of the mean training loss.
-        f1 (`float`, *optional*): Of the client's model, between 0 and 1.
-        mean_logits (`tuple[float, ...]`, *optional*): Of each class, the mean over the public rows.
-        std_logits (`tuple[float, ...]`, *optional*): Of each class, the standard deviation over the public rows.
+        client_id (`str`): Id of the client.
+        num_examples (`int`): Number of the client's training examples.
+        min_epoch_loss (`float`): Smallest mean training loss of a local epoch in this round.
+        f1 (`float`, *optional*): F1 of the client's model, between 0 and 1.
+        mean_logits (`tuple[float, ...]`, *optional*): Mean logit of each class over the public examples.
+        std_logits (`tuple[float, ...]`, *optional*): Standard deviation of the logits of each class over the public
+            examples.
         mean_entropy (`float`, *optional*): Mean entropy of the predicted distributions, in nats.
-        class_counts (`tuple[int, ...]`, *optional*): Rows of each class in the client's training data, in the label
-            order that all clients share.
+        class_counts (`tuple[int, ...]`, *optional*): Number of the client's training examples of each class, in the
+            label order that all clients share.
 
     Example:
 
@@ -38,7 +40,7 @@ class ClientReport:
     >>> import torch
     >>> from hf_federated.distillation import ClientReport, enwc, summarize_logits
 
-    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]])  # on two public rows
+    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]])  # two public examples
     >>> report = ClientReport("north", num_examples=8, min_epoch_loss=0.2, **summarize_logits(logits))
     >>> report.mean_logits, report.std_logits
     ((1.0, 1.0), (1.0, 1.0))
@@ -63,13 +65,15 @@ Weighting = Callable[[Sequence[ClientReport]], dict[str, float]]
 
 def summarize_logits(logits: torch.Tensor) -> dict[str, Any]:
     """
-    What a [`ClientReport`] says of a client's logits.
+    Summarize a client's logits for its [`ClientReport`].
 
     Args:
-        logits (`torch.Tensor` of shape `(..., num_classes)`): Floating, of the public rows (or of their tokens).
+        logits (`torch.Tensor` of shape `(..., num_classes)`): Floating point logits of the public examples (or of
+            their tokens).
 
     Returns:
-        `dict`: `mean_logits`, `std_logits` (over rows, population) and `mean_entropy` (of the softmax, in nats).
+        `dict`: `mean_logits`, `std_logits` (population standard deviation over rows) and `mean_entropy` (entropy of
+        the softmax, in nats).
 
     Raises:
         ValueError: If there is no row, or a logit is NaN or infinite.
@@ -87,42 +91,53 @@ def summarize_logits(logits: torch.Tensor) -> dict[str, Any]:
 
 def size(reports: Sequence[ClientReport]) -> dict[str, float]:
     """
-    `w_k = |D_k| / Σ_j |D_j|`.
+    Weights by number of examples: `w_k = |D_k| / Σ_j |D_j|`.
 
     Args:
-        reports (`Sequence[ClientReport]`): One of each client of the cohort.
+        reports (`Sequence[ClientReport]`): One report for each client of the cohort.
 
     Returns:
-        `dict[str, float]`: Of each client id its weight; they sum to 1.
+        `dict[str, float]`: Weights by client id. They sum to 1.
 
     Raises:
-        ValueError: If there is no report, a client reports twice, or one has no rows.
+        ValueError: If there is no report, a client reports twice, or a client has no examples.
     """
     for report in reports:
         if report.num_examples < 1:
             raise ValueError(
-                f"Client {report.client_id!r} reports {report.num_examples} examples, so its predictions have no "
-                "weight by size; leave it out, or use another weighting."
+                f"Client {report.client_id!r} reports {report.num_examples} examples, so its weight by size is 0. "
+                "Leave the client out, or use another weighting."
             )
     return _normalized(reports, [float(report.num_examples) for report in reports])
 
 
 def uniform(reports: Sequence[ClientReport]) -> dict[str, float]:
-    """`w_k = 1 / K`. Arguments, result and errors as of [`size`], without the rows."""
+    """
+    Equal weights: `w_k = 1 / K`.
+
+    Args:
+        reports (`Sequence[ClientReport]`): One report for each client of the cohort.
+
+    Returns:
+        `dict[str, float]`: Weights by client id. They sum to 1.
+
+    Raises:
+        ValueError: If there is no report, or a client reports twice.
+    """
     return _normalized(reports, [1.0] * len(reports))
 
 
 def rnwc(reports: Sequence[ClientReport]) -> dict[str, float]:
     """
-    Reciprocal weights of AdaFD (eq. 6): `w_k = (1 / l_k) / Σ_j (1 / l_j)`, with `l_k` the `min_epoch_loss`.
+    Reciprocal weights of AdaFD (eq. 6): `w_k = (1 / l_k) / Σ_j (1 / l_j)`, where `l_k` is `min_epoch_loss`.
 
-    Clients with a loss of 0 share all the weight equally, which is the limit of their losses going to 0 together.
+    Clients with a loss of 0 share the total weight equally. This is the limit if their losses approach 0 together.
 
     Args:
-        reports (`Sequence[ClientReport]`): One of each client of the cohort.
+        reports (`Sequence[ClientReport]`): One report for each client of the cohort.
 
     Returns:
-        `dict[str, float]`: Of each client id its weight; they sum to 1.
+        `dict[str, float]`: Weights by client id. They sum to 1.
 
     Raises:
         ValueError: If there is no report, a client reports twice, or a loss is negative, NaN or infinite.
@@ -131,25 +146,26 @@ def rnwc(reports: Sequence[ClientReport]) -> dict[str, float]:
     smallest = min(losses, default=0.0)
     if smallest == 0.0:
         return _normalized(reports, [float(loss == 0.0) for loss in losses])
-    # Times the smallest loss, the reciprocals lie between 0 and 1.
+    # Multiplied by the smallest loss, the reciprocals are between 0 and 1.
     return _normalized(reports, [smallest / loss for loss in losses])
 
 
 def enwc(reports: Sequence[ClientReport], beta: float = 5.0) -> dict[str, float]:
     """
-    Exponential weights of AdaFD (eq. 7): `w_k = exp(−β l_k) / Σ_j exp(−β l_j)`, with `l_k` the `min_epoch_loss`.
+    Exponential weights of AdaFD (eq. 7): `w_k = exp(−β l_k) / Σ_j exp(−β l_j)`, where `l_k` is `min_epoch_loss`.
 
-    The smallest loss is subtracted from all, which changes no weight and keeps them finite for any losses.
+    The smallest loss is subtracted from all losses. This changes no weight and keeps the exponentials finite.
 
     Args:
-        reports (`Sequence[ClientReport]`): One of each client of the cohort.
-        beta (`float`, *optional*, defaults to `5.0`): `β`, at least 0; the larger, the more the best client counts.
+        reports (`Sequence[ClientReport]`): One report for each client of the cohort.
+        beta (`float`, *optional*, defaults to `5.0`): `β`, at least 0. A larger value gives more weight to the clients
+            with small losses.
 
     Returns:
-        `dict[str, float]`: Of each client id its weight; they sum to 1.
+        `dict[str, float]`: Weights by client id. They sum to 1.
 
     Raises:
-        ValueError: If there is no report, a client reports twice, a loss is negative, NaN or infinite, or `beta` is.
+        ValueError: If there is no report, a client reports twice, or a loss or `beta` is negative, NaN or infinite.
     """
     if not (math.isfinite(beta) and beta >= 0):
         raise ValueError(f"`beta` is {beta}; it must be finite and not negative.")
@@ -168,20 +184,20 @@ WEIGHTINGS: dict[str, Weighting] = {
 
 def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
     """
-    Weights per client and class of FedKD (Gong et al.): `w_kc = n_kc / Σ_j n_jc`, with `n_kc` the `class_counts`.
+    Weights per client and class of FedKD (Gong et al.): `w_kc = n_kc / Σ_j n_jc`, where `n_kc` is `class_counts`.
 
-    A class that no client has rows of is weighted equally.
+    For a class without examples, all clients have equal weights.
 
     Args:
-        reports (`Sequence[ClientReport]`): One of each client of the cohort, all with `class_counts`.
+        reports (`Sequence[ClientReport]`): One report for each client of the cohort, all with `class_counts`.
 
     Returns:
-        `torch.Tensor` of shape `(num_clients, num_classes)`, float64: Rows in the order of `reports`; each column sums
-        to 1.
+        `torch.Tensor` of shape `(num_clients, num_classes)`, float64: Weights with rows in the order of `reports`.
+        Each column sums to 1.
 
     Raises:
-        ValueError: If there is no report, a client reports twice, or counts are missing, negative or of another number
-            of classes.
+        ValueError: If there is no report, a client reports twice, or counts are missing, negative or for a different
+            number of classes.
     """
     _check_cohort(reports)
     first = reports[0]
@@ -190,10 +206,12 @@ def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
         if not counts or first.class_counts is None or len(counts) != len(first.class_counts):
             raise ValueError(
                 f"Client {report.client_id!r} reports `class_counts` of {counts!r} and client {first.client_id!r} of "
-                f"{first.class_counts!r}; every client must report one count per class, in one label order."
+                f"{first.class_counts!r}; every client must report one count per class, in the same label order."
             )
         if min(counts) < 0:
-            raise ValueError(f"Client {report.client_id!r} reports `class_counts` of {counts!r}; they are below 0.")
+            raise ValueError(
+                f"Client {report.client_id!r} reports `class_counts` of {counts!r}; none may be negative."
+            )
     rows = torch.tensor([report.class_counts for report in reports], dtype=torch.float64)
     totals = rows.sum(0)
     return torch.where(totals > 0, rows / totals, 1 / len(reports))
@@ -201,11 +219,11 @@ def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
 
 def _check_cohort(reports: Sequence[ClientReport]) -> None:
     if not reports:
-        raise ValueError("There are no clients to weigh; a cohort has at least one.")
+        raise ValueError("There are no clients to weigh; pass at least one report.")
     seen: set[str] = set()
     for report in reports:
         if report.client_id in seen:
-            raise ValueError(f"Client {report.client_id!r} reports twice; there must be one report of each client.")
+            raise ValueError(f"Client {report.client_id!r} reports twice; pass one report for each client.")
         seen.add(report.client_id)
 
 
@@ -214,13 +232,13 @@ def _losses(reports: Sequence[ClientReport]) -> list[float]:
         if not (math.isfinite(report.min_epoch_loss) and report.min_epoch_loss >= 0):
             raise ValueError(
                 f"Client {report.client_id!r} reports a training loss of {report.min_epoch_loss}; weights by loss "
-                "need finite ones that are not negative. Look at this client's training, or weigh by size."
+                "need finite, non-negative losses. Check this client's training, or use the weighting 'size'."
             )
     return [report.min_epoch_loss for report in reports]
 
 
 def _normalized(reports: Sequence[ClientReport], weights: Sequence[float]) -> dict[str, float]:
-    """Of each client its weight over the sum; the weights are finite, and not all of them 0."""
+    """Divide the weights by their sum. The weights must be finite, and at least one must not be 0."""
     _check_cohort(reports)
     total = math.fsum(weights)
     return {report.client_id: weight / total for report, weight in zip(reports, weights, strict=True)}

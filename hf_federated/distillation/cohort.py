@@ -424,8 +424,8 @@ class Cohort:
         """
         if not num_positions:
             raise RoundFailedError(
-                f"Round {self.round}: there is no word of the public rows that the tokenizers of the server and of all "
-                f"{len(self.metrics)} clients keep. Raise `max_length` of the task, or use other public rows."
+                f"Round {self.round}: there is no word of the public rows that the tokenizers of the server and of "
+                f"all {len(self.metrics)} clients keep. Raise `max_length` of the task, or use other public rows."
             )
 
 

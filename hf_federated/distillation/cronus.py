@@ -22,23 +22,43 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class Cronus(Distillation):
     """
-    Everybody learns a mean of the clients' probabilities that a few of them cannot move far, by cross-entropy.
+    Cronus, from [Cronus: Robust and Heterogeneous Collaborative Learning with Black-Box Knowledge
+    Transfer](https://arxiv.org/abs/1912.11279).
 
-    Where words are tagged, a client that says its tokenizer keeps nothing of a word takes the word from everybody: a
-    mean is robust against what clients say, and not against what they leave out.
+    The server's model and the clients learn a robust mean of the clients' probabilities,
+    `q = robust_mean_k softmax(z_k)`, by cross-entropy. A few clients cannot move it far.
 
-    In the paper a client trains on its own rows and the public ones together; here it trains on one and then on the
-    other in every round, and the server's model, which the paper has not, learns the public ones too.
+    In the paper, a client trains on its private examples and the public examples together. Here, each round trains
+    first on the private and then on the public examples. The paper has no server model. Here, the server's model
+    learns the public examples too.
+
+    In tagging, the mean is not robust to clients that leave out words. If a client reports that its tokenizer drops a
+    word, no client learns this word.
 
     Args:
         robust_method (`str`, *optional*, defaults to `"filter"`):
-            The mean, of [`robust_mean`]: `"filter"` as in the paper, `"trimmed"` or `"median"`.
+            The robust mean, as in [`robust_mean`]: `"filter"` as in the paper, `"trimmed"` or `"median"`.
         outlier_share (`float`, *optional*, defaults to `0.2`):
-            Share of clients that may send anything, below one half.
-        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
+            Share of clients that may send arbitrary predictions, below one half.
+        kwargs (*optional*): As in [`Distillation`], except `temperature`, because the loss has no temperature.
 
     Raises:
-        ValueError: If the method is unknown or the share out of range.
+        ValueError: If the method is unknown or the share is out of range.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: logits of the public examples from the clients, and `q` from the server. No parameters.
+
+    Relations:
+        - [`DSFL`] uses the plain mean and sharpens it.
+        - [`FedMD`] uses the plain mean of the logits and the mean absolute error.
+        - Choose Cronus if a minority of the clients may send wrong or malicious predictions. It needs at least three
+          clients: the mean of two clients tolerates no outlier.
 
     Example:
 
@@ -67,7 +87,7 @@ class Cronus(Distillation):
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         probabilities = torch.stack([logits.softmax(-1) for logits in predictions.values()])
         mean = robust_mean(probabilities, self.robust_method, self.outlier_share)
-        # Coordinates are trimmed one by one, so that they need not add up to one.
+        # "trimmed" and "median" process each class independently, so the probabilities may not sum to 1.
         return (mean / mean.sum(-1, keepdim=True)).to(torch.float32)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -22,20 +22,42 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class DSFL(Distillation):
     """
-    The mean of the clients' probabilities, sharpened, is what server and clients learn:
-    `q = softmax(mean_k softmax(z_k) / T)` with a small `T`, and the loss is cross-entropy with `q`.
+    DS-FL, from [Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
+    Training with Non-IID Private Data](https://arxiv.org/abs/2008.06180).
 
-    Sharpening lowers the entropy of the ensemble, which is high where clients have different labels. An argmax in its
-    place would throw away what it keeps.
+    The server's model and the clients learn the sharpened mean of the clients' probabilities,
+    `q = softmax(mean_k softmax(z_k) / T)` with a small `T`, by cross-entropy.
 
-    `T` divides probabilities, of which none is above 1: a class that everybody is sure of keeps at most
-    `1 / (1 + (C − 1) exp(−1 / T))`. Over a vocabulary, `C` is so large that the paper's `T = 0.1` may flatten instead;
-    for predictions of tokens such a `T` is refused.
+    Sharpening lowers the entropy of the ensemble. The entropy is high if clients have different labels. Unlike an
+    argmax, sharpening keeps the order and the relative size of the probabilities.
+
+    `T` divides probabilities, which are at most 1. If all clients are certain of a class, its probability in `q` is at
+    most `1 / (1 + (C − 1) exp(−1 / T))`. Over a vocabulary, `C` is so large that the paper's `T = 0.1` can flatten the
+    ensemble instead of sharpening it. For token prediction, such a `T` raises an error.
 
     Args:
         sharpening_temperature (`float`, *optional*, defaults to `0.1`):
             `T`. It divides probabilities, as in the paper, and not logits.
-        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
+        kwargs (*optional*): As in [`Distillation`], except `temperature`, because the loss has no temperature.
+
+    Raises:
+        ValueError: If a setting is out of range. When a trainer is built, if `sharpening_temperature` flattens the
+            ensemble over the vocabulary.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: logits of the public examples from the clients, and `q` from the server. No parameters.
+
+    Relations:
+        - [`FedMD`] averages logits, does not sharpen the mean and uses the mean absolute error.
+        - [`Cronus`] replaces the mean with a robust mean and does not sharpen it.
+        - [`MHAT`] sends the logits of the server's model instead of the ensemble.
+        - Choose DS-FL if clients have different labels, so that their mean prediction is nearly uniform.
 
     Example:
 
@@ -62,9 +84,9 @@ class DSFL(Distillation):
         largest = 1 / (1 + (num_classes - 1) * math.exp(-1 / self.sharpening_temperature))
         if unit == "token" and largest < 0.5:
             raise ValueError(
-                f"sharpening_temperature={self.sharpening_temperature} flattens over {num_classes} tokens: of an "
-                f"ensemble that is sure of one it leaves it {largest:.2g}. It must be at most 1 / log(tokens - 1), "
-                f"here {1 / math.log(num_classes - 1):.3g}."
+                f"sharpening_temperature={self.sharpening_temperature} flattens over {num_classes} tokens: a token "
+                f"that all clients are certain of keeps a probability of at most {largest:.2g}. Set it to at most "
+                f"1 / log(tokens - 1), here {1 / math.log(num_classes - 1):.3g}."
             )
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A client's mean loss of every local epoch, which some methods weigh clients by."""
+"""Mean training loss of each local epoch of a client. Some methods weigh clients by it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ..utils.random import isolated_rng
 
 class EpochLosses(TrainerCallback):
     """
-    Inside a client: lets the log have an entry at the end of every local epoch, and finds its mean loss of a batch.
+    Logs the loss at the end of each local epoch, and computes the mean loss per batch from the log.
 
-    That is the loss of the log, but where the trainer adds up the losses of accumulated batches: it takes a model that
-    accepts a number of items for one that divides by it, which many do not, and leaves the division out. The same
-    number then lets it multiply by the processes that share a batch.
+    The trainer's log usually holds this mean. It differs if the trainer sums the losses of micro-batches. If a model
+    accepts a number of items, the trainer assumes that the model divides its loss by this number, and does not divide
+    the sum by the number of micro-batches. Many models do not divide. The trainer then also multiplies the loss by the
+    number of processes that share a batch. The callback detects both effects and removes them.
     """
 
     def __init__(self) -> None:
         self._num_batches = self._num_steps = 0
-        # Of each entry of the log, its batches over its steps.
+        # Number of batches per step, for each entry of the log.
         self._batches_per_step: list[float] = []
-        # What the trainer's loss of a batch is of the batch's mean, where it does not divide by a number of items.
+        # Ratio of the trainer's loss to the mean loss of a batch, for a model that does not divide by the items.
         self._scale: float | None = None
         self._is_tested = False
 
@@ -60,13 +61,16 @@ class EpochLosses(TrainerCallback):
 
     def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
         """
-        Called before a batch's loss is computed; the first one of which a number of items is known is tried out.
+        Called before the loss of a micro-batch is computed.
+
+        The first micro-batch with a known number of items is used to test whether the model divides its loss by this
+        number.
 
         Args:
-            trainer (`transformers.Trainer`): The client's, amid a step.
-            model (`torch.nn.Module`): As the step has it.
-            inputs (`Mapping[str, Any]`): The batch.
-            num_items (`torch.Tensor` or `int`, *optional*): Items of all batches of the step.
+            trainer (`transformers.Trainer`): The client's trainer, during a step.
+            model (`torch.nn.Module`): The model of the training step.
+            inputs (`Mapping[str, Any]`): The micro-batch.
+            num_items (`torch.Tensor` or `int`, *optional*): Number of items in all micro-batches of the step.
         """
         adds_up = _adds_losses_of_micro_batches(trainer) and getattr(trainer, "loss_is_scaled_for_ga", None) is None
         if self._is_tested or num_items is None or not adds_up:
@@ -81,16 +85,16 @@ class EpochLosses(TrainerCallback):
             with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
                 losses.append(float(trainer.compute_loss(model, dict(inputs), **items).mean()))
         plain, once, doubled = losses
-        # A loss that is divided would be half of it.
+        # A loss that is divided by the number of items would be halved.
         if plain and math.isclose(once, doubled, rel_tol=0.1):
             self._scale = once / plain
 
     def mean_batch_losses(self, losses: list[float]) -> list[float]:
         """
-        Mean losses of a batch.
+        Convert logged losses to mean losses per batch.
 
         Args:
-            losses (`list[float]`): Those of the log's entries, in their order.
+            losses (`list[float]`): Losses of the log entries, in order.
         """
         if self._scale is None:
             return losses
@@ -98,5 +102,5 @@ class EpochLosses(TrainerCallback):
 
 
 def _adds_losses_of_micro_batches(trainer: Trainer) -> bool:
-    """Whether a step has several batches, one after the other or in several processes."""
+    """Whether a step has several micro-batches, in sequence or in several processes."""
     return trainer.args.gradient_accumulation_steps > 1 or trainer.accelerator.num_processes > 1

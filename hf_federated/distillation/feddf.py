@@ -42,17 +42,37 @@ class FedDFClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedDF(Distillation):
     """
-    Parameters are averaged as `aggregation` says; then the server's model learns the mean of the clients' logits of
-    the public rows by KL divergence, `T² KL(softmax(z̄ / T) ‖ softmax(z / T))`.
+    FedDF, from [Ensemble Distillation for Robust Model Fusion in Federated
+    Learning](https://arxiv.org/abs/2006.07242).
 
-    Clients send their logits with their parameters, so that the server holds no model but its own. (A server that is
-    given the parameters could predict for itself; it would need each client's model in turn, and as long.) All models
-    have one architecture; the paper's prototypes of several are not here.
+    The parameters are averaged as `aggregation` defines. Then the server's model learns the mean `z̄` of the clients'
+    logits of the public examples by KL divergence, `T² KL(softmax(z̄ / T) ‖ softmax(z / T))`.
+
+    Clients send their logits together with their parameters, so the server holds no model but its own. (A server with
+    the clients' parameters could also compute the predictions itself. It would have to run each client's model in
+    turn, which takes as long as all clients together.)
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_lr`,
-            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32. (Of a
-            vocabulary that is much: [`FedED`] sends the likely tokens.)
+        kwargs (*optional*): As in [`Distillation`], except `client_epochs`, `client_lr`, `prediction_dtype` and
+            `top_k`. Clients do not distil, and the averaged tensors are sent in float32. For predictions over a
+            vocabulary these tensors are large. [`FedED`] with `top_k` sends only the likely tokens.
+
+    Raises:
+        ValueError: As in [`Distillation`].
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients.
+        - Models: one architecture for the server and all clients. The paper's variant with several architectures is
+          not implemented.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: parameters in both directions, and from the clients also their logits of the public examples.
+
+    Relations:
+        - [`FedAvg`] stops after averaging. Choose FedDF if public examples are available and the clients' data differ.
+        - [`FedAUX`] weighs each client per example by a certainty score. Equal scores give FedDF.
+        - [`FedDRS`] needs no public examples. The server learns from each client's model on pseudo-samples.
+        - [`FedED`] does not average parameters. Clients send predictions alone, and `top_k` applies.
 
     Example:
 
@@ -70,7 +90,7 @@ class FedDF(Distillation):
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
-        # All clients have the server's tokenizer, so that what it keeps nothing of is the same for all.
+        # All clients have the server's tokenizer, so it drops the same words for all of them.
         return {PUBLIC_LOGITS: torch.empty(server.num_agreed(server.all_rows), server.student.num_classes)}
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:

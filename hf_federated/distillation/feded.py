@@ -1,4 +1,4 @@
-"""FedED: predictions go up, the server's parameters go down.
+"""FedED: clients send predictions and receive the server's parameters.
 
 Sui et al., FedED: Federated Learning via Ensemble Distillation for Medical Relation Extraction (EMNLP 2020).
 """
@@ -18,15 +18,36 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedED(Distillation):
     """
-    The server learns the clients' mean logits, weighted by their rows, by KL divergence; its parameters are where all
-    clients start their next round. So all have the server's architecture.
+    FedED, from *FedED: Federated Learning via Ensemble Distillation for Medical Relation Extraction* (Sui et al.,
+    EMNLP 2020).
 
-    The paper's server also trains on labelled public rows; FedID (Ma et al., 2023) compares with the method on
-    unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
+    The server's model learns the mean of the clients' logits, weighted by their numbers of examples, `Σ_k |D_k| z_k /
+    Σ_k
+    |D_k|`, by KL divergence. All clients start their next round from the parameters of the server's model.
+
+    The paper's server also trains on labelled public examples. FedID (Ma et al., 2023) compares with the method on
+    unlabelled public examples, as implemented here. `train_on_labelled=True` adds the server's labelled examples.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_lr`: clients
-            do not distil.
+        kwargs (*optional*): As in [`Distillation`], except `client_epochs` and `client_lr`, because clients do not
+            distil.
+
+    Raises:
+        ValueError: As in [`Distillation`].
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: one architecture for the server and all clients.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: predictions of the public examples from the clients, parameters from the server.
+
+    Relations:
+        - [`MHAT`] sends predictions in both directions. Choose FedED if all models have one architecture and the
+          clients can receive parameters.
+        - [`FedDF`] averages the clients' parameters and sends them in both directions.
+        - [`FedKD`] sends predictions once, and nothing back.
 
     Example:
 

@@ -1,7 +1,7 @@
-"""FedKD of Gong et al.: one shot.
+"""FedKD of Gong et al.: one-shot distillation.
 
 Gong et al., Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation (AAAI 2022).
-Not FedKD of Wu et al. (2022), which is [`MutualKD`].
+FedKD of Wu et al. (2022) is a different method: [`MutualKD`].
 """
 
 from __future__ import annotations
@@ -35,19 +35,41 @@ class FedKDClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedKD(Distillation):
     """
-    Clients train once and send their predictions once; the server learns the weighted mean of their logits by KL
-    divergence. Nothing goes back to them.
+    FedKD, from *Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation* (Gong et
+    al., AAAI 2022).
+
+    Clients train once and send their predictions of the public examples once. The server's model learns the weighted
+    mean of their logits by KL divergence, with weights `w_kc = n_kc / Σ_j n_jc` for client `k` and class `c`. The
+    server sends nothing back.
 
     Args:
         weighting (`str`, *optional*, defaults to `"class_counts"`):
-            `"class_counts"`: of each class, a client weighs what it has of its rows, as in the paper; clients report
-            how many rows of each class they have. `"size"`: all rows.
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs` and `client_lr`: clients
-            do not distil.
+            `"class_counts"`: for each class, a client's weight is its number of examples of this class, as in the
+            paper. Clients report their number of examples of each class. `"size"`: a client's weight is its number of
+            examples.
+        kwargs (*optional*): As in [`Distillation`], except `client_epochs` and `client_lr`, because clients do not
+            distil.
 
     Raises:
-        ValueError: If the weighting is unknown, the run has more than one round, or classes shall be counted in a task
-            that predicts words or tokens.
+        ValueError: If the weighting is unknown or the run has more than one round. When a trainer is built, if
+            `weighting="class_counts"` is used for a task that predicts words or tokens.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+          Tagging and token prediction need `weighting="size"`.
+        - Sent: logits of the public examples from the clients, once. With `weighting="class_counts"`, also the number
+          of examples of each class. No parameters.
+
+    Relations:
+        - [`MHAT`] and [`FedED`] run several rounds and let the clients learn from the server.
+        - [`MutualKD`] is the FedKD of Wu et al. (2022), in which each client trains a private model and a small shared
+          model.
+        - Choose FedKD if clients can communicate only once, or if the server's model alone is needed.
 
     Example:
 
@@ -82,8 +104,8 @@ class FedKD(Distillation):
     def check_unit(self, unit: str, num_classes: int) -> None:
         if self.counts_classes:
             raise ValueError(
-                f"weighting='class_counts' of FedKD counts rows by their one class, and this task has one for every "
-                f"{unit} of a row: take weighting='size'."
+                f"weighting='class_counts' of FedKD needs one class per row, but this task has one for every {unit} "
+                "of a row: take weighting='size'."
             )
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
@@ -93,21 +115,21 @@ class FedKD(Distillation):
         are_counts = (0 <= count < math.inf for count in counts.values())
         if counts.keys() != {f"{CLASS_COUNT}{label}" for label in range(num_classes)} or not all(are_counts):
             raise ValueError(
-                f"it reports {counts} as its rows of each class, by which weighting='class_counts' weighs it; expected"
-                f" one number for each of {num_classes} classes, finite and not negative. Look at this client's rows."
+                f"it reports {counts} as its rows of each class, which weighting='class_counts' needs. Expected one "
+                f"finite, non-negative number for each of {num_classes} classes. Check this client's data."
             )
 
     def setup(self, num_rounds: int) -> None:
         if num_rounds != 1:
             raise ValueError(
-                f"FedKD is one shot, and num_rounds is {num_rounds}: set num_rounds=1, and `local_epochs` to all the "
-                "epochs that clients shall train."
+                f"num_rounds={num_rounds}, but FedKD runs one round. Set num_rounds=1, and set `local_epochs` to the "
+                "number of epochs that clients train."
             )
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
         if self.weighting == "size":
             return weighted_mean(predictions, num_examples_by_client(cohort))
-        weights = class_count_weights(reports(cohort))  # (clients, classes), of which each class adds up to one
+        weights = class_count_weights(reports(cohort))  # (clients, classes); each column sums to 1
         stacked = torch.stack([logits.to(torch.float64) for logits in predictions.values()])
         return (stacked * weights.to(stacked)[:, None]).sum(0).to(torch.float32)
 

@@ -1,4 +1,4 @@
-"""FedMD: clients learn their mean score.
+"""FedMD: clients learn the mean of their class scores.
 
 Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation (arXiv:1910.03581), algorithm 1.
 """
@@ -21,16 +21,39 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedMD(Distillation):
     """
-    The mean of the clients' class scores (logits) of the public rows is what everybody learns, by mean absolute error
-    ("digest"); the local training of the next round is the paper's "revisit". So after the last round clients have
-    digested and not revisited; evaluations of their own models are of these.
+    FedMD, from [FedMD: Heterogenous Federated Learning via Model Distillation](https://arxiv.org/abs/1910.03581).
 
-    The paper's clients are first trained on labelled public rows: start from such models (`ClientSpec(model=...)`),
-    for here public rows have no labels. It draws a part of the public rows in each round and has no server model; here
-    all public rows are used, and the server's model learns what the clients learn.
+    The server's model and the clients learn the mean of the clients' class scores (logits) of the public examples,
+    `z̄ = (1/K) Σ_k z_k`, by mean absolute error (the paper's "digest"). The local training of the next round is the
+    paper's "revisit". After the last round, clients have digested but not revisited. Evaluations of the clients'
+    models use these models.
+
+    The implementation differs from the paper in these points:
+    - The paper first trains its clients on labelled public examples. Public examples have no labels here, so start
+      from models that are already trained (`ClientSpec(model=...)`).
+    - The paper draws some of the public examples in each round. Here, all public examples are used.
+    - The paper has no server model. Here, the server's model learns the same targets as the clients.
 
     Args:
-        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its loss has not.
+        kwargs (*optional*): As in [`Distillation`], except `temperature`, because the loss has no temperature.
+
+    Raises:
+        ValueError: As in [`Distillation`].
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: those of [`Distillation`], and also regression and multi-label classification, because the mean
+          absolute error applies to any scores.
+        - Sent: logits of the public examples from the clients, and their mean from the server. No parameters.
+
+    Relations:
+        - [`DSFL`] averages probabilities, sharpens the mean and learns it by cross-entropy.
+        - [`Cronus`] averages probabilities robustly, which limits the influence of a few arbitrary clients.
+        - [`MHAT`] sends the logits of the server's model instead of the mean.
+        - Choose FedMD if the predictions are not distributions over classes. It is the only method for regression.
 
     Example:
 
@@ -43,7 +66,7 @@ class FedMD(Distillation):
     """
 
     name: ClassVar[str] = "fedmd"
-    # An absolute error is one of any scores.
+    # The mean absolute error has no temperature.
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
     @property

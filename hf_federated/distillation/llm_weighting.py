@@ -1,9 +1,9 @@
-"""`LLMWeighting`: a language model says what each client's predictions weigh.
+"""`LLMWeighting`: a language model chooses the weights of the clients' predictions.
 
-LLMWC of Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data (AdaFD): a prompt with
-each client's training loss, F1, logits and their entropy; the reply is one number per client, separated by commas. Of
-the logits only a summary goes into the prompt. The paper does not say what to do with any other reply; here the model
-is told what was wrong and asked again, and in the end ENWC takes its place.
+This is LLMWC of Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data (AdaFD). The
+prompt contains each client's training loss, F1, logits and entropy. The reply is one number per client, separated by
+commas. The prompt contains only a summary of the logits. The paper does not define how to handle an invalid reply.
+Here, the model receives the error and is asked again. If all replies are invalid, ENWC computes the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .client_weights import ClientReport, enwc
 
 logger = logging.get_logger(__name__)
 
-# Both are the paper's appendix A, word for word, as they are the method.
+# Both texts are quoted verbatim from the paper's appendix A.
 INSTRUCTION = (
     "You are an expert in federated learning and federated distillation. Analyze and compute the optimal weight "
     "allocation for all clients based on the following data in a federated distillation scenario. Return only the "
@@ -32,43 +32,45 @@ REQUEST = (
     "additional text or calculation details."
 )
 
-# Plain decimals without a sign: Python's float() also reads "nan", "1_0" and digits of other scripts.
+# Decimal numbers without a sign. Python's float() would also accept "nan", "1_0" and digits of other scripts.
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LONGEST_QUOTE = 200
 
 
 class LLMWeighting:
     """
-    Weights from the reply of a language model, or those of [`enwc`] where it gives none.
+    Weights from the reply of a language model, or the weights of [`enwc`] if it returns no valid reply.
 
-    A reply counts if it is exactly one finite number per client, in the order of the reports, none negative and not
-    all 0, separated by commas; white space around the numbers and a full stop at the end are let pass. It need not be
-    normalized. In the prompt clients are numbered from 1; their ids are not told. A run can be repeated only if
-    `generate` is deterministic.
-
-    After each call the attributes hold what the log needs: `weights` (`dict[str, float]`, those returned),
-    `fell_back` (`bool`, whether they are ENWC's), `num_attempts` (`int`, how often the model was asked) and
-    `prompt_length` (`int`, characters of the last prompt). Before the first call they are `None`.
+    A valid reply has exactly one finite number per client, in the order of the reports, separated by commas. No number
+    is negative, and at least one is not 0. White space around the numbers and a full stop at the end are allowed. The
+    numbers do not have to sum to 1. The prompt numbers the clients from 1 and does not contain their ids. A run is
+    reproducible only if `generate` is deterministic.
 
     Args:
         generate (`Callable[[str], str]`):
-            From a prompt to the reply; [`text_generation`] makes one of a local pipeline. What it raises counts as a
-            refused reply.
+            Maps a prompt to a reply. [`text_generation`] makes one from a local pipeline. An exception counts as an
+            invalid reply.
         retries (`int`, *optional*, defaults to `2`):
-            How often to ask again. The prompt then ends in what was wrong with the last reply, since a deterministic
-            model would otherwise repeat it.
+            Number of times that the model is asked again. The new prompt ends with the error of the last reply,
+            because a deterministic model would otherwise repeat it.
         beta (`float`, *optional*, defaults to `5.0`):
-            Of [`enwc`], where weights fall back to it.
+            `beta` of [`enwc`], if its weights are used.
+
+    Attributes:
+        weights (`dict[str, float]`): The returned weights of the last call. `None` before the first call.
+        fell_back (`bool`): Whether the weights are those of ENWC. `None` before the first call.
+        num_attempts (`int`): Number of times that the model was asked in the last call. `None` before the first call.
+        prompt_length (`int`): Number of characters of the last prompt. `None` before the first call.
 
     Raises:
-        ValueError: If `retries` is negative. When called, whatever [`enwc`] refuses in the reports.
+        ValueError: If `retries` is negative. When called, if [`enwc`] refuses the reports.
 
     Example:
 
     ```python
     >>> from hf_federated.distillation import ClientReport, LLMWeighting
 
-    >>> weigh = LLMWeighting(lambda prompt: "3, 1")  # stands for a model
+    >>> weigh = LLMWeighting(lambda prompt: "3, 1")  # replaces a model in this example
     >>> weigh([ClientReport("north", 8, min_epoch_loss=0.2, f1=0.9), ClientReport("south", 8, 0.4, f1=0.7)])
     {'north': 0.75, 'south': 0.25}
     >>> weigh.fell_back, weigh.num_attempts
@@ -88,7 +90,7 @@ class LLMWeighting:
         self.prompt_length: int | None = None
 
     def __call__(self, reports: Sequence[ClientReport]) -> dict[str, float]:
-        # Also what refuses reports that no weighting by loss can use, before the model is asked.
+        # Also checks the reports before the model is asked.
         fallback = enwc(reports, self.beta)
         prompt = weighting_prompt(reports)
         for attempt in range(1, self.retries + 2):
@@ -100,18 +102,18 @@ class LLMWeighting:
                 return dict(self.weights)
             prompt = f"{weighting_prompt(reports)}\nYour last reply was refused: {refusal}."
         logger.warning(
-            f"The language model gave no weights in {self.num_attempts} attempts, so ENWC's (beta={self.beta}) are "
-            f"used. Its last reply was refused: {refusal}. {quote}".rstrip()
+            f"The language model gave no valid weights in {self.num_attempts} attempts. The weights of ENWC "
+            f"(beta={self.beta}) are used instead. The last reply was refused: {refusal}. {quote}".rstrip()
         )
         self.weights, self.fell_back = fallback, True
         return dict(fallback)
 
     def _ask(self, prompt: str, num_clients: int) -> tuple[list[float] | None, str, str]:
-        """The weights that the model replies; else what is wrong with the reply, and the reply quoted for the log."""
+        """Return the weights in the model's reply. If it is invalid, return the reason and a quotation for the log."""
         try:
             reply = self.generate(prompt)
-        except Exception as error:  # whatever a model, a pipeline or a connection may raise
-            return None, f"there was none, but a {type(error).__name__}", _quoted("It says", str(error))
+        except Exception as error:  # a model, a pipeline or a connection may raise any exception
+            return None, f"there was none, but a {type(error).__name__}", _quoted("The error message is", str(error))
         if not isinstance(reply, str):
             return None, f"it was a {type(reply).__name__} and no text", _quoted("It was", repr(reply))
         try:
@@ -122,13 +124,13 @@ class LLMWeighting:
 
 def weighting_prompt(reports: Sequence[ClientReport]) -> str:
     """
-    The prompt of AdaFD's appendix A, in one piece: instruction, a line per client, request.
+    The prompt of AdaFD's appendix A as one string: the instruction, one line per client, and the request.
 
-    A line holds what the report has of: training loss, F1, logits (mean and standard deviation of each class) and
-    logits entropy, each with four significant digits.
+    A line contains the fields that the report has: training loss, F1, logits (mean and standard deviation of each
+    class) and logits entropy. Each number has four significant digits.
 
     Args:
-        reports (`Sequence[ClientReport]`): One of each client, in the order in which the reply is to name them.
+        reports (`Sequence[ClientReport]`): One report for each client. The reply must have the same order.
     """
     lines = []
     for number, report in enumerate(reports, start=1):
@@ -147,14 +149,14 @@ def weighting_prompt(reports: Sequence[ClientReport]) -> str:
 
 def parse_weights(reply: str, num_clients: int) -> list[float]:
     """
-    The weights in a reply, normalized to a sum of 1.
+    Read the weights from a reply and normalize them to a sum of 1.
 
     Args:
-        reply (`str`): What the model said.
-        num_clients (`int`): How many weights it must hold.
+        reply (`str`): The model's reply.
+        num_clients (`int`): Expected number of weights.
 
     Raises:
-        ValueError: If it is anything but so many numbers; the text says what is wrong.
+        ValueError: If the reply is not a list of this many numbers. The message states the error.
     """
     pieces = [piece.strip() for piece in reply.strip().removesuffix(".").split(",")]
     if len(pieces) != num_clients:
@@ -166,7 +168,7 @@ def parse_weights(reply: str, num_clients: int) -> list[float]:
     largest = max(values)
     if largest == 0:
         raise ValueError("all numbers are 0")
-    # Divided by the largest first, as the sum of finite numbers may overflow.
+    # Divided by the largest value first, because the sum of finite numbers may overflow.
     shares = [value / largest for value in values]
     total = math.fsum(shares)
     return [share / total for share in shares]
@@ -174,17 +176,18 @@ def parse_weights(reply: str, num_clients: int) -> list[float]:
 
 def text_generation(pipeline: Any, **generate_kwargs: Any) -> Callable[[str], str]:
     """
-    What [`LLMWeighting`] calls, from a local `transformers` pipeline.
+    Make a function for [`LLMWeighting`] from a local `transformers` pipeline.
 
-    The prompt goes in as a user's message if the tokenizer has a chat template, else as it is. Decoding is greedy and
-    ends after 256 tokens unless told otherwise, so that the same prompt has the same reply.
+    If the tokenizer has a chat template, the prompt is sent as a user's message. Otherwise, the prompt is sent
+    unchanged. By default, decoding is greedy and ends after 256 tokens, so the same prompt gives the same reply.
 
     Args:
-        pipeline (`transformers.TextGenerationPipeline`): As `transformers.pipeline("text-generation", ...)` makes it.
-        generate_kwargs (`Any`): For the pipeline's call: `max_new_tokens`, `do_sample`, …
+        pipeline (`transformers.TextGenerationPipeline`): A pipeline from
+            `transformers.pipeline("text-generation", ...)`.
+        generate_kwargs (`Any`): Arguments of the pipeline's call: `max_new_tokens`, `do_sample`, …
 
     Returns:
-        `Callable[[str], str]`: From a prompt to the new text alone.
+        `Callable[[str], str]`: Maps a prompt to the generated text, without the prompt.
     """
     arguments = {"do_sample": False, "max_new_tokens": 256, **generate_kwargs, "return_full_text": False}
 
@@ -201,5 +204,5 @@ def _rounded(values: Sequence[float]) -> str:
 
 
 def _quoted(introduction: str, text: str) -> str:
-    """A sentence that quotes a text for the log, on one line and not all of a long one."""
+    """A sentence for the log that quotes a text on one line, shortened to `LONGEST_QUOTE` characters."""
     return f"{introduction} {text[:LONGEST_QUOTE]!r}{'…' if len(text) > LONGEST_QUOTE else ''}"

@@ -1,10 +1,11 @@
-"""What a student minimises against a teacher's predictions.
+"""Losses of a student's predictions against a teacher's predictions.
 
-Every loss is `(student_logits, teacher, ...) -> scalar`: the classes lie along the last dimension, and the mean is
-taken over all positions before it. Whether the teacher comes as logits or as probabilities, the argument's name says.
+Each loss has the form `(student_logits, teacher, ...) -> scalar`. The classes are the last dimension, and the loss is
+the mean over all other dimensions. The name of the argument states whether the teacher's predictions are logits or
+probabilities.
 
-No loss detaches the teacher. Gradients flow to the student alone only if the caller passes a teacher that carries no
-graph (`teacher.detach()`, or predictions that were received). Narrow dtypes are widened to float32 first.
+No loss detaches the teacher's predictions. To send gradients to the student only, pass predictions without a graph
+(`teacher.detach()`, or received predictions). Narrow dtypes are converted to float32 first.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch.nn import functional as F
 
 
 def _matched(student_logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in one dtype, at least float32."""
+    """Convert both tensors to one dtype, at least float32."""
     if student_logits.shape != teacher.shape or student_logits.ndim == 0:
         raise ValueError(
             f"The student's predictions have shape {tuple(student_logits.shape)} and the teacher's "
-            f"{tuple(teacher.shape)}; expected one shape, with the classes along the last dimension."
+            f"{tuple(teacher.shape)}; expected the same shape, with the classes in the last dimension."
         )
     dtype = torch.promote_types(torch.promote_types(student_logits.dtype, teacher.dtype), torch.float32)
     return student_logits.to(dtype), teacher.to(dtype)
@@ -33,15 +34,17 @@ def kl_divergence(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
     """
-    `T² KL(softmax(z_t / T) ‖ softmax(z_s / T))`, mean over the rows (Hinton et al., Distilling the Knowledge in a
-    Neural Network, 2015, section 2: the factor keeps the gradient's size when `T` changes).
+    KL divergence with temperature, `T² KL(softmax(z_t / T) ‖ softmax(z_s / T))`, mean over the rows.
 
-    For `T → ∞` it becomes half of [`mean_squared_error`] with `center=True`. In float32 its value (not its gradient)
-    loses digits where `T` is large against the logits.
+    The factor `T²` keeps the scale of the gradient when `T` changes (Hinton et al., Distilling the Knowledge in a
+    Neural Network, 2015, section 2). For `T → ∞` the loss approaches half of [`mean_squared_error`] with
+    `center=True`. If `T` is large compared to the logits, the value of the loss (not its gradient) loses precision in
+    float32.
 
     Args:
         student_logits (`torch.Tensor` of shape `(N, C)`): `z_s`.
-        teacher_logits (`torch.Tensor` of shape `(N, C)`): `z_t`. A class at `-inf` has probability 0 and adds nothing.
+        teacher_logits (`torch.Tensor` of shape `(N, C)`): `z_t`. A class with `-inf` has probability 0 and adds
+            nothing.
         temperature (`float`, *optional*, defaults to `1.0`): `T`, positive.
 
     Returns:
@@ -70,12 +73,14 @@ def kl_divergence(
 
 def soft_cross_entropy(student_logits: torch.Tensor, teacher_probabilities: torch.Tensor) -> torch.Tensor:
     """
-    `−Σ_c p_c log softmax(z_s)_c`, mean over the rows: the KL divergence plus the teacher's own entropy, with the same
-    gradient for the student.
+    Cross-entropy with soft labels, `−Σ_c p_c log softmax(z_s)_c`, mean over the rows.
+
+    This is the KL divergence plus the entropy of the teacher's distribution. Both have the same gradient for the
+    student.
 
     Args:
         student_logits (`torch.Tensor` of shape `(N, C)`): `z_s`.
-        teacher_probabilities (`torch.Tensor` of shape `(N, C)`): `p`; each row sums to 1.
+        teacher_probabilities (`torch.Tensor` of shape `(N, C)`): `p`. Each row sums to 1.
 
     Returns:
         `torch.Tensor`: A scalar.
@@ -91,14 +96,15 @@ def mean_squared_error(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, center: bool = False
 ) -> torch.Tensor:
     """
-    `(z_s − z_t)²`, mean over rows and classes (AdaFD's server).
+    Squared error of the logits, `(z_s − z_t)²`, mean over rows and classes (AdaFD's server loss).
 
     Args:
         student_logits (`torch.Tensor` of shape `(N, C)`): `z_s`.
         teacher_logits (`torch.Tensor` of shape `(N, C)`): `z_t`, finite.
         center (`bool`, *optional*, defaults to `False`):
-            Subtract each row's mean from both first, since a constant added to a row changes no probability. Half of
-            the result is then the limit of [`kl_divergence`] for `T → ∞` (Hinton et al., 2015, section 2.1).
+            Whether to subtract each row's mean from both tensors first. A constant added to a row changes no
+            probability. Half of the centered error is the limit of [`kl_divergence`] for `T → ∞` (Hinton et al., 2015,
+            section 2.1).
 
     Returns:
         `torch.Tensor`: A scalar.
@@ -115,7 +121,9 @@ def mean_squared_error(
 
 def mean_absolute_error(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
     """
-    `|z_s − z_t|`, mean over rows and classes: how FedMD's clients digest the consensus (Li and Wang, FedMD, 2019).
+    Absolute error of the logits, `|z_s − z_t|`, mean over rows and classes.
+
+    FedMD's clients use it to learn the consensus (Li and Wang, FedMD, 2019).
 
     Args:
         student_logits (`torch.Tensor` of shape `(N, C)`): `z_s`.

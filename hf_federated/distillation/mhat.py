@@ -1,4 +1,4 @@
-"""MHAT: the server's model teaches the clients.
+"""MHAT: the server's model learns from the clients and then teaches them.
 
 Hu et al., MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning (Information
 Sciences 560, 2021).
@@ -19,14 +19,37 @@ from .losses import soft_cross_entropy
 @dataclass(kw_only=True, repr=False, eq=False)
 class MHAT(Distillation):
     """
-    The server learns the clients' mean probabilities, weighted by their rows, by cross-entropy; the clients learn the
-    logits of the *server's model* by KL divergence.
+    MHAT, from *MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning* (Hu et al.,
+    Information Sciences 560, 2021).
 
-    The paper's server trains on labelled public rows as well; FedID (Ma et al., 2023) compares with the method on
-    unlabelled ones, as here. `train_on_labelled=True` adds the server's own labelled rows.
+    The server's model learns the mean of the clients' probabilities, weighted by their numbers of examples,
+    `q = Σ_k |D_k| softmax(z_k) / Σ_k |D_k|`, by cross-entropy. The clients learn the logits of the *server's model* by
+    KL divergence.
+
+    The paper's server also trains on labelled public examples. FedID (Ma et al., 2023) compares with the method on
+    unlabelled public examples, as implemented here. `train_on_labelled=True` adds the server's labelled examples.
 
     Args:
         kwargs (*optional*): As in [`Distillation`].
+
+    Raises:
+        ValueError: As in [`Distillation`].
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
+          labelled examples on the server.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: predictions of the public examples in both directions. No parameters.
+
+    Relations:
+        - [`FedED`] sends the server's parameters to the clients instead of its logits, which needs one architecture.
+        - [`FedMD`], [`DSFL`] and [`Cronus`] send the ensemble to the clients. Choose MHAT if the clients should learn
+          from the trained model of the server, for example with `train_on_labelled=True`.
+        - [`AdaFD`] weighs clients by their training loss and trains the server by squared error.
+        - [`FedID`] exchanges mini-batches and adds feedback from labelled examples of the server.
 
     Example:
 

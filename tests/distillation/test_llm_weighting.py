@@ -129,13 +129,13 @@ def test_anything_else_is_refused_and_enwc_takes_over(reply, caplog):
     assert weigh.fell_back and weigh.num_attempts == len(model.prompts) == 2
     (record,) = caplog.records
     text = record.getMessage()
-    assert REFUSED[reply] in text and repr(reply) in text and "ENWC's (beta=3.0)" in text and "2 attempts" in text
+    assert REFUSED[reply] in text and repr(reply) in text and "ENWC (beta=3.0)" in text and "2 attempts" in text
 
 
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (RuntimeError("CUDA out of memory"), "a RuntimeError. It says 'CUDA out of memory'"),
+        (RuntimeError("CUDA out of memory"), "a RuntimeError. The error message is 'CUDA out of memory'"),
         (None, "it was a NoneType and no text. It was 'None'"),
         ([0.2, 0.3, 0.5], "it was a list and no text. It was '[0.2, 0.3, 0.5]'"),
         (b"1,2,3", "it was a bytes and no text"),

@@ -439,5 +439,5 @@ def test_words_that_nobody_shares_end_the_round_with_a_reason():
         }
     )
     cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
-    with pytest.raises(RoundFailedError, match="no word of the public rows of .*all 2 clients keep"):
+    with pytest.raises(RoundFailedError, match="no word of the public rows that .*all 2 clients keep"):
         cohort.check_num_positions(len(cohort.positions.agreed_of([0, 1])))
