@@ -1,8 +1,9 @@
-"""Certainty scores of FedAUX: how much a public row is like a client's own rows.
+"""Certainty scores of FedAUX: the similarity of a public example to a client's examples.
 
 Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning (IEEE TNNLS 2021), section on
-differentially private certainty scoring. A client tells its own rows from the public ones by a logistic regression
-over features that all clients compute alike, and the regression's probability of a public row is the score.
+differentially private certainty scoring. A client fits a logistic regression that separates its examples from the
+public examples. The features are the same function on all clients. The score of a public example is the probability
+that the regression gives it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 
 def scale_into_unit_ball(own: torch.Tensor, public: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Features divided by the largest norm of a public row's; own ones that are still longer than 1 are cut to 1.
+    Divide features by the largest norm of a public example, and clip the client's features to norm 1.
 
-    The paper divides by the largest norm of all rows. That number would change with a single private row and move all
-    other features, which its bound on the sensitivity does not allow for; the public rows' tells nothing.
+    The paper divides by the largest norm of all examples. This number would change with a single private example and
+    rescale all other features. The paper's bound on the sensitivity does not account for this change. The largest norm
+    of the public examples reveals nothing about private examples.
 
     Args:
-        own (`torch.Tensor`): Features of the client's rows, of shape `(own rows, features)`.
-        public (`torch.Tensor`): Those of the public rows, of shape `(public rows, features)`.
+        own (`torch.Tensor`): Features of the client's examples, of shape `(own examples, features)`.
+        public (`torch.Tensor`): Features of the public examples, of shape `(public examples, features)`.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Both, float64, with norms of at most 1.
+        `tuple[torch.Tensor, torch.Tensor]`: Both scaled tensors, float64, with norms of at most 1.
 
     Example:
 
@@ -45,30 +47,32 @@ def scale_into_unit_ball(own: torch.Tensor, public: torch.Tensor) -> tuple[torch
 
 def fit_certainty(own: torch.Tensor, public: torch.Tensor, regularization: float) -> torch.Tensor:
     """
-    The weights of the logistic regression that tells own rows (label 1) from public ones (label 0): those of
+    Fit the logistic regression that separates a client's examples (label 1) from the public examples (label 0).
+
+    The weights minimize
 
     ```
     min_w  (1/n) Σ_i log(1 + exp(−t_i ⟨w, h_i⟩)) + (λ/2) ‖w‖²,    t_i = ±1
     ```
 
-    over all `n` rows, without an intercept, which the paper's score has none of. scikit-learn's `LogisticRegression`
-    minimises `C Σ_i log(1 + exp(−t_i ⟨w, h_i⟩)) + ½ ‖w‖²` (its user guide, binary case), the same divided by `λ` where
-    `C = 1 / (n λ)`. (The paper's published code sets `C = 1 / λ` and fits an intercept; its weights are then as
-    sensitive as `2 / λ`, and the noise that it adds is for `2 / (n λ)`.)
+    over all `n` examples. There is no intercept, because the paper's score has none. scikit-learn's
+    `LogisticRegression` minimizes `C Σ_i log(1 + exp(−t_i ⟨w, h_i⟩)) + ½ ‖w‖²` (its user guide, binary case). With
+    `C = 1 / (n λ)`, this is the same objective divided by `λ`. (The paper's published code sets `C = 1 / λ` and fits
+    an intercept. The sensitivity of its weights is then `2 / λ`, but the noise that it adds is for `2 / (n λ)`.)
 
     Args:
-        own (`torch.Tensor`): Features of the client's rows, of shape `(own rows, features)`.
-        public (`torch.Tensor`): Those of the public rows, of shape `(public rows, features)`.
+        own (`torch.Tensor`): Features of the client's examples, of shape `(own examples, features)`.
+        public (`torch.Tensor`): Features of the public examples, of shape `(public examples, features)`.
         regularization (`float`): `λ`.
 
     Returns:
-        `torch.Tensor`: Of shape `(features,)`, float64.
+        `torch.Tensor`: Weights of shape `(features,)`, float64.
     """
     from sklearn.linear_model import LogisticRegression
 
     rows = torch.cat([own, public])
     is_own = torch.arange(len(rows)) < len(own)
-    # Newton's steps come to the optimum of which the bound on the sensitivity speaks, in a handful of passes.
+    # The bound on the sensitivity holds at the optimum. Newton's method reaches the optimum in a few iterations.
     regression = LogisticRegression(
         C=1 / (len(rows) * regularization), fit_intercept=False, solver="newton-cg", tol=1e-8, max_iter=1000
     )
@@ -77,12 +81,13 @@ def fit_certainty(own: torch.Tensor, public: torch.Tensor, regularization: float
 
 def sensitivity(num_rows: int, regularization: float) -> float:
     """
-    How far, in Euclidean norm, one own row that is another moves the weights of [`fit_certainty`] at most:
-    `2 / (n λ)` (Chaudhuri et al., Differentially Private Empirical Risk Minimization, JMLR 2011, corollary 8), for
-    features with norms of at most 1.
+    L2 sensitivity of the weights of [`fit_certainty`] to the replacement of one of the client's examples.
+
+    It is at most `2 / (n λ)` for features with norms of at most 1 (Chaudhuri et al., Differentially Private Empirical
+    Risk Minimization, JMLR 2011, corollary 8).
 
     Args:
-        num_rows (`int`): `n`, own and public rows together.
+        num_rows (`int`): `n`, the number of the client's examples and public examples together.
         regularization (`float`): `λ`.
     """
     return 2 / (num_rows * regularization)
@@ -90,12 +95,13 @@ def sensitivity(num_rows: int, regularization: float) -> float:
 
 def noise_std(num_rows: int, regularization: float, epsilon: float, delta: float) -> float:
     """
-    The standard deviation of the noise on each weight that makes them (ε, δ)-differentially private with regard to one
-    own row: `σ = sqrt(2 ln(1.25 / δ)) · sensitivity / ε`, for ε below 1 (Dwork and Roth, The Algorithmic Foundations
-    of Differential Privacy, 2014, theorem 3.22).
+    Standard deviation of the noise that makes the weights (ε, δ)-differentially private with regard to one example.
+
+    `σ = sqrt(2 ln(1.25 / δ)) · sensitivity / ε` on each weight, for ε below 1 (Dwork and Roth, The Algorithmic
+    Foundations of Differential Privacy, 2014, theorem 3.22).
 
     Args:
-        num_rows (`int`): `n`, own and public rows together.
+        num_rows (`int`): `n`, the number of the client's examples and public examples together.
         regularization (`float`): `λ`.
         epsilon (`float`): `ε`.
         delta (`float`): `δ`.
@@ -114,14 +120,15 @@ def noise_std(num_rows: int, regularization: float, epsilon: float, delta: float
 
 def certainty(weights: torch.Tensor, public: torch.Tensor, offset: float) -> torch.Tensor:
     """
-    `s(x) = 1 / (1 + exp(−⟨w, h(x)⟩)) + ξ` of public rows.
+    Certainty scores of public examples: `s(x) = 1 / (1 + exp(−⟨w, h(x)⟩)) + ξ`.
 
     Args:
-        weights (`torch.Tensor`): Of shape `(features,)`.
-        public (`torch.Tensor`): Features, of shape `(rows, features)`, scaled as for the fit.
+        weights (`torch.Tensor`): `w`, of shape `(features,)`.
+        public (`torch.Tensor`): Features of the public examples, of shape `(examples, features)`, scaled as for the
+            fit.
         offset (`float`): `ξ`.
 
     Returns:
-        `torch.Tensor`: Of shape `(rows,)`, float32, positive.
+        `torch.Tensor`: Positive scores of shape `(examples,)`, float32.
     """
     return ((public @ weights).sigmoid() + offset).to(torch.float32)

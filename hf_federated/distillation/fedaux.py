@@ -1,8 +1,8 @@
-"""FedAUX: FedDF whose teacher hears each client where it is at home.
+"""FedAUX: FedDF whose teacher weighs each client by its certainty for each example.
 
 Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning (IEEE TNNLS 2021, arXiv 2102.02514).
-The paper's other half, a model that was pre-trained on the auxiliary data without labels, is the model that the
-trainer is given. Its clients with models of several architectures are not here.
+The paper also pre-trains the model on the unlabelled auxiliary data. Here, pass the pre-trained model to the trainer.
+The paper's variant with several architectures is not implemented.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .server import DistillationServer
 
 CERTAINTY = "certainty"
 WEIGHTED_LOGITS = "weighted_logits"
-# How much larger a number may come out of bfloat16, relatively.
+# Relative rounding error that bfloat16 may add to a score.
 ROUNDING = 2**-8
 
 
@@ -74,7 +74,7 @@ class FedAUXClient(DistillationClient):
             seed (`int`): Seed of the noise.
 
         Returns:
-            `torch.Tensor`: Of shape `(public examples,)`.
+            `torch.Tensor`: Scores of shape `(public examples,)`.
         """
         algorithm = self.algorithm
         own, public = scale_into_unit_ball(own, public)
@@ -93,48 +93,64 @@ class FedAUXClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedAUX(Distillation):
     """
-    Parameters are averaged as `aggregation` says; then the server's model learns, by KL divergence, the mean of the
-    clients' logits of the public rows, in which each client weighs what it is certain of: the teacher of row x is
-    `softmax(Σ_k s_k(x) z_k(x) / Σ_k s_k(x))`. Equal scores are [`FedDF`].
+    FedAUX, from [FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning](https://arxiv.org/abs/2102.02514).
 
-    Scores are found once by each client, with the model as it was before the first round, which all clients have: its
-    features of the client's rows are told from its features of the public rows by a logistic regression
-    ([`certainty`]). They depend on the model, the rows and the run's seed, and not on when the client is first asked.
-    With its parameters a client sends `s_k z_k` and `s_k`, of which the server needs the means alone.
+    The parameters are averaged as `aggregation` defines. Then the server's model learns the weighted mean of the
+    clients' logits of the public examples by KL divergence. Each client is weighted per example by its certainty score
+    `s_k(x)`. The teacher of example `x` is `softmax(Σ_k s_k(x) z_k(x) / Σ_k s_k(x))`.
+
+    Each client computes its scores once, with the model from before the first round, which all clients share. A
+    logistic regression separates the features of the client's examples from the features of the public examples
+    ([`certainty`]). The scores depend on the model, the examples and the run's seed, but not on the round in which the
+    client first takes part. Clients send `s_k z_k` and `s_k` together with their parameters. The server needs only the
+    means of these tensors.
 
     | paper | here |
     |---|---|
     | `h` | mean over the positions of the base model's last hidden states ([`features`]), scaled |
-    | `D_i`, `D⁻`, `D_distill` | the client's rows (`max_score_rows` of them); the public rows, for both |
-    | `λ` | `regularization`, beside the mean of the log-losses |
+    | `D_i`, `D⁻`, `D_distill` | the client's examples (`max_score_rows` of them); the public examples, for both |
+    | `λ` | `regularization`, added to the mean of the log-losses |
     | `ξ` | `score_offset` |
     | `ε`, `δ` | `dp_epsilon`, `dp_delta` |
 
-    With `dp_epsilon` and `dp_delta` the regression's weights get Gaussian noise, and the scores of a client, however
-    often they are sent, are (ε, δ)-differentially private with regard to one of its rows. This is said of the scores
-    alone, not of parameters and logits; and of somebody who does not know the run's seed, from which the noise is
-    drawn so that a resumed run is the same.
-
-    Needs scikit-learn (extra `metrics`).
+    With `dp_epsilon` and `dp_delta`, Gaussian noise is added to the weights of the regression. The scores of a client
+    are then (ε, δ)-differentially private with regard to one of its examples, no matter how often they are sent. This
+    guarantee covers the scores only, not the parameters and logits. It holds against parties that do not know the
+    run's seed. The noise is drawn from this seed, so that a resumed run is identical.
 
     Args:
         regularization (`float`, *optional*, defaults to `0.01`):
             `λ` of the logistic regression.
         score_offset (`float`, *optional*, defaults to `1e-8`):
-            Added to every score, so that a row which is like no client's has a teacher too.
+            `ξ`, added to every score. It gives a teacher to examples that resemble no client's data.
         dp_epsilon (`float`, *optional*):
-            Of differential privacy, between 0 and 1; no noise by default.
+            `ε` of differential privacy, between 0 and 1. By default, no noise is added.
         dp_delta (`float`, *optional*):
-            The same, between 0 and 1; goes with `dp_epsilon`.
+            `δ` of differential privacy, between 0 and 1. Required with `dp_epsilon`.
         max_score_rows (`int`, *optional*):
-            How many of a client's rows the regression sees, drawn without replacement; all by default.
-        kwargs (*optional*): As in [`Distillation`], but for `client_epochs`, `client_lr`,
-            `prediction_dtype` and `top_k`: clients do not distil, and what is averaged travels in float32.
+            Number of a client's examples for the regression, drawn without replacement. By default, all examples are
+            used.
+        kwargs (*optional*): As in [`Distillation`], except `client_epochs`, `client_lr`, `prediction_dtype` and
+            `top_k`. Clients do not distil, and the averaged tensors are sent in float32.
 
     Raises:
-        ValueError: If a setting is out of range, or one of `dp_epsilon` and `dp_delta` comes without the other; when a
-            trainer is built, if its task predicts words or tokens, of which there are no scores.
+        ValueError: If a setting is out of range, or only one of `dp_epsilon` and `dp_delta` is given. When a trainer
+            is built, if its task predicts words or tokens, for which there are no scores.
         ImportError: When a trainer is built, if scikit-learn is not installed.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients. Clients need a `Dataset`, not an
+          `IterableDataset`, because the scores use all their examples.
+        - Models: one architecture for the server and all clients, with last hidden states.
+        - Tasks: single-label classification.
+        - Sent: parameters in both directions, and from the clients also their weighted logits and scores of the public
+          examples.
+        - Packages: scikit-learn (extra `metrics`).
+
+    Relations:
+        - [`FedDF`] is the same method with equal scores. It also supports tagging and token prediction.
+        - [`FedDRS`] needs no public examples.
+        - Choose FedAUX if the clients' data cover different parts of the public examples.
 
     Example:
 
@@ -164,13 +180,13 @@ class FedAUX(Distillation):
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive and finite.")
         if (self.dp_epsilon is None) != (self.dp_delta is None):
             raise ValueError(
-                f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}: differential privacy needs both. Give "
+                f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}: differential privacy needs both. Set "
                 "both, or leave both out."
             )
         for name in ("dp_epsilon", "dp_delta"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
-                raise ValueError(f"`{name}` is {value}; the noise's formula holds between 0 and 1, both excluded.")
+                raise ValueError(f"`{name}` is {value}; it must be between 0 and 1, both excluded.")
         if self.max_score_rows is not None and self.max_score_rows < 1:
             raise ValueError(f"`max_score_rows` is {self.max_score_rows}; it must be at least 1, or None for all.")
 
@@ -189,8 +205,8 @@ class FedAUX(Distillation):
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         raise ValueError(
-            f"distillation='fedaux' scores public rows as a whole, and this task predicts every {unit} of a row: the "
-            "paper has no score of these. Take distillation='feddf', of which it is the variant with scores."
+            f"distillation='fedaux' scores public rows as a whole, but this task predicts every {unit} of a row, and "
+            "the paper defines no score for this. Take distillation='feddf', the same method without scores."
         )
 
     # ---- Server side
@@ -199,16 +215,16 @@ class FedAUX(Distillation):
         return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
 
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
-        # Of the mean of scores a zero is divided by, and a negative score or a huge one silences the other clients.
+        # The mean score is a divisor and must not be 0. A negative or huge score would suppress the other clients.
         scores, largest = extra[CERTAINTY], 1 + self.score_offset
         wrong = (scores <= 0) | (scores > largest * (1 + ROUNDING))
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise ValueError(
                 f"its certainty score of public row {row} is {float(scores[row]):g}, and {int(wrong.sum())} of "
-                f"{len(scores)} are like it; a score is positive and at most {largest:g} (1 + `score_offset`). Give "
-                "this client the same settings and software as the others. What travels in float16 is zero below "
-                "3e-8: then choose a larger `score_offset`, or another `exchange_dtype`."
+                f"{len(scores)} scores are out of range; a score is positive and at most {largest:g} "
+                "(1 + `score_offset`). Give this client the same settings and software as the others. Float16 rounds "
+                "scores below 3e-8 to 0: with it, set a larger `score_offset` or another `exchange_dtype`."
             )
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""FedDRS: the averaged model learns from the clients' models on inputs that nobody wrote.
+"""FedDRS: the averaged model learns from the clients' models on pseudo-samples instead of text.
 
-Text-Free Federated Transformers Knowledge Distillation Without GAN (under review at ICLR 2024), algorithm 1. What the
-paper leaves open is settled here as the docstring of [`FedDRS`] says.
+Text-Free Federated Transformers Knowledge Distillation Without GAN (under review at ICLR 2024), algorithm 1. The
+docstring of [`FedDRS`] describes the choices that the paper leaves open.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from .teachers import Teachers
 
 def frozen_parameters(model: Any, round: int) -> list[nn.Parameter]:
     """
-    The parameters that local training does not change: from the second round on, a word embedding that encoder and
-    decoder share. The average could not learn how clients moved a table that is also the decoder's.
+    Exchanged parameters that local training does not change.
+
+    From the second round on, this is a word embedding that encoder and decoder share. The server's distillation leaves
+    word embeddings as averaged, so it could not learn how clients changed a table that the decoder also uses.
 
     Args:
         model (`torch.nn.Module`): The client's model.
         round (`int`): Round number, from 0.
+
+    Returns:
+        `list[torch.nn.Parameter]`: The shared word embedding, or an empty list.
     """
     if round == 0 or not model.config.is_encoder_decoder:
         return []
@@ -58,20 +63,23 @@ class FedDRSClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedDRS(Distillation):
     """
-    Parameters are averaged as `aggregation` says, and the average learns from each client's model on pseudo-samples
-    of that client: `Σ_k KL(softmax f(θ_k; ω_k) ‖ softmax f(θ_k; ω_S))` (equation 8). `θ_k` are sequences of word
-    embeddings, drawn from those of the averaged model and moved by gradient descent ([`pseudo_samples`]). Clients add
-    nothing to their parameters but how many rows of each label they have.
+    FedDRS, from *Text-Free Federated Transformers Knowledge Distillation Without GAN* (under review at ICLR 2024).
 
-    After the last round the mean of all clients' models learns once more, `post_num_iterations` times, from what each
-    of them sent last. A client whose model gives NaN or infinity is left out by name, of that mean, too, until it
-    sends another.
+    The parameters are averaged as `aggregation` defines. Then the averaged model learns from each client's model on
+    pseudo-samples of this client, by `Σ_k KL(softmax f(θ_k; ω_k) ‖ softmax f(θ_k; ω_S))` (equation 8). `θ_k` are
+    sequences of word embeddings. They are drawn from the embeddings of the averaged model and moved by gradient
+    descent ([`pseudo_samples`]). In addition to their parameters, clients send only their number of examples of each
+    class.
+
+    After the last round, the mean of all clients' models learns `post_num_iterations` more times, from the last
+    parameters of each client. If a client's model gives NaN or infinite values, the client is excluded, also from this
+    mean, until it sends another update. The log names the client.
 
     | paper | here |
     |---|---|
-    | `θ` of 64 × 64 × 768 | `num_samples`, `sample_length`, the model's own size |
+    | `θ` of 64 × 64 × 768 | `num_samples`, `sample_length`, the model's hidden size |
     | `β`, 100 iterations | `step_size`, `num_steps` |
-    | `γ_k` | labels drawn in the proportions of client k's rows |
+    | `γ_k` | labels drawn in proportion to client k's number of examples of each class |
     | `λ`, in the post-processing | `adversarial_weight`, `post_adversarial_weight` |
     | `I`, `I*` | `num_iterations`, `post_num_iterations` |
     | `η*` | `server_lr`, with the optimizer of the training arguments |
@@ -79,52 +87,67 @@ class FedDRS(Distillation):
     | PostOnly | `post_only` |
 
     Models are in evaluation mode while samples are made. One pass over all clients' samples, in batches of
-    `per_device_train_batch_size`, is a step of the paper. Word embeddings stay as averaged; those which an
-    encoder–decoder shares between its parts are frozen on clients, too, after the first round. The paper's average is
-    unweighted: `aggregation_kwargs={"weighting": "uniform"}`.
+    `per_device_train_batch_size`, is one step of the paper. Word embeddings keep their averaged values. If an
+    encoder–decoder shares word embeddings between its parts, they are also frozen on clients after the first round.
+    The paper's average is unweighted: `aggregation_kwargs={"weighting": "uniform"}`.
 
-    In memory are one client's model beside the server's (of a PEFT model its adapter alone) with the values that were
-    read into it, and the samples. Of these there are clients × kinds × `num_samples`, each of `sample_length` × hidden
-    size numbers and the logits: one for each class, and of an encoder–decoder label tokens × vocabulary, which is the
-    most. The mean of all clients' models is summed in twice their width. What clients sent lies in
-    `output_dir/teachers` until it is used.
+    Memory holds the server's model, the model of one client (for a PEFT model, only its adapter) with the loaded
+    values, and the samples. There are clients × kinds × `num_samples` samples. Each sample has `sample_length` ×
+    hidden size numbers and its logits. A classifier has one logit per class. An encoder–decoder has label tokens ×
+    vocabulary logits, which take most of the memory. The mean of all clients' models is summed in twice the width of
+    their dtype. The clients' parameters are stored in `output_dir/teachers` until they are used.
 
     Args:
         sampling (`str` or `Sequence[str]`, *optional*, defaults to `"mixed"`):
-            Kinds of samples: `"random"`, `"target"`, `"adversarial"`, several of them, or `"mixed"`, which is all.
+            Kinds of samples: `"random"`, `"target"`, `"adversarial"`, several of them, or `"mixed"` for all kinds.
         num_iterations (`int`, *optional*, defaults to `1`):
-            Times that samples are made and learned in a round.
+            Number of times in a round that samples are made and learned.
         post_num_iterations (`int`, *optional*, defaults to `3`):
-            Times after the last round.
+            Number of times after the last round that samples are made and learned.
         post_only (`bool`, *optional*, defaults to `False`):
-            Whether only the latter happen.
+            Whether to distil only after the last round.
         adversarial_weight (`float`, *optional*, defaults to `0.1`):
-            How much adversarial samples avoid what the server's model knows.
+            `λ`, the weight of the server's model in the loss of adversarial samples.
         post_adversarial_weight (`float`, *optional*):
-            The same after the last round; as in the rounds by default.
+            `λ` after the last round. Defaults to `adversarial_weight`.
         adversary (`str`, *optional*, defaults to `"ce"`):
-            By which loss: `"ce"` or `"kl"`.
+            Loss of the server's model for adversarial samples: `"ce"` or `"kl"`.
         num_samples (`int`, *optional*, defaults to `64`):
-            Samples of each kind and client.
+            Number of samples of each kind and client.
         sample_length (`int`, *optional*, defaults to `64`):
-            Positions of a sample.
+            Number of positions of a sample.
         step_size (`float`, *optional*, defaults to `0.1`):
-            Of the gradient descent on samples, whose loss is summed over them.
+            Step size of the gradient descent on samples. The loss is summed over the samples.
         num_steps (`int`, *optional*, defaults to `100`):
-            Its steps.
+            Number of steps of the gradient descent.
         initialization (`str`, *optional*, defaults to `"averaged"`):
-            Where samples begin: rows of the `"averaged"` word embeddings, of the `"client"`'s, or `"gaussian"` noise
-            with the mean and deviation of the averaged ones.
+            Start of the samples: rows of the `"averaged"` word embeddings, rows of the `"client"`'s word embeddings,
+            or `"gaussian"` noise with the mean and standard deviation of the averaged word embeddings.
         pin_cls (`bool`, *optional*, defaults to `False`):
-            Whether the first position is the embedding of the tokenizer's `[CLS]` and stays so.
+            Whether the first position is fixed to the embedding of the tokenizer's `[CLS]`.
         label_texts (`Sequence[str]`, *optional*):
-            What an encoder–decoder writes for each class. Its decoder is given the text of the pseudo-label.
+            For an encoder–decoder: the text that it generates for each class. Its decoder receives the text of the
+            pseudo-label.
         server_lr (`float`, *optional*, defaults to `1e-5`):
-            Of the server's distillation.
-        kwargs (*optional*): No other setting of [`Distillation`] has a place here.
+            Learning rate of the server's distillation.
+        kwargs (*optional*): The other settings of [`Distillation`] have no effect on FedDRS and are refused.
 
     Raises:
         ValueError: If a setting is out of range.
+
+    Requirements:
+        - Data: no public examples and no examples on the server.
+        - Models: one architecture for the server and all clients: a transformers model whose `forward` accepts
+          `inputs_embeds`, such as BERT, RoBERTa, T5 or Llama.
+        - Tasks: classification, by a classifier or by an encoder–decoder that generates one of `label_texts`.
+        - Sent: parameters in both directions, and from the clients also their number of examples of each class.
+
+    Relations:
+        - [`FedDF`] learns the mean of the clients' predictions on public examples. FedDRS learns from each client's
+          model on the server, and the clients compute nothing in addition to their training.
+        - [`FedAUX`] needs public examples and sends scores of them.
+        - Choose FedDRS if there are no public examples, and the server has the memory and time to run the clients'
+          models.
 
     Example:
 
@@ -164,7 +187,7 @@ class FedDRS(Distillation):
     initialization: str = "averaged"
     pin_cls: bool = False
     label_texts: Sequence[str] | None = None
-    # The last samples, by client, for whoever asks that they be kept.
+    # The last samples, by client. They are kept only if `keeps_samples` is set to `True`, for analyses.
     keeps_samples: bool = field(default=False, init=False)
     samples: dict[str, Samples] = field(default_factory=dict, init=False)
 
@@ -173,7 +196,9 @@ class FedDRS(Distillation):
         kinds = [self.sampling] if isinstance(self.sampling, str) else list(self.sampling)
         self.sampling = KINDS if "mixed" in kinds else tuple(kind for kind in KINDS if kind in kinds)
         if not self.sampling or not {*kinds} <= {*KINDS, "mixed"}:
-            raise ValueError(f"`sampling` is {kinds}; allowed are {', '.join(map(repr, KINDS))}, and 'mixed' for all.")
+            raise ValueError(
+                f"`sampling` is {kinds}; allowed are {', '.join(map(repr, KINDS))}, and 'mixed' for all kinds."
+            )
         for name in ("num_iterations", "post_num_iterations", "num_steps", "num_samples", "sample_length"):
             least = 0 if name == "post_num_iterations" else 1
             if getattr(self, name) < least:
@@ -181,14 +206,17 @@ class FedDRS(Distillation):
         for name in ("adversarial_weight", "post_adversarial_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"`{name}` is {value}; it must be finite, and zero or more.")
+                raise ValueError(f"`{name}` is {value}; it must be finite and at least 0.")
         if not 0 < self.step_size < float("inf"):
             raise ValueError(f"`step_size` is {self.step_size}; it must be positive and finite.")
         for name, allowed in (("adversary", ADVERSARIES), ("initialization", INITIALIZATIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}.")
         if self.post_only and self.post_num_iterations == 0:
-            raise ValueError("post_only=True with post_num_iterations=0 leaves nothing to do.")
+            raise ValueError(
+                "post_only=True with post_num_iterations=0 leaves nothing to do. Set `post_num_iterations` to at "
+                "least 1."
+            )
         if self.label_texts is not None:
             self.label_texts = tuple(self.label_texts)
 
@@ -204,8 +232,8 @@ class FedDRS(Distillation):
         check_takes_embeddings(model, self.sample_length)
         if model.config.is_encoder_decoder == (self.label_texts is None):
             raise ValueError(
-                "`label_texts` are what an encoder–decoder writes for each class, and "
-                f"{type(model).__name__} is {'one' if model.config.is_encoder_decoder else 'none'}: "
+                f"{type(model).__name__} is {'an' if model.config.is_encoder_decoder else 'no'} encoder–decoder. "
+                "`label_texts` are the texts that an encoder–decoder generates for each class: "
                 f"{'give them' if model.config.is_encoder_decoder else 'leave them out'}."
             )
 
@@ -241,7 +269,7 @@ class FedDRS(Distillation):
 
     def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: PseudoSampler) -> dict[str, float]:
         client_ids = [client_id for client_id in teachers.client_ids() if client_id not in cohort.rejected]
-        # Of a mean nobody could tell whose model spoiled it.
+        # Checked before averaging, because a mean does not show which client's model was invalid.
         self._for_each_client(
             cohort, teachers, "models before their mean", client_ids, partial(sampler.check, teachers)
         )
@@ -256,7 +284,11 @@ class FedDRS(Distillation):
         return {"post_distillation_loss": loss, "post_num_clients": num_left}
 
     def _frozen_server_values(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
-        """The server's values of what no client of a round trained: those who were not asked have sent other ones."""
+        """
+        The server's values of the parameters that no client trained in a round.
+
+        Clients that were not selected in this round sent other values of these parameters.
+        """
         frozen = {id(parameter) for parameter in frozen_parameters(server.student.model, round)}
         live = server.exchange.tensors
         return {name: live[name] for name, item in server.exchange.parameters.items() if id(item) in frozen}
@@ -270,12 +302,14 @@ class FedDRS(Distillation):
         weight: float,
         purpose: tuple[str, int, int],
     ) -> float:
-        """Make samples of each client, and let the server's model learn them in one pass; the mean loss."""
+        """
+        Make samples from each client's model and train the server's model on them in one pass. Return the mean loss.
+        """
         seed = sampler.server.seed
 
         def sample(client_id: str) -> Samples:
-            own = derived_seed(seed, "pseudo-samples", client_id, *purpose)
-            return sampler.sample(teachers, client_id, weight, own)
+            client_seed = derived_seed(seed, "pseudo-samples", client_id, *purpose)
+            return sampler.sample(teachers, client_id, weight, client_seed)
 
         samples = self._for_each_client(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
         self.samples = samples if self.keeps_samples else {}
@@ -289,7 +323,26 @@ class FedDRS(Distillation):
         client_ids: Sequence[str],
         make: Callable[[str], dict[str, torch.Tensor]],
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """What is made of each client's model, wherever that is; a client of which nothing can be is left out."""
+        """
+        Call a function for each client's model, on the process that stores the model.
+
+        A client is excluded if the function raises a `ValueError`.
+
+        Args:
+            cohort ([`Cohort`]): The clients of the round.
+            teachers ([`Teachers`]): The clients' models.
+            place (`str`): Purpose of the call, for error messages.
+            client_ids (`Sequence[str]`): Clients to call the function for. Excluded clients are skipped.
+            make (`Callable`): Maps a client id to tensors.
+
+        Returns:
+            `dict[str, dict[str, torch.Tensor]]`: Results of all processes, by client.
+
+        Raises:
+            FloatingPointError: If the function raised it for a client: the server's model gives NaN or infinite
+                values.
+            RoundFailedError: If fewer than `min_clients` clients are left.
+        """
         asked = [client_id for client_id in client_ids if client_id not in cohort.rejected]
         made: dict[str, Any] = {}
         for client_id in teachers.local_clients(asked):
@@ -306,13 +359,13 @@ class FedDRS(Distillation):
         server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
         if server_errors:
             names = ", ".join(map(repr, cohort.rejected))
-            left_out = f" Left out in this round, and perhaps averaged before: {names}." if names else ""
+            left_out = f" Excluded in this round, but possibly averaged before: {names}." if names else ""
             raise FloatingPointError(f"Round {cohort.round}: {server_errors[0]}{left_out}")
         cohort.check_enough()
         return {client_id: result for client_id, result in found.items() if "error" not in result}
 
     def _num_steps_of_run(self, server: DistillationServer) -> int:
-        """Optimizer steps of the server over the run, if no client fails."""
+        """Number of optimizer steps of the server over the run, if no client fails."""
 
         def steps(num_clients: int) -> int:
             return -(-num_clients * len(self.sampling) * self.num_samples // server.batch_size)
@@ -322,19 +375,22 @@ class FedDRS(Distillation):
 
     def label_sequences(self, tokenizer: Any) -> torch.Tensor | None:
         """
-        The token ids of each label text, for a model that writes its labels.
+        The token ids of each label text, for a model that generates its labels.
 
         Args:
             tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
 
         Returns:
-            `torch.Tensor`, *optional*: Of shape `(classes, tokens)`, with -100 behind the end; `None` without
-            `label_texts`.
+            `torch.Tensor`, *optional*: Token ids of shape `(classes, tokens)`, padded with -100. `None` without
+                `label_texts`.
+
+        Raises:
+            ValueError: If there are label texts but no tokenizer.
         """
         if self.label_texts is None:
             return None
         if tokenizer is None:
-            raise ValueError("`label_texts` are turned into tokens: give the trainer a `processing_class`.")
+            raise ValueError("`label_texts` need a tokenizer: give the trainer a `processing_class`.")
         rows = tokenizer(text_target=list(self.label_texts))["input_ids"]
         table = torch.full((len(rows), max(map(len, rows))), IGNORED)
         for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""`PseudoSampler`: makes pseudo-samples of a client's model for [`FedDRS`], and lets the server's model learn them."""
+"""`PseudoSampler`: makes pseudo-samples for [`FedDRS`] and trains the server's model on them."""
 
 from __future__ import annotations
 
@@ -30,34 +30,37 @@ from .teachers import Teachers
 if TYPE_CHECKING:
     from .feddrs import FedDRS
 
-# A client's pseudo-samples of all kinds: `embeddings`, `labels` and what the client's model says of them, `logits` of
-# the positions that have a label.
+# A client's pseudo-samples of all kinds: `embeddings`, `labels`, and `logits` of the client's model at the positions
+# that have a label.
 Samples = dict[str, torch.Tensor]
 
 
 class PseudoSampler:
     """
-    Makes a client's pseudo-samples, and lets the server's model learn them.
+    Makes pseudo-samples from a client's model and trains the server's model on them.
 
     Args:
         algorithm ([`FedDRS`]): The settings.
         server ([`DistillationServer`]): The server's model.
-        num_training_steps (`int`): Optimizer steps of the server over the run.
+        num_training_steps (`int`): Number of optimizer steps of the server over the run.
+
+    Raises:
+        ValueError: If `pin_cls=True` and there is no tokenizer with a `[CLS]` token.
     """
 
     def __init__(self, algorithm: FedDRS, server: DistillationServer, num_training_steps: int) -> None:
         self._algorithm = algorithm
         self.server = server
         self._student = server.student
-        # What the optimizer never knew it cannot decay.
+        # The optimizer is created without the word embeddings, so that weight decay does not change them.
         with frozen(word_embeddings(server.student.model)):
             server.student.prepare(num_training_steps)
         tokenizer = server.student.processing_class
         self._special_ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
-        # Tables are filled up with rows that stand for nothing: T5's has 32128 for 32100 tokens.
+        # Embedding tables may have padding rows. The table of T5 has 32128 rows for 32100 tokens.
         self._num_tokens = None if tokenizer is None else len(tokenizer)
         sequences = algorithm.label_sequences(tokenizer)
-        # What a model takes for each class.
+        # Labels of each class, as inputs of the model.
         self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
         self._cls = None
         if algorithm.pin_cls:
@@ -78,7 +81,7 @@ class PseudoSampler:
     def _class_counts(self, teachers: Teachers, client_id: str) -> list[float]:
         counts = teachers.class_counts(client_id)
         if len(counts) != len(self._labels):
-            raise ValueError(f"its label histogram has {len(counts)} classes, and the server {len(self._labels)}.")
+            raise ValueError(f"its label histogram has {len(counts)} classes, but the server has {len(self._labels)}.")
         missing = [label for label, count in enumerate(counts) if math.isnan(count)]
         if missing:
             raise ValueError(f"its label histogram has no number for the classes {missing}.")
@@ -86,17 +89,17 @@ class PseudoSampler:
 
     def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:
         """
-        Ask a client's model once, before its values are mixed with others'.
+        Run a client's model once, before its parameters are averaged with those of other clients.
 
         Args:
-            teachers ([`Teachers`]): Of which the client's model is opened.
-            client_id (`str`): The client.
+            teachers ([`Teachers`]): The clients' models.
+            client_id (`str`): Id of the client.
 
         Returns:
-            `dict[str, torch.Tensor]`: Nothing.
+            `dict[str, torch.Tensor]`: An empty dictionary.
 
         Raises:
-            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinite values.
         """
         labels = draw_labels(self._class_counts(teachers, client_id), self._algorithm.num_samples, torch.Generator())
         if not self._is_finite(teachers.open(client_id), self._labels[labels].to(self._student.device)):
@@ -105,46 +108,57 @@ class PseudoSampler:
 
     @torch.no_grad()
     def _is_finite(self, model: nn.Module, labels: torch.Tensor) -> bool:
-        """Whether a model, in evaluation mode, gives finite logits on word embeddings of its own."""
+        """Whether a model in evaluation mode gives finite logits for its own word embeddings."""
         shape = (len(labels), self._algorithm.sample_length)
         embeddings = self._draw(token_embeddings(model), shape, torch.Generator())
         return bool(self._logits(model)(embeddings, labels).isfinite().all())
 
-    def _blame(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
-        """Say whose pseudo-samples these are that came to NaN: both models move them."""
+    def _raise_non_finite(self, teacher: nn.Module, labels: torch.Tensor, kind: str) -> NoReturn:
+        """
+        Raise an error that names the model that caused NaN or infinite values in pseudo-samples.
+
+        Both the client's model and the server's model move the samples. Each model is tested on its own word
+        embeddings.
+
+        Raises:
+            FloatingPointError: If the server's model gives such values and the client's model does not.
+            ValueError: In all other cases.
+        """
         is_sound = self._is_finite(teacher, labels)
         if is_sound and not self._is_finite(self._student.model, labels):
             raise FloatingPointError(
-                "the server's model gives NaN or infinite values on word embeddings, where a client's does not. Lower "
-                "the learning rate (`learning_rate`, `server_lr`) or clip gradients (`max_grad_norm`)."
+                "the server's model gives NaN or infinite values on word embeddings, but a client's model does not. "
+                "Lower the learning rate (`learning_rate`, `server_lr`) or clip gradients (`max_grad_norm`)."
             )
-        advice = " On word embeddings it does not: lower `step_size`." if is_sound and kind != "random" else ""
+        advice = (
+            " Its values on word embeddings are finite: lower `step_size`." if is_sound and kind != "random" else ""
+        )
         raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")
 
     def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
         """
-        A client's samples of all kinds.
+        Make samples of all kinds from a client's model.
 
         Args:
-            teachers ([`Teachers`]): Of which the client's model is opened.
-            client_id (`str`): The client.
+            teachers ([`Teachers`]): The clients' models.
+            client_id (`str`): Id of the client.
             weight (`float`): `λ`.
-            seed (`int`): Of what is drawn.
+            seed (`int`): Seed of labels and initial embeddings.
 
         Returns:
             `dict[str, torch.Tensor]`: `embeddings` of shape `(kinds × samples, positions, hidden)`, `labels`, and the
-            client's `logits`, of the positions that have a label, in their order: `(labelled positions, classes)`; on
-            the CPU.
+            client's `logits` at the positions that have a label, in order, of shape `(labelled positions, classes)`.
+            All tensors are on the CPU.
 
         Raises:
-            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinity.
-            FloatingPointError: If the server's model does, and not the client's.
+            ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinite values.
+            FloatingPointError: If the server's model gives NaN or infinite values and the client's model does not.
         """
         counts = self._class_counts(teachers, client_id)
         generator = torch.Generator().manual_seed(seed)
         student = self._student.model
         teacher = teachers.open(client_id)
-        own, theirs = self._logits(teacher), self._logits(student)
+        teacher_logits, student_logits = self._logits(teacher), self._logits(student)
         parts: list[Samples] = []
         with evaluation_mode(student):
             for kind in self._algorithm.sampling:
@@ -153,12 +167,12 @@ class PseudoSampler:
                 starts = embeddings = self._begin(teacher, generator)
                 if kind != "random":
                     strength = weight if kind == "adversarial" else 0.0
-                    embeddings = self._descend(embeddings, labels, own, theirs, strength)
+                    embeddings = self._descend(embeddings, labels, teacher_logits, student_logits, strength)
                 with torch.no_grad():
-                    logits = own(embeddings, labels)
+                    logits = teacher_logits(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
-                    self._blame(teacher, labels, kind)
-                # Of a vocabulary they are most of what is kept.
+                    self._raise_non_finite(teacher, labels, kind)
+                # Logits over a vocabulary take most of the memory, so only labelled positions are kept.
                 part = {"embeddings": embeddings, "labels": labels, "logits": labelled_positions(logits, labels)}
                 if self._algorithm.keeps_samples:
                     part["starts"] = starts
@@ -172,7 +186,7 @@ class PseudoSampler:
         embeddings = self._draw(table, shape, generator, algorithm.initialization == "gaussian")
         if self._cls is not None:
             embeddings[:, 0] = table[self._cls]
-        # Steps are small against what a narrow number can tell apart.
+        # The steps are too small for the precision of narrow dtypes.
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
     def _draw(
@@ -194,25 +208,25 @@ class PseudoSampler:
 
     def learn(self, samples: Sequence[Samples], seed: int) -> float:
         """
-        One pass of the server's model over samples of several clients, shuffled together.
+        Train the server's model for one pass over the shuffled samples of several clients.
 
         Args:
-            samples (`Sequence[dict[str, torch.Tensor]]`): Of each client, as from `sample`.
-            seed (`int`): Of the order and of dropout.
+            samples (`Sequence[dict[str, torch.Tensor]]`): Samples of each client, from `sample`.
+            seed (`int`): Seed of the order and of dropout.
 
         Returns:
-            `float`: The mean loss of the steps.
+            `float`: Mean loss of the steps.
         """
-        places = [(client, row) for client, theirs in enumerate(samples) for row in range(len(theirs["labels"]))]
-        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
-        targets_of = [theirs["logits"].split(_num_labelled(theirs["labels"])) for theirs in samples]
+        pairs = [(client, row) for client, part in enumerate(samples) for row in range(len(part["labels"]))]
+        order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
+        targets_of = [part["logits"].split(_num_labelled(part["labels"])) for part in samples]
         size, device = self.server.batch_size, self._student.device
         logits_of = self._logits(self._student.model)
         self._student.model.train()
         losses: list[torch.Tensor] = []
         with isolated_rng(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
             for start in range(0, len(order), size):
-                batch = [places[place] for place in order[start : start + size]]
+                batch = [pairs[index] for index in order[start : start + size]]
                 embeddings, labels = (
                     torch.stack([samples[client][name][row] for client, row in batch]).to(device)
                     for name in ("embeddings", "labels")
@@ -224,13 +238,13 @@ class PseudoSampler:
 
 
 def _num_labelled(labels: torch.Tensor) -> list[int]:
-    """Of each sample, how many of its positions have a label."""
+    """Number of positions with a label, for each sample."""
     return (labels.view(len(labels), -1) != IGNORED).sum(1).tolist()
 
 
 @contextmanager
 def frozen(parameter: nn.Parameter) -> Iterator[None]:
-    """Whatever trains in the body, this parameter does not."""
+    """Freeze a parameter in the body of the `with` statement."""
     trained = parameter.requires_grad
     parameter.requires_grad_(False)
     try:

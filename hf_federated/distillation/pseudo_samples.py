@@ -1,12 +1,12 @@
-"""Pseudo-embeddings: inputs of a model that nobody wrote, drawn from its embeddings and moved by gradient descent.
+"""Pseudo-samples: input embeddings that are drawn from a model's word embeddings and moved by gradient descent.
 
-FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distils on them instead of
-text. Here is how one client's are made; `feddrs.py` has the algorithm.
+FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distils on pseudo-samples
+instead of text. This module makes the samples of one client. `feddrs.py` has the algorithm.
 
-| kind | what it is |
+| kind | definition |
 |---|---|
-| `"random"` | rows of the word embeddings, as they are |
-| `"target"` | moved until the client's model sees its labels in them: `Σ CE(teacher(θ), γ)` (equation 6) |
+| `"random"` | rows of the word embeddings, unchanged |
+| `"target"` | the client's model predicts the labels: minimizes `Σ CE(teacher(θ), γ)` (equation 6) |
 | `"adversarial"` | and the server's model does not: `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (equation 7) |
 """
 
@@ -29,23 +29,24 @@ from .losses import kl_divergence
 KINDS = ("random", "target", "adversarial")
 ADVERSARIES = ("ce", "kl")
 INITIALIZATIONS = ("averaged", "client", "gaussian")
-# The label of a position that has none.
+# Label of a position without a label.
 IGNORED = -100
 
-# `logits(embeddings, labels)`: a model's, of shape `(samples, classes)`, or `(samples, tokens, vocabulary)` of one
-# that writes its labels.
+# `logits(embeddings, labels)` returns a model's logits: `(samples, classes)`, or `(samples, tokens, vocabulary)` for a
+# model that generates its labels.
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def word_embeddings(model: Any) -> nn.Parameter:
-    """A model's word embeddings, of shape `(vocabulary, hidden)`."""
+    """A model's word embedding parameter, of shape `(vocabulary, hidden)`."""
     return model.get_input_embeddings().weight
 
 
 def token_embeddings(model: Any) -> torch.Tensor:
     """
-    What a model takes for each token, of shape `(vocabulary, hidden)`: its word embeddings, and where its embedding
-    module scales them (Gemma, mBART) these times the scale, in a copy.
+    The input embedding of each token, of shape `(vocabulary, hidden)`.
+
+    These are the word embeddings. If the embedding module scales them (Gemma, mBART), the result is a scaled copy.
     """
     module = model.get_input_embeddings()
     if type(module) is nn.Embedding:
@@ -56,36 +57,36 @@ def token_embeddings(model: Any) -> torch.Tensor:
 
 def check_takes_embeddings(model: nn.Module, length: int) -> None:
     """
-    Refuse a model that takes tokens and nothing else, or does more with them than its embedding module.
+    Check that a model accepts input embeddings, and that it uses tokens only through its embedding module.
 
     Args:
-        model (`torch.nn.Module`): The model, also with an adapter. It is called once with tokens and once with their
-            embeddings.
-        length (`int`): Positions of a sample.
+        model (`torch.nn.Module`): The model, possibly with an adapter. It is called once with tokens and once with
+            their embeddings.
+        length (`int`): Number of positions of a sample.
 
     Raises:
-        ValueError: If it is no transformers model, its `forward` has no `inputs_embeds`, the embeddings of tokens give
-            other results than the tokens, or it has no so many positions.
+        ValueError: If the model is no transformers model, its `forward` has no `inputs_embeds`, the embeddings of
+            tokens give different results than the tokens, or the model has fewer than `length` positions.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or "inputs_embeds" not in inspect.signature(base.forward).parameters:
         raise ValueError(
-            f"Pseudo-samples are word embeddings, and {type(base).__name__} does not take such: its `forward` has no "
-            "`inputs_embeds`. Take a transformers model that has, such as BERT, RoBERTa, T5 or Llama."
+            f"Pseudo-samples are input embeddings, but {type(base).__name__} does not accept them: its `forward` has "
+            "no `inputs_embeds`. Use a transformers model with `inputs_embeds`, such as BERT, RoBERTa, T5 or Llama."
         )
     config: Any = base.config
-    config = getattr(config, "encoder", config)  # of an encoder–decoder of two models
+    config = getattr(config, "encoder", config)  # for an encoder–decoder that consists of two models
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise ValueError(f"`sample_length` is {length}, and {type(base).__name__} has {limit} positions.")
+        raise ValueError(f"`sample_length` is {length}, but {type(base).__name__} has {limit} positions. Lower it.")
     embeddings = token_embeddings(model)
     number = len(embeddings)
     named = [
         getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep", "decoder_start")
     ]
-    # Some configs have several ends.
-    special = {token for own in named for token in (own if isinstance(own, list) else [own])}
-    # From the middle on, as the first tokens are often special ones that a config does not name.
+    # Some configurations have a list of end tokens.
+    special = {token for ids in named for token in (ids if isinstance(ids, list) else [ids])}
+    # Start in the middle of the vocabulary: the first tokens are often special tokens that no configuration lists.
     ordinary = [token for token in [*range(number // 2, number), *range(number // 2)] if token not in special]
     tokens = torch.tensor([(ordinary * length)[:length]], device=embeddings.device)
     reader: Any = base.get_encoder() if base.config.is_encoder_decoder else model
@@ -98,29 +99,29 @@ def check_takes_embeddings(model: nn.Module, length: int) -> None:
         ) from error
     if expected.isfinite().all() and not torch.allclose(got, expected, rtol=1e-3, atol=1e-3 * float(expected.std())):
         raise ValueError(
-            f"{type(base).__name__} gives other results for the embeddings of tokens than for the tokens: it does "
-            "more with tokens than its embedding module, and pseudo-samples would not be such as it reads."
+            f"{type(base).__name__} gives different results for tokens and for their embeddings: it uses tokens "
+            "outside its embedding module, so it cannot read pseudo-samples. Use another model."
         )
 
 
 def draw_labels(counts: Sequence[float], num_samples: int, generator: torch.Generator) -> torch.Tensor:
     """
-    Pseudo-labels in the proportions of a client's label histogram.
+    Draw pseudo-labels in the proportions of a client's label histogram.
 
     Args:
-        counts (`Sequence[float]`): Rows of each class that the client has.
-        num_samples (`int`): How many.
-        generator (`torch.Generator`): On the CPU.
+        counts (`Sequence[float]`): The client's number of examples of each class.
+        num_samples (`int`): Number of labels.
+        generator (`torch.Generator`): A generator on the CPU.
 
     Returns:
-        `torch.Tensor`: Classes, of shape `(num_samples,)`. A class without rows is never drawn.
+        `torch.Tensor`: Classes, of shape `(num_samples,)`. A class without examples is never drawn.
 
     Raises:
-        ValueError: If a count is negative or not finite, or all are zero.
+        ValueError: If a count is negative or not finite, or all counts are 0.
     """
     histogram = torch.tensor(list(counts), dtype=torch.float64)
     if not bool(histogram.isfinite().all()) or bool((histogram < 0).any()) or not float(histogram.sum()) > 0:
-        raise ValueError(f"a label histogram must have counts of zero or more, and some rows; got {list(counts)}.")
+        raise ValueError(f"a label histogram must have non-negative counts and at least one row; got {list(counts)}.")
     return torch.multinomial(histogram, num_samples, replacement=True, generator=generator)
 
 
@@ -133,20 +134,20 @@ def initial_embeddings(
     num_tokens: int | None = None,
 ) -> torch.Tensor:
     """
-    Where pseudo-samples begin.
+    Draw the initial embeddings of pseudo-samples.
 
     Args:
         weight (`torch.Tensor`): Word embeddings, of shape `(vocabulary, hidden)`.
-        shape (`tuple[int, int]`): Samples, and positions of each.
-        generator (`torch.Generator`): On the CPU.
+        shape (`tuple[int, int]`): Number of samples, and number of positions of each sample.
+        generator (`torch.Generator`): A generator on the CPU.
         special_ids (`Sequence[int]`, *optional*): Tokens that are not drawn, such as padding.
-        gaussian (`bool`, *optional*, defaults to `False`): Draw from the normal distribution with the embeddings' mean
-            and standard deviation in each dimension, instead of the embeddings themselves.
-        num_tokens (`int`, *optional*): Of the vocabulary, where the table has further rows, which fill it up; all by
-            default.
+        gaussian (`bool`, *optional*, defaults to `False`): Whether to draw from the normal distribution with the mean
+            and standard deviation of the embeddings in each dimension, instead of drawing embeddings.
+        num_tokens (`int`, *optional*): Number of tokens of the vocabulary. Later rows of the table are padding and are
+            not used. By default, all rows are used.
 
     Returns:
-        `torch.Tensor`: Of shape `(samples, positions, hidden)`, on the embeddings' device.
+        `torch.Tensor`: Embeddings of shape `(samples, positions, hidden)`, on the device of `weight`.
     """
     weight = weight.detach()[:num_tokens]
     if gaussian:
@@ -164,8 +165,8 @@ def label_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Cross-entropy with the pseudo-labels, summed over samples and over the positions that have a label.
 
     Args:
-        logits (`torch.Tensor`): Of shape `(samples, classes)` or `(samples, tokens, vocabulary)`.
-        labels (`torch.Tensor`): Of shape `(samples,)` or `(samples, tokens)`.
+        logits (`torch.Tensor`): Logits of shape `(samples, classes)` or `(samples, tokens, vocabulary)`.
+        labels (`torch.Tensor`): Labels of shape `(samples,)` or `(samples, tokens)`.
     """
     flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -185,15 +186,17 @@ def adversarial_loss(
     adversary: str = "ce",
 ) -> torch.Tensor:
     """
-    `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (FedDRS, equation 7), or with `−λ KL(teacher(θ) ‖ student(θ))`, which
-    the paper tried in its place and found unstable.
+    Loss of adversarial samples, `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (FedDRS, equation 7).
+
+    With `adversary="kl"`, the second term is `−λ KL(teacher(θ) ‖ student(θ))`. The paper tried this term and found it
+    unstable.
 
     Args:
         embeddings (`torch.Tensor`): `θ`, of shape `(samples, positions, hidden)`.
-        labels (`torch.Tensor`): `γ`, as the models take them.
-        teacher (`Callable`): A client's model.
-        student (`Callable`): The server's.
-        weight (`float`): `λ`. With 0 the student is not asked.
+        labels (`torch.Tensor`): `γ`, as inputs of the models.
+        teacher (`Callable`): The client's model.
+        student (`Callable`): The server's model.
+        weight (`float`): `λ`. With 0, the student is not called.
         adversary (`str`, *optional*, defaults to `"ce"`): `"ce"` or `"kl"`.
 
     Returns:
@@ -203,11 +206,11 @@ def adversarial_loss(
     loss = label_loss(logits, labels)
     if weight == 0:
         return loss
-    theirs = student(embeddings, labels)
+    student_logits = student(embeddings, labels)
     if adversary == "ce":
-        return loss - weight * label_loss(theirs, labels)
-    ours, theirs = labelled_positions(logits, labels), labelled_positions(theirs, labels)
-    return loss - weight * kl_divergence(theirs, ours) * len(ours)
+        return loss - weight * label_loss(student_logits, labels)
+    logits, student_logits = labelled_positions(logits, labels), labelled_positions(student_logits, labels)
+    return loss - weight * kl_divergence(student_logits, logits) * len(logits)
 
 
 def descend(
@@ -218,17 +221,17 @@ def descend(
     num_pinned: int = 0,
 ) -> torch.Tensor:
     """
-    Plain gradient descent on pseudo-samples, `θ ← θ − β ∇θ L`. No parameter of a model gets a gradient.
+    Move pseudo-samples by gradient descent, `θ ← θ − β ∇θ L`. Parameters of models receive no gradients.
 
     Args:
-        embeddings (`torch.Tensor`): `θ`, of shape `(samples, positions, hidden)`; not changed.
+        embeddings (`torch.Tensor`): `θ`, of shape `(samples, positions, hidden)`. This tensor is not changed.
         loss (`Callable`): `L(θ)`, a scalar.
-        num_steps (`int`): Steps.
+        num_steps (`int`): Number of steps.
         step_size (`float`): `β`.
-        num_pinned (`int`, *optional*, defaults to `0`): Positions at the beginning that stay as they are.
+        num_pinned (`int`, *optional*, defaults to `0`): Number of positions at the beginning that are not moved.
 
     Returns:
-        `torch.Tensor`: Of the same shape.
+        `torch.Tensor`: The moved samples, of the same shape.
     """
     moved = embeddings.detach().clone()
     with torch.enable_grad():

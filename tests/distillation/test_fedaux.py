@@ -356,10 +356,19 @@ RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
         ({"certainty": in_row(3, math.nan)}, "'certainty' holds NaN or infinite values"),
         ({"certainty": in_row(3, math.inf)}, "'certainty' holds NaN or infinite values"),
         ({"weighted_logits": in_row(3, math.nan)}, "'weighted_logits' holds NaN or infinite values"),
-        ({"certainty": in_row(3, -0.25)}, rf"score of public row 3 is -0.25, and 1 of 10 are like it; {RANGE}"),
-        ({"certainty": torch.zeros_like}, rf"score of public row 0 is 0, and 10 of 10 are like it; {RANGE}"),
-        ({"certainty": in_row(7, 0.0)}, rf"score of public row 7 is 0, and 1 of 10 are like it; {RANGE}"),
-        ({"certainty": in_row(9, 1.5)}, rf"score of public row 9 is 1.5, and 1 of 10 are like it; {RANGE}"),
+        (
+            {"certainty": in_row(3, -0.25)},
+            rf"score of public row 3 is -0.25, and 1 of 10 scores are out of range; {RANGE}",
+        ),
+        (
+            {"certainty": torch.zeros_like},
+            rf"score of public row 0 is 0, and 10 of 10 scores are out of range; {RANGE}",
+        ),
+        ({"certainty": in_row(7, 0.0)}, rf"score of public row 7 is 0, and 1 of 10 scores are out of range; {RANGE}"),
+        (
+            {"certainty": in_row(9, 1.5)},
+            rf"score of public row 9 is 1.5, and 1 of 10 scores are out of range; {RANGE}",
+        ),
         ({"certainty": lambda scores: scores[1:]}, r"'certainty' has shape \(9,\), expected \(10,\)"),
         ({"certainty": lambda scores: scores[:, None]}, r"'certainty' has shape \(10, 1\), expected \(10,\)"),
         ({"certainty": torch.Tensor.double}, "'certainty' is torch.float64, expected torch.float32"),

@@ -415,7 +415,7 @@ def test_public_rows_have_no_use(tmp_path):
 
 
 def test_a_model_that_takes_tokens_alone_is_refused_when_the_trainer_is_built(tmp_path):
-    with pytest.raises(ValueError, match="TokensAlone does not take such"):
+    with pytest.raises(ValueError, match="TokensAlone does not accept them"):
         trainer_of(tmp_path, model=TokensAlone(BertConfig()))
 
 

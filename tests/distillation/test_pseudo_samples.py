@@ -264,7 +264,7 @@ def test_a_model_that_does_more_with_tokens_than_embed_them_is_refused():
     small = {"vocab_size": VOCAB_SIZE, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
     small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     config = MarianConfig(**small, scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
-    with pytest.raises(ValueError, match="MarianMTModel gives other results for the embeddings of tokens"):
+    with pytest.raises(ValueError, match="MarianMTModel gives different results for tokens and for their embeddings"):
         check_takes_embeddings(MarianMTModel(config), length=7)
 
 
@@ -277,7 +277,7 @@ def test_a_config_may_have_several_end_tokens():
 @pytest.mark.parametrize("model", [tiny_model(), tiny_roberta(), tiny_pair()], ids=lambda model: type(model).__name__)
 def test_samples_longer_than_the_model_has_positions_are_refused(model):
     limit = getattr(model.config, "encoder", model.config).max_position_embeddings
-    with pytest.raises(ValueError, match=f"`sample_length` is {limit + 1}, and .* has {limit} positions"):
+    with pytest.raises(ValueError, match=f"`sample_length` is {limit + 1}, but .* has {limit} positions"):
         check_takes_embeddings(model, limit + 1)
     if isinstance(model, RobertaForSequenceClassification):  # two of its positions are before the first
         with pytest.raises(ValueError, match=f"cannot read pseudo-samples of `sample_length` {limit}"):
@@ -309,5 +309,5 @@ def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
 )
 def test_a_model_that_takes_tokens_alone_is_refused(model):
     name = "Linear" if isinstance(model, nn.Linear) else "TokensAlone"
-    with pytest.raises(ValueError, match=rf"{name} does not take such.*inputs_embeds"):
+    with pytest.raises(ValueError, match=rf"{name} does not accept them.*inputs_embeds"):
         check_takes_embeddings(model, length=7)
