@@ -1,4 +1,4 @@
-"""FedID: clients learn how the server did on labelled rows after it learnt from them.
+"""FedID: clients receive feedback on how the server's loss on labelled examples changed after it learned from them.
 
 Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models (EMNLP 2023),
 algorithm 1 and equations 9 to 15.
@@ -34,7 +34,7 @@ from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
 
 
-# In a mini-batch, of the clients' probabilities from their mean.
+# Smallest distance of the clients' probabilities from their mean in a mini-batch, for the log of `feedback_ratio`.
 SMALLEST_DIFFERENCE = 1e-6
 FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
 
@@ -42,48 +42,74 @@ FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedID(Distillation):
     """
-    Server and clients go over the public rows together, one mini-batch after the other: the clients send their
-    predictions, the server takes a step on their mean `q = Σ_k w_k y_k` (probabilities, `w_k` by rows), looks at its
-    loss on a batch of its own labelled rows, and answers with `q` and with feedback. Each client takes one step on
-    `CE(q, f_k(x)) + ` the feedback's gradient (equation 15).
+    FedID, from *FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models* (Ma et al.,
+    EMNLP 2023).
 
-    The paper broadcasts the validation loss, a number without a gradient to any client; its equation 12 means the
-    chain rule through `q`, which is the default here:
+    The server and the clients process the public examples together, one mini-batch at a time:
 
-    | `feedback` | beside `q` | what a client adds |
+    1. The clients send their predictions.
+    2. The server's model takes a step on their mean `q = Σ_k w_k y_k`. `y_k` are probabilities, and `w_k` is
+       proportional to the client's number of examples.
+    3. The server computes its loss on a batch of its labelled examples, and answers with `q` and with feedback.
+    4. Each client takes one step on `CE(q, f_k(x))` plus the term of the feedback (equation 15).
+
+    The paper broadcasts the validation loss, which is a number without a gradient for any client. Equation 12 implies
+    the chain rule through `q`, which is the default here:
+
+    | `feedback` | sent in addition to `q` | gradient that a client adds |
     |---|---|---|
     | `"chain_rule"` | `∂L_val/∂q`, as many numbers as `q` | the gradient of the server's loss after a plain step |
-    | `"per_example"` | one number a row | an unbiased estimate of it, which is small over a vocabulary too |
-    | `"mpl_sampled"` | one number | an estimate of it, where the server's step is on labels drawn from `q` |
-    | `"mpl"` | one number | what the paper's published code does: biased |
-    | `"none"` | nothing | nothing: the ablation, and the paper's text taken literally |
+    | `"per_example"` | one number per row | an unbiased estimate of it, also small for a vocabulary |
+    | `"mpl_sampled"` | one number | an estimate of it, if the server's step is on labels drawn from `q` |
+    | `"mpl"` | one number | the gradient of the paper's published code, which is biased |
+    | `"none"` | nothing | none: the ablation, and the literal reading of the paper |
 
-    Every mini-batch moves the clients towards their mean. Where some of them know one label alone, or hardly anything
-    yet, that is a constant, and all agree on it before the server has learnt anything: let clients train long enough
-    first, and set `client_lr` below the rate of their own training.
+    Every mini-batch moves the clients towards their mean. If some clients know only one label, or have barely been
+    trained, the mean is nearly constant, and all clients agree on it before the server has learned anything. Let the
+    clients train long enough first, and set `client_lr` below the learning rate of their local training.
 
-    Clients send what they predict in training mode, with dropout, for they take their step on the same graph. The
-    server's loss on labelled rows is without.
+    Clients send predictions in training mode, with dropout, because they take their step on the same graph. The server
+    computes its loss on labelled examples without dropout.
 
-    Of tags and tokens a row of the formulas is a word or a token: `B`, over which losses are means, counts these.
+    In tagging and token prediction, a row of the formulas is a word or a token. `B`, the number of rows in the mean of
+    a loss, counts words or tokens.
 
     Args:
         feedback (`str`, *optional*, defaults to `"chain_rule"`):
-            As in the table.
+            Kind of feedback, as in the table.
         feedback_step_size (`float`, *optional*, defaults to `0.01`):
-            `η` of the step of plain gradient descent whose effect `"chain_rule"` and `"per_example"` tell of. It
-            scales the feedback: adaptive optimizers' rates (2e-5) would make it vanish beside the distillation. With
-            `"chain_rule"` the log says of each round how long the feedback's gradient was beside the distillation's
-            (`federated/feedback_ratio`, in the clients' logits): well below 1, it is nearly `"none"`.
+            `η`, the step size of the plain gradient descent step to which `"chain_rule"` and `"per_example"` refer. It
+            scales the feedback. With the learning rate of an adaptive optimizer (2e-5), the feedback would be
+            negligible compared to the distillation. With `"chain_rule"`, the log has the ratio of the norm of the
+            feedback's gradient to the norm of the distillation's gradient, with respect to the clients' logits
+            (`federated/feedback_ratio`). A ratio far below 1 is nearly `"none"`.
         clients_distill (`bool`, *optional*, defaults to `True`):
-            Whether clients learn `q` at all; `False` is the paper's ablation "without g_distill".
+            Whether clients learn `q`. `False` is the paper's ablation "without g_distill".
         public_epochs (`int`, *optional*, defaults to `1`):
-            Passes over the public rows in a round. It takes the place of `server_epochs` and `client_epochs`.
-        kwargs (*optional*): As in [`Distillation`], but for `temperature`, which its losses have not, and
-            `train_on_labelled`: the server looks at its labelled rows and does not train on them.
+            Number of passes over the public examples in a round. It replaces `server_epochs` and `client_epochs`.
+        kwargs (*optional*): As in [`Distillation`], except `server_epochs`, `client_epochs`, `temperature` and
+            `train_on_labelled`. The losses have no temperature, and the server does not train on its labelled
+            examples.
 
     Raises:
-        ValueError: If the feedback is unknown, a number is out of range, or a setting has no effect beside another.
+        ValueError: If the feedback is unknown, a number is out of range, or a setting has no effect given another
+            setting.
+
+    Requirements:
+        - Data: the same unlabelled public examples on the server and all clients, and labelled examples on the server
+          (`server_dataset`), except with `feedback="none"`.
+        - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
+          same vocabulary.
+        - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
+          ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).
+        - Sent: for each mini-batch, logits from the clients, and `q` and the feedback from the server. No parameters.
+
+    Relations:
+        - [`MHAT`] exchanges predictions once per round and can train the server on its labelled examples. Choose MHAT
+          if communication for each mini-batch is too slow.
+        - [`AdaFD`] weighs clients by their training loss and needs no labelled examples on the server.
+        - Choose FedID if the server has a few labelled examples that it should use for feedback rather than for
+          training.
 
     Example:
 
@@ -97,7 +123,7 @@ class FedID(Distillation):
 
     name: ClassVar[str] = "fedid"
     broadcasts: ClassVar[str] = "probabilities"
-    # The server looks at labelled rows and does not train on them.
+    # The server evaluates on its labelled examples and does not train on them.
     ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labelled")
 
     feedback: str = "chain_rule"
@@ -116,7 +142,9 @@ class FedID(Distillation):
         if self.public_epochs < 1:
             raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
         if not self.clients_distill and self.feedback == "none":
-            raise ValueError("feedback='none' and clients_distill=False leave the clients nothing to learn.")
+            raise ValueError(
+                "feedback='none' and clients_distill=False leave the clients nothing to learn. Change one of them."
+            )
 
     @property
     def requirements(self) -> Requirements:
@@ -143,7 +171,7 @@ class FedID(Distillation):
         cohort.check_num_positions(len(losses))
         logs = {"server_distillation_loss": float(torch.stack(losses).mean())}
         feedback_norm, distillation_norm = map(sum, zip(*norms, strict=True))
-        # Below it the clients say the same, and what is left is rounding.
+        # Below this threshold the clients' predictions are equal up to rounding.
         if self.feedback == "chain_rule" and distillation_norm > SMALLEST_DIFFERENCE * len(norms):
             logs["feedback_ratio"] = feedback_norm / distillation_norm
         return logs
@@ -156,7 +184,13 @@ class FedID(Distillation):
         purpose: tuple[int, int, int],
         num_steps: int,
     ) -> _ServerStep | None:
-        """Exchange one mini-batch; the server's step on it. A batch without a word that all know is left out."""
+        """
+        Exchange one mini-batch and take the server's step on it.
+
+        Returns:
+            `_ServerStep`, *optional*: The step, or `None` if the server and the clients have no position of the batch
+                in common.
+        """
         round, epoch, number = purpose
         predictions = cohort.predict(rows, server.shape_of(rows), keeps_graph=True)
         if not server.num_agreed(rows):
@@ -166,7 +200,7 @@ class FedID(Distillation):
         targets = self.encode_targets(
             weighted_mean({client_id: logits.softmax(-1) for client_id, logits in predictions.items()}, weights)
         )
-        # What clients receive, so that both sides speak of the same numbers.
+        # Decode the encoded targets, so that the server and the clients use the same numbers.
         ensemble = self.decode_targets(targets, server.student.num_classes)
         seed = derived_seed(server.seed, "pseudo-labels", *purpose)
         step = _ServerStep(self, server, rows, ensemble, purpose, seed)
@@ -197,7 +231,7 @@ class FedID(Distillation):
         weight, improvement = message.settings["weight"], message.settings["improvement"]
         labels = _draw_labels(ensemble, message.settings["labels"])
         if self.feedback == "mpl":
-            # The published code's clients learn hard labels.
+            # In the published code, clients learn hard labels.
             distillation = F.cross_entropy(logits, ensemble.argmax(-1))
         else:
             distillation = soft_cross_entropy(logits, ensemble)
@@ -217,28 +251,28 @@ class FedID(Distillation):
 
 
 def _draw_labels(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
-    """A label for each row, the same wherever it is drawn."""
+    """Draw a label for each row. The same seed gives the same labels on the server and on the clients."""
     generator = torch.Generator().manual_seed(seed)
     return sample_pseudo_labels(probabilities.cpu(), generator).to(probabilities.device)
 
 
 def _exponent(gradient: torch.Tensor) -> int:
-    """The smallest power of 2 that all of it lies below; 0 of zeros and of what is not finite."""
+    """The smallest power of 2 that exceeds all absolute values. 0 for zeros and for values that are not finite."""
     largest = float(gradient.abs().max()) if gradient.numel() else 0.0
     return math.frexp(largest)[1] if math.isfinite(largest) else 0
 
 
 class _ServerStep:
     """
-    The server's step on one mini-batch, and what it tells the clients of it.
+    The server's step on one mini-batch, and its feedback to the clients.
 
     Args:
         algorithm ([`FedID`]): The settings.
-        server ([`DistillationServer`]): The server's model and rows.
+        server ([`DistillationServer`]): The server's model and examples.
         rows ([`PublicRows`]): The mini-batch.
         ensemble (`torch.Tensor`): `q`, of shape `(rows, classes)`.
         purpose (`tuple[int, ...]`): Round, epoch and number of the mini-batch.
-        seed (`int`): Of labels drawn from `q`.
+        seed (`int`): Seed of the labels that are drawn from `q`.
     """
 
     def __init__(
@@ -259,16 +293,16 @@ class _ServerStep:
         self._ensemble = ensemble.to(server.student.device)
         self._purpose = purpose
         self._labels = _draw_labels(self._ensemble, seed)
-        # L_old - L_new, for those methods that send it.
+        # L_old - L_new, for "mpl" and "mpl_sampled".
         self.improvement = 0.0
-        # `∂L_val/∂q` travels divided by 2 to this power, so that `float16` keeps small numbers; a power of 2 is exact.
+        # `∂L_val/∂q` is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
         self.exponent = 0
-        # The server's loss, and over all clients the norms of the feedback's and of the distillation's gradients.
+        # The server's loss, and the norms of the gradients of feedback and distillation, summed over all clients.
         self.loss = torch.tensor(0.0)
         self.gradient_norms = (0.0, 0.0)
 
     def take(self, predictions: Predictions, weights: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        """The feedback to all clients."""
+        """Take the server's step and return the feedback for all clients."""
         method = self._algorithm.feedback
         feedback: dict[str, torch.Tensor] = {}
         if method in ("chain_rule", "per_example"):
@@ -315,7 +349,7 @@ class _ServerStep:
     def _labelled_loss(self) -> torch.Tensor:
         assert self._labelled is not None
         if self._server.student.positions is not None:
-            # Of the words or tokens that have labels, as the model counts them.
+            # The model's own loss covers the words or tokens that have labels.
             loss = self._server.student.loss(self._labelled)
         else:
             inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
@@ -323,7 +357,7 @@ class _ServerStep:
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
                 f"The server's loss on a batch of its labelled rows is {float(loss.detach())}: none of them has a "
-                "label, or its model has left the finite numbers; then lower `server_lr`."
+                "label, or the parameters of its model are no longer finite. In the second case, lower `server_lr`."
             )
         return loss
 

@@ -1,25 +1,26 @@
-"""How the server's validation loss would change with what its clients predicted.
+"""Derivatives of the server's validation loss with respect to the clients' predictions.
 
-FedID (Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models, EMNLP 2023)
-lets the clients learn from the loss that the server has on labelled rows after it has learnt from them (equations 12
-to 14). That loss reaches a client through the ensemble's predictions alone. With a server that takes one step of
-gradient descent on a batch of `B` public rows,
+In FedID (Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models, EMNLP
+2023), the server learns from the clients and computes its loss on labelled examples. The clients then learn from this
+loss (equations 12 to 14). The loss depends on a client only through the predictions of the ensemble. For a server that
+takes one step of gradient descent on a batch of `B` public examples,
 
     θ⁺ = θ − η ∇L_S(θ),   L_S(θ) = −(1/B) Σ_i Σ_c q_ic log p_ic(θ),   v = ∇L_val(θ⁺),
 
-the chain rule gives what the server sends back for every row `i` and class `c`:
+the chain rule gives the feedback for every row `i` and class `c`:
 
-| the server averages | and minimises | feedback | function |
+| the server averages | and minimizes | feedback | function |
 |---|---|---|---|
 | probabilities `q` | cross-entropy | `G_ic = ∂L_val/∂q_ic = (η/B) v·∇_θ log p_ic(θ)` | [`chain_rule_feedback`] |
 | logits, `q` their softmax | cross-entropy | `q ⊙ (G − ⟨G, q⟩)`, row by row | [`logit_feedback`] |
 | logits `t` | mean squared error | `∂L_val/∂t_ic = (2η/BC) v·∇_θ s_ic(θ)` | [`squared_error_feedback`] |
 
-All derivatives are taken at the old `θ`, in the direction `v`: one forward pass in forward mode, and no graph over the
-server's step. They are exact for this virtual step, if its gradient too was computed in evaluation mode. What the
-server really does with its own optimizer is another step. `Σ_c p_ic G_ic = 0` always, since probabilities sum to 1.
+All derivatives are taken at the old `θ`, in the direction `v`. They need one forward pass in forward mode, and no
+graph over the server's step. They are exact for this virtual step if its gradient was also computed in evaluation
+mode. The server's real step with its optimizer is a different step. `Σ_c p_ic G_ic = 0` always holds, because
+probabilities sum to 1.
 
-What a client does with the feedback is in `surrogates.py`.
+`surrogates.py` has the losses with which clients use the feedback.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ Method = Literal["jvp", "finite_difference"]
 
 def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """
-    `model(**inputs)`, or its `.logits` where that is no tensor: one prediction for each row.
+    `model(**inputs)`, or its `.logits` if the result is not a tensor. One prediction for each row.
 
     Args:
-        model (`torch.nn.Module`): A model of `transformers`, or one that returns a tensor.
-        inputs (`Mapping[str, Any]`): Its keyword arguments.
+        model (`torch.nn.Module`): A model of `transformers`, or a model that returns a tensor.
+        inputs (`Mapping[str, Any]`): Keyword arguments of the model.
     """
     outputs = model(**inputs)
     return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
@@ -54,7 +55,9 @@ def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """
-    No dropout in the body; afterwards every module is in the mode it was in, also if the body raises.
+    Set a model to evaluation mode in the body of the `with` statement.
+
+    Afterwards, every module has its previous mode again, also if the body raises an error.
 
     Args:
         model (`torch.nn.Module`): The model.
@@ -70,11 +73,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def loss_gradients(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
-    The gradient of a loss by parameter name; `.grad` is not touched.
+    The gradients of a loss by parameter name. `.grad` is not changed.
 
     Args:
         loss (`torch.Tensor`): A scalar with a graph.
-        parameters (`Mapping[str, torch.Tensor]`): Those that require a gradient. One the loss does not use gets zeros.
+        parameters (`Mapping[str, torch.Tensor]`): Parameters that require a gradient. A parameter that the loss does
+            not use gets zeros.
     """
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
@@ -85,18 +89,19 @@ def virtual_step(
     parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], step_size: float
 ) -> Iterator[None]:
     """
-    In the body the parameters are `θ − η g`, in place; afterwards they are `θ` again, bit for bit, also if it raises.
+    Set the parameters to `θ − η g` in the body of the `with` statement, in place.
 
-    What the body computes from the parameters it must also differentiate: a backward pass after it raises, since the
-    values are gone. A copy of the parameters is held meanwhile.
+    Afterwards, the parameters are `θ` again, bit for bit, also if the body raises an error. The body must also
+    differentiate its results: a backward pass after the body raises an error, because the values have changed. A copy
+    of the parameters is kept in the meantime.
 
     Args:
         parameters (`Mapping[str, torch.Tensor]`): `θ` by name.
-        gradients (`Mapping[str, torch.Tensor]`): `g`. What is not named does not move.
-        step_size (`float`): `η`. In a narrow dtype a small step rounds to none.
+        gradients (`Mapping[str, torch.Tensor]`): `g` by name. Parameters without a gradient are not changed.
+        step_size (`float`): `η`. In a narrow dtype, a small step may round to 0.
 
     Raises:
-        ValueError: If a gradient has no parameter, or another shape.
+        ValueError: If a gradient has no parameter or a different shape.
 
     Example:
 
@@ -118,7 +123,7 @@ def virtual_step(
         with torch.no_grad():
             for name, gradient in gradients.items():
                 parameters[name].sub_(gradient, alpha=step_size)
-        # An autocast around all this keeps narrow copies of the parameters it has seen.
+        # An enclosing autocast caches narrow copies of the old parameters.
         torch.clear_autocast_cache()
         yield
     finally:
@@ -138,32 +143,35 @@ def directional_derivative(
     compute_logits: ComputeLogits = model_logits,
 ) -> torch.Tensor:
     """
-    `v·∇_θ log p_ic(θ)` for every row and class, in evaluation mode; the model is left as it was.
+    `v·∇_θ log p_ic(θ)` for every row and class, in evaluation mode. The model is not changed.
 
-    `"jvp"` is exact: one forward pass in forward mode. Attention runs in torch's plain kernel for it, since the fused
-    ones have no forward derivative. `"finite_difference"` is two forward passes, `(f(θ + εv) − f(θ − εv)) / 2ε`, for
-    models with an operation that has none. Its step has the length `‖εv‖ = (u · max(1, ‖θ‖))^(1/3)`, where `u` is the
-    spacing of the parameters' dtype at 1 and the norms run over the parameters in `v`: it balances the curvature,
-    which costs about `‖εv‖²` of the result, against rounding, which costs about `u · max(1, ‖θ‖) / ‖εv‖`. What the
-    model computes in a narrower dtype than its parameters, under autocast say, rounds far more than that: use `"jvp"`
-    there.
+    `"jvp"` is exact. It is one forward pass in forward mode. Attention uses torch's math kernel, because the fused
+    kernels have no forward derivative.
+
+    `"finite_difference"` is for models with an operation without a forward derivative. It is two forward passes,
+    `(f(θ + εv) − f(θ − εv)) / 2ε`. Its step has the length `‖εv‖ = (u · max(1, ‖θ‖))^(1/3)`, where `u` is the spacing
+    of the parameters' dtype at 1, and the norms are over the parameters in `v`. This length balances the error of
+    curvature, about `‖εv‖²` of the result, against the error of rounding, about `u · max(1, ‖θ‖) / ‖εv‖`. If the model
+    computes in a narrower dtype than its parameters, for example under autocast, the rounding error is much larger.
+    Use `"jvp"` then.
 
     Args:
         model (`torch.nn.Module`): The model at `θ`.
-        inputs (`Any`): What `compute_logits` takes, usually a batch.
-        direction (`Mapping[str, torch.Tensor]`): `v`, by the names of `model.named_parameters()`; 0 for others.
+        inputs (`Any`): Inputs of `compute_logits`, usually a batch.
+        direction (`Mapping[str, torch.Tensor]`): `v`, by the names of `model.named_parameters()`. Other parameters
+            have the direction 0.
         of (`str`, *optional*, defaults to `"log_probabilities"`): `"log_probabilities"` or `"logits"`.
         method (`str`, *optional*, defaults to `"jvp"`): `"jvp"` or `"finite_difference"`.
         compute_logits (`Callable`, *optional*):
-            `(model, inputs) -> logits of shape (N, C)`. A task of tokens selects its positions here.
+            `(model, inputs) -> logits of shape (N, C)`. For token prediction, it selects the positions.
 
     Returns:
-        `torch.Tensor` of shape `(N, C)`: Without a graph, in float32 or wider.
+        `torch.Tensor` of shape `(N, C)`: The derivative without a graph, in float32 or wider.
 
     Raises:
         NotImplementedError: If the model has an operation without a forward derivative (`"jvp"`).
-        ValueError: If `direction` names no parameter of the model, its shape or that of the logits is another, an
-            option is unknown, or the parameters are in half precision (`"finite_difference"`).
+        ValueError: If `direction` has an unknown name or a wrong shape, the logits have a wrong shape, an option is
+            unknown, or the parameters are in half precision (`"finite_difference"`).
     """
     if of not in ("log_probabilities", "logits"):
         raise ValueError(f"`of` is {of!r}; it must be 'log_probabilities' or 'logits'.")
@@ -190,7 +198,7 @@ def directional_derivative(
 
 
 class _Outputs(nn.Module):
-    """A function of a model as a module, so that `functional_call` can exchange the model's parameters for it."""
+    """A function of a model as a module. `functional_call` can replace the model's parameters in it."""
 
     def __init__(self, model: nn.Module, function: ComputeLogits) -> None:
         super().__init__()
@@ -205,8 +213,8 @@ def _forward_derivative(
     model: nn.Module, inputs: Any, direction: Mapping[str, torch.Tensor], function: ComputeLogits
 ) -> torch.Tensor:
     parameters = dict(model.named_parameters())
-    # Not `torch.func.jvp`: under its transforms no hook may call `requires_grad_`, as those of gradient checkpointing
-    # in transformers do.
+    # Not `torch.func.jvp`: its transforms forbid `requires_grad_` in hooks. Gradient checkpointing in transformers has
+    # such hooks.
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {
             f"model.{name}": forward_ad.make_dual(parameters[name].detach(), tangent.to(parameters[name]))
@@ -217,8 +225,8 @@ def _forward_derivative(
         except NotImplementedError as error:
             raise NotImplementedError(
                 "The model has an operation without a forward derivative, which `method='jvp'` needs: "
-                f"{str(error).splitlines()[0]} Load the model with `attn_implementation='sdpa'` or 'eager' if it is "
-                "its attention, or use `method='finite_difference'`."
+                f"{str(error).splitlines()[0]} If the operation is attention, load the model with "
+                "`attn_implementation='sdpa'` or 'eager'. Otherwise, use `method='finite_difference'`."
             ) from error
         primal, tangent = forward_ad.unpack_dual(outputs)
         return torch.zeros_like(primal) if tangent is None else tangent.clone()
@@ -231,7 +239,7 @@ def _central_difference(
     if narrow:
         raise ValueError(
             f"{narrow[0]!r} is {parameters[narrow[0]].dtype}, in which a small difference is nothing but rounding; "
-            "use `method='jvp'` or keep the parameters in float32."
+            "use `method='jvp'`, or keep the parameters in float32."
         )
     length = float(get_total_norm(direction.values()))
     if length == 0:
@@ -256,22 +264,22 @@ def chain_rule_feedback(
     compute_logits: ComputeLogits = model_logits,
 ) -> torch.Tensor:
     """
-    `G_ic = ∂L_val(θ⁺)/∂q_ic = (η/B) v·∇_θ log p_ic(θ)`: the first row of the table above.
+    `G_ic = ∂L_val(θ⁺)/∂q_ic = (η/B) v·∇_θ log p_ic(θ)`, the first row of the module's table.
 
     Args:
         model (`torch.nn.Module`): The server's model at the old `θ`.
-        inputs (`Any`): The public batch that the step was on.
-        validation_gradients (`Mapping[str, torch.Tensor]`): `v`, from inside [`virtual_step`].
-        step_size (`float`): `η`, the same as there.
+        inputs (`Any`): The public batch of the step.
+        validation_gradients (`Mapping[str, torch.Tensor]`): `v`, computed inside [`virtual_step`].
+        step_size (`float`): `η`, the step size of [`virtual_step`].
         method (`str`, *optional*, defaults to `"jvp"`): As in [`directional_derivative`].
-        compute_logits (`Callable`, *optional*): As in [`directional_derivative`]; its `N` rows are `B`.
+        compute_logits (`Callable`, *optional*): As in [`directional_derivative`]. Its number of rows `N` is `B`.
 
     Returns:
         `torch.Tensor` of shape `(B, C)`: `G`.
 
     Raises:
-        NotImplementedError: As [`directional_derivative`].
-        ValueError: As [`directional_derivative`].
+        NotImplementedError: As in [`directional_derivative`].
+        ValueError: As in [`directional_derivative`].
 
     Example:
 
@@ -302,14 +310,14 @@ def chain_rule_feedback(
 
 def logit_feedback(ensemble_probabilities: torch.Tensor, feedback: torch.Tensor) -> torch.Tensor:
     """
-    `q ⊙ (G − ⟨G, q⟩)`: the feedback for logits that were averaged, where `q` is the softmax of their mean.
+    Feedback for averaged logits: `q ⊙ (G − ⟨G, q⟩)`, where `q` is the softmax of the mean logits.
 
     Args:
         ensemble_probabilities (`torch.Tensor` of shape `(B, C)`): `q`.
         feedback (`torch.Tensor` of shape `(B, C)`): `G`, from [`chain_rule_feedback`].
 
     Returns:
-        `torch.Tensor` of shape `(B, C)`: Each row sums to 0.
+        `torch.Tensor` of shape `(B, C)`: The feedback. Each row sums to 0.
     """
     expected = (ensemble_probabilities * feedback).sum(dim=-1, keepdim=True)
     return ensemble_probabilities * (feedback - expected)
@@ -325,9 +333,24 @@ def squared_error_feedback(
     compute_logits: ComputeLogits = model_logits,
 ) -> torch.Tensor:
     """
-    `∂L_val(θ⁺)/∂t_ic = (2η/BC) v·∇_θ s_ic(θ)` for averaged logits `t` that the server fits by
-    [`mean_squared_error`], without centring: the last row of the table above. The arguments, what is returned and what
-    is raised are those of [`chain_rule_feedback`].
+    Feedback for averaged logits `t` and a squared error: `∂L_val(θ⁺)/∂t_ic = (2η/BC) v·∇_θ s_ic(θ)`.
+
+    This is the last row of the module's table. The server fits `t` by [`mean_squared_error`] without centering.
+
+    Args:
+        model (`torch.nn.Module`): As in [`chain_rule_feedback`].
+        inputs (`Any`): As in [`chain_rule_feedback`].
+        validation_gradients (`Mapping[str, torch.Tensor]`): As in [`chain_rule_feedback`].
+        step_size (`float`): As in [`chain_rule_feedback`].
+        method (`str`, *optional*, defaults to `"jvp"`): As in [`directional_derivative`].
+        compute_logits (`Callable`, *optional*): As in [`directional_derivative`].
+
+    Returns:
+        `torch.Tensor` of shape `(B, C)`: The feedback.
+
+    Raises:
+        NotImplementedError: As in [`directional_derivative`].
+        ValueError: As in [`directional_derivative`].
     """
     derivative = directional_derivative(
         model, inputs, validation_gradients, of="logits", method=method, compute_logits=compute_logits
@@ -337,23 +360,23 @@ def squared_error_feedback(
 
 def sample_pseudo_labels(ensemble_probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """
-    `ŷ_i ~ q_i`, one class for each row.
+    Draw one class for each row: `ŷ_i ~ q_i`.
 
     Args:
         ensemble_probabilities (`torch.Tensor` of shape `(B, C)`): `q`, as the clients receive it.
-        generator (`torch.Generator`): On the device of `q`.
+        generator (`torch.Generator`): A generator on the device of `q`.
 
     Returns:
-        `torch.Tensor` of shape `(B,)`: int64.
+        `torch.Tensor` of shape `(B,)`: Classes, int64.
     """
     return torch.multinomial(ensemble_probabilities, 1, generator=generator).squeeze(1)
 
 
 def per_example_feedback(feedback: torch.Tensor, pseudo_labels: torch.Tensor) -> torch.Tensor:
     """
-    `r_i = G_{i, ŷ_i}`: one number for each row instead of `C`, for [`per_example_surrogate`].
+    One number for each row instead of `C`, for [`per_example_surrogate`]: `r_i = G_{i, ŷ_i}`.
 
-    `G` is that of [`chain_rule_feedback`], whether probabilities or logits are averaged.
+    `G` is the result of [`chain_rule_feedback`], whether probabilities or logits are averaged.
 
     Args:
         feedback (`torch.Tensor` of shape `(B, C)`): `G`.

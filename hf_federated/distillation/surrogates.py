@@ -1,31 +1,31 @@
-"""What a client backpropagates of the server's feedback.
+"""Losses with which a client backpropagates the server's feedback.
 
-A client's predictions `y^k` enter the ensemble with the weight `w_k`: `q = Σ_k w_k y^k`, or the softmax of that sum if
-logits are averaged. Each function below is a scalar whose gradient with respect to the client's parameters is, or
-estimates, the gradient of the server's validation loss after its step; add it to the client's distillation loss
-(FedID, equation 15). `feedback.py` has the server's side and the paper.
+A client's predictions `y^k` enter the ensemble with the weight `w_k`: `q = Σ_k w_k y^k`, or the softmax of this sum if
+logits are averaged. Each function of this module returns a scalar. The gradient of the scalar with respect to the
+client's parameters is, or estimates, the gradient of the server's validation loss after the server's step. The client
+adds the scalar to its distillation loss (FedID, equation 15). `feedback.py` has the server's side and the paper.
 
-| variant | sent beside the ensemble | gradient |
+| variant | sent in addition to the ensemble | gradient |
 |---|---|---|
 | [`chain_rule_surrogate`] | `B · C` numbers | exact |
 | [`per_example_surrogate`] | `B` numbers, `B` labels | unbiased |
 | [`mpl_sampled_surrogate`] | one number, `B` labels | unbiased, with a high variance |
-| [`mpl_surrogate`] | one number | biased; what the paper's published code does |
+| [`mpl_surrogate`] | one number | biased; this is the paper's published code |
 
-**Why the sampled variants are unbiased.** Draw `ŷ_i ~ q_i` for every row. For any number `R(ŷ)` that does not depend
-on the client's parameters except through the draw, `∇E[R] = E[R ∇log P(ŷ)]`, where `log P(ŷ) = Σ_i log q_{i, ŷ_i}`
-(score function), and `E[∇log P] = 0`, so a constant may be subtracted from `R`.
+**Why the sampled variants are unbiased.** Draw `ŷ_i ~ q_i` for every row. Let `R(ŷ)` be any number that depends on the
+client's parameters only through the draw. Then `∇E[R] = E[R ∇log P(ŷ)]`, where `log P(ŷ) = Σ_i log q_{i, ŷ_i}` (score
+function). Because `E[∇log P] = 0`, a constant may be subtracted from `R`.
 
-- *One number each row*: the server's step is on `q`, and with `r_i = G_{i, ŷ_i}`
-  `E[r_i ∇log q_{i, ŷ_i}] = Σ_c q_ic G_ic ∇q_ic / q_ic = Σ_c G_ic ∇q_ic`, the chain rule's gradient. The labels are
-  drawn after the step, for the feedback alone.
-- *One number each batch*: the server's step is on the labels drawn, and `R = L_val(θ⁺(ŷ)) − L_val(θ)`. With the
+- *One number per row*: the server's step is on `q`. With `r_i = G_{i, ŷ_i}`,
+  `E[r_i ∇log q_{i, ŷ_i}] = Σ_c q_ic G_ic ∇q_ic / q_ic = Σ_c G_ic ∇q_ic`, the gradient of the chain rule. The labels
+  are drawn after the step, only for the feedback.
+- *One number per batch*: the server's step is on the drawn labels, and `R = L_val(θ⁺(ŷ)) − L_val(θ)`. With the
   batch-mean cross-entropy `CE = −(1/B) log P(ŷ)` of the *ensemble*, `B · E[(L_old − L_new) ∇CE]` is the gradient of
-  `E[L_val(θ⁺(ŷ))]`. It holds for any optimizer. With plain gradient descent it tends to the chain rule's gradient as
-  `η → 0`, and no sooner: `θ⁺(ŷ)` has the mean `θ⁺(q)`, but the loss is not linear between them.
+  `E[L_val(θ⁺(ŷ))]`. This holds for any optimizer. With plain gradient descent, it approaches the gradient of the chain
+  rule as `η → 0`. For `η > 0` the two differ: `θ⁺(ŷ)` has the mean `θ⁺(q)`, but the loss is not linear between them.
 
-The score is that of the ensemble, not of the client: `log q` at the values that were received, with the client's share
-in its gradient. `∇log y^k` instead would be right only for labels drawn from `y^k`.
+The score function is that of the ensemble, not that of the client. It is `log q` at the received values, with the
+client's share in its gradient. `∇log y^k` would be correct only for labels drawn from `y^k`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def chain_rule_surrogate(predictions: torch.Tensor, feedback: torch.Tensor, weig
 
     Args:
         predictions (`torch.Tensor` of shape `(B, C)`):
-            `y^k` with its graph: what the server averages, so probabilities or logits.
+            `y^k` with its graph: the predictions that the server averages, either probabilities or logits.
         feedback (`torch.Tensor` of shape `(B, C)`):
-            Of the same kind: [`chain_rule_feedback`] for probabilities, [`logit_feedback`] or
+            Feedback of the same kind: [`chain_rule_feedback`] for probabilities, [`logit_feedback`] or
             [`squared_error_feedback`] for logits.
-        weight (`float`): `w_k`, the client's share of the ensemble.
+        weight (`float`): `w_k`, the client's weight in the ensemble.
 
     Returns:
         `torch.Tensor`: A scalar.
@@ -83,11 +83,12 @@ def per_example_surrogate(
     Args:
         predictions (`torch.Tensor` of shape `(B, C)`): `y^k` with its graph.
         ensemble (`torch.Tensor` of shape `(B, C)`):
-            What was received, of the same kind: `q`, or logits whose softmax is `q`.
-        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, drawn from `q` as it was received.
+            The received ensemble, of the same kind as the predictions: `q`, or logits whose softmax is `q`.
+        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, drawn from the received `q`.
         feedback (`torch.Tensor` of shape `(B,)`): `r`, from [`per_example_feedback`].
         weight (`float`): `w_k`.
-        averaged (`str`, *optional*, defaults to `"probabilities"`): What the server averages, or `"logits"`.
+        averaged (`str`, *optional*, defaults to `"probabilities"`):
+            Kind of predictions that the server averages: `"probabilities"` or `"logits"`.
 
     Returns:
         `torch.Tensor`: A scalar.
@@ -107,20 +108,21 @@ def mpl_sampled_surrogate(
     averaged: Averaged = "probabilities",
 ) -> torch.Tensor:
     """
-    `−(L_old − L_new) Σ_i log q_{i, ŷ_i}`: `B` times the improvement times the ensemble's cross-entropy on the labels
-    that the server took its step on. Its expected gradient is that of `E[L_val(θ⁺(ŷ))]`.
+    `−(L_old − L_new) Σ_i log q_{i, ŷ_i}`, whose expected gradient is that of `E[L_val(θ⁺(ŷ))]`.
 
-    It is the estimator of Meta Pseudo Labels (Pham et al., CVPR 2021) for a teacher that is an ensemble.
+    This is `B` times the improvement times the ensemble's cross-entropy on the labels of the server's step. It is the
+    estimator of Meta Pseudo Labels (Pham et al., CVPR 2021) for a teacher that is an ensemble.
 
     Args:
         predictions (`torch.Tensor` of shape `(B, C)`): `y^k` with its graph.
         ensemble (`torch.Tensor` of shape `(B, C)`): As in [`per_example_surrogate`].
-        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, drawn from `q`, which the server's step was on.
+        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, drawn from `q`, on which the server took its step.
         improvement (`float` or `torch.Tensor`):
-            `L_old − L_new`: the validation loss before the step, less that after it, on the same rows in evaluation
-            mode.
+            `L_old − L_new`: the validation loss before the step minus the loss after it, on the same examples in
+            evaluation mode.
         weight (`float`): `w_k`.
-        averaged (`str`, *optional*, defaults to `"probabilities"`): What the server averages, or `"logits"`.
+        averaged (`str`, *optional*, defaults to `"probabilities"`):
+            Kind of predictions that the server averages: `"probabilities"` or `"logits"`.
 
     Returns:
         `torch.Tensor`: A scalar.
@@ -137,12 +139,13 @@ def mpl_surrogate(
     """
     `w_k (L_old − L_new) CE(f^k, argmax y^k)`, as in the published code (github.com/maxinge8698/FedID).
 
-    The labels are the likeliest, not drawn, and the score is the client's own, so this is no estimate of a gradient of
-    the validation loss. The server's step there is on `Σ_k w_k CE(f, argmax y^k)`, where `w_k` enters a first time.
+    The labels are the most likely classes instead of drawn labels, and the score function is that of the client. The
+    gradient is therefore no estimate of a gradient of the validation loss. In the published code, the server's step is
+    on `Σ_k w_k CE(f, argmax y^k)`, where `w_k` also enters.
 
     Args:
         logits (`torch.Tensor` of shape `(B, C)`): `f^k` with its graph.
-        pseudo_labels (`torch.Tensor` of shape `(B,)`): The likeliest class of each prediction that the client sent.
+        pseudo_labels (`torch.Tensor` of shape `(B,)`): The most likely class of each prediction that the client sent.
         improvement (`float` or `torch.Tensor`): `L_old − L_new`, as in [`mpl_sampled_surrogate`].
         weight (`float`): `w_k`.
 
@@ -159,7 +162,7 @@ def _log_likelihoods(
     weight: float,
     averaged: Averaged,
 ) -> torch.Tensor:
-    """`log q_{i, ŷ_i}`, shape `(B,)`, at the ensemble's values and with the gradient of the client's share."""
+    """`log q_{i, ŷ_i}`, of shape `(B,)`, at the ensemble's values and with the gradient of the client's share."""
     if averaged not in ("probabilities", "logits"):
         raise ValueError(f"`averaged` is {averaged!r}; it must be 'probabilities' or 'logits'.")
     shared = ensemble.detach() + weight * (predictions - predictions.detach())

@@ -114,10 +114,10 @@ class Miscount(FederatedCallback):
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        ([0, 1, 2], "has 3 classes, and the server 2."),
+        ([0, 1, 2], "has 3 classes, but the server has 2."),
         ([0, 2], "has no number for the classes [1]."),
         (["x", -1], "has no number for the classes [0, 1]."),
-        ([], "has 0 classes, and the server 2."),
+        ([], "has 0 classes, but the server has 2."),
     ],
 )
 def test_a_histogram_of_other_classes_leaves_its_client_out_by_name(tmp_path, classes, message, post_only):
