@@ -1,8 +1,8 @@
-"""How predictions travel: in fewer bits, and for many classes as the few likely ones.
+"""Codec for sending predictions: narrow dtypes, and the most likely classes only.
 
-`int8` is the usual affine quantisation, with a scale of its own for every row. `top_k` keeps a row's largest logits
-and one number for all others, from which the receiver rebuilds a row whose softmax is exact on the classes kept. The
-codec hides nothing: what was NaN or infinite when it was sent is refused where it is received, by row.
+`int8` is the usual affine quantization with one scale per row. `top_k` keeps the largest logits of a row and one
+number for the remaining classes. The receiver rebuilds a row whose softmax is exact for the kept classes. The codec
+does not hide invalid values: if a row with NaN or infinite values is sent, the receiver refuses the row by number.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_row
 @dataclass(frozen=True)
 class PredictionCodec:
     """
-    Packs predictions, one row each, into few and small tensors, and unpacks them.
+    Encodes rows of predictions as small tensors, and decodes them.
 
-    Without `top_k` any rows of numbers may travel: logits, probabilities, feedback gradients. **With `top_k` only
-    logits may**: what it keeps of the rest of a row is meant for a softmax. [`~PredictionCodec.dense`] is the codec
-    for everything else. Probabilities that travelled in a narrow dtype sum to 1 only as nearly as it can say, and
-    gradients below 3e-8 are zero in `float16`.
+    Without `top_k`, the rows may hold any numbers: logits, probabilities or gradients. **With `top_k`, the rows must
+    be logits**, because the number for the remaining classes is made for a softmax. [`~PredictionCodec.dense`] is the
+    codec for everything else. Probabilities in a narrow dtype sum to 1 only within the precision of the dtype. In
+    `float16`, gradients below 3e-8 are 0.
 
-    With `top_k` the classes that are not kept share one logit, their log-mean-exp `log((1/(C−k)) Σ exp z_c)`. The
-    softmax of a decoded row gives every kept class its own probability and spreads what is left evenly. In `float16`
-    and `bfloat16` the kept logits travel as what they are above this one, so that what all logits of a row have in
-    common, which no softmax sees, costs them no digits.
+    With `top_k`, the remaining classes share one logit, their log-mean-exp `log((1/(C−k)) Σ exp z_c)`. The softmax of
+    a decoded row gives every kept class its exact probability and spreads the rest evenly. In `float16` and
+    `bfloat16`, the kept logits are sent as differences from the shared logit. A constant that is common to all logits
+    of a row changes no softmax, and this way it costs no precision.
 
     | tensor | shape | dtype | when |
     |---|---|---|---|
     | `values` | `(N, C)` or `(N, k)` | `dtype` | always |
-    | `scale`, `zero_point` | `(N,)` | float32 | `int8`: the number `n` stands for `zero_point + scale · (n + 128)` |
+    | `scale`, `zero_point` | `(N,)` | float32 | `int8`: the integer `n` encodes `zero_point + scale · (n + 128)` |
     | `indices` | `(N, k)` | uint8, uint16 or int32, the narrowest that holds `C − 1` | `top_k` |
     | `rest` | `(N,)` | float32 | `top_k` |
 
     Args:
         dtype (`str`, *optional*, defaults to `"float32"`):
-            `"float32"`, `"float16"` (at most 65504; larger numbers become infinite and are refused by the receiver),
-            `"bfloat16"` or `"int8"` (finite numbers only, off by at most half of 1/255 of the row's range, and a
-            rounding of float32; constant rows are exact).
+            `"float32"`, `"float16"` (at most 65504; larger numbers become infinite and the receiver refuses them),
+            `"bfloat16"` or `"int8"` (finite numbers only, with an error of at most half of 1/255 of the row's range
+            plus float32 rounding; constant rows are exact).
         top_k (`int`, *optional*):
-            `k`, how many logits of each row travel. All of them do, as without it, where a row has no more.
+            `k`, the number of logits of each row that are sent. By default, and if a row has at most `k` classes, all
+            logits are sent.
 
     Raises:
         ValueError: If the dtype is unknown or `top_k` is not positive.
@@ -71,29 +72,29 @@ class PredictionCodec:
 
     def __post_init__(self) -> None:
         if self.dtype not in TRAVEL_DTYPES:
-            raise ValueError(f"`dtype` is {self.dtype!r}; predictions travel as one of {', '.join(TRAVEL_DTYPES)}.")
+            raise ValueError(f"`dtype` is {self.dtype!r}; allowed are {', '.join(TRAVEL_DTYPES)}.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"`top_k` is {self.top_k}; it must be at least 1, or `None` to send every class.")
 
     @property
     def dense(self) -> PredictionCodec:
-        """The same dtype without `top_k`: for probabilities and gradients."""
+        """The codec with the same dtype and without `top_k`, for probabilities and gradients."""
         return replace(self, top_k=None)
 
     def encode(self, predictions: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        What travels of some predictions.
+        Encode predictions for sending.
 
         Args:
             predictions (`torch.Tensor` of shape `(N, C)`):
-                Floating, on any device; with `top_k` they must be logits. Classes that are masked by `-inf` travel in
-                every dtype but `int8`, and in `int8` if they are not among the `top_k`.
+                Floating point predictions on any device. With `top_k` they must be logits. Classes that are masked by
+                `-inf` can be sent in every dtype except `int8`. In `int8`, they must not be among the `top_k` classes.
 
         Returns:
             `dict[str, torch.Tensor]`: Tensors on the CPU, as in the table above.
 
         Raises:
-            ValueError: If the tensor has another shape or is not floating.
+            ValueError: If the tensor has the wrong number of dimensions, has no classes, or is not floating point.
         """
         if predictions.ndim != 2 or predictions.shape[1] == 0 or not predictions.is_floating_point():
             raise ValueError(
@@ -106,9 +107,9 @@ class PredictionCodec:
         encoded: dict[str, torch.Tensor] = {}
         if kept < num_classes:
             values, indices = rows.topk(kept, dim=1)
-            others = rows.scatter(1, indices, -torch.inf).logsumexp(dim=1) - math.log(num_classes - kept)
-            encoded.update(indices=indices.cpu().to(_index_dtype(num_classes)), rest=others)
-            values = values - self._base(others)
+            rest = rows.scatter(1, indices, -torch.inf).logsumexp(dim=1) - math.log(num_classes - kept)
+            encoded.update(indices=indices.cpu().to(_index_dtype(num_classes)), rest=rest)
+            values = values - self._base(rest)
         else:
             values = rows
         encoded.update(
@@ -120,20 +121,21 @@ class PredictionCodec:
 
     def decode(self, encoded: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
         """
-        The predictions that [`~PredictionCodec.encode`] made smaller.
+        Decode the return value of [`~PredictionCodec.encode`].
 
         Args:
-            encoded (`Mapping[str, torch.Tensor]`): What came. It is not trusted.
+            encoded (`Mapping[str, torch.Tensor]`): Received tensors. They may come from an untrusted sender.
             num_classes (`int`): `C`.
 
         Returns:
-            `torch.Tensor` of shape `(N, C)`: float32, on the device of what came, whose memory it may share. Finite
-            but for classes at `-inf`; no row has only those.
+            `torch.Tensor` of shape `(N, C)`: Predictions in float32, on the device of the received tensors. They may
+            share memory with the received tensors. They are finite except for classes with `-inf`. No row has only
+            such classes.
 
         Raises:
-            ValueError: If a tensor is missing, unexpected or of another dtype or shape than this codec sends for
-                `num_classes`, a class does not exist or comes twice in a row, or a row holds NaN or `+inf` or is
-                `-inf` throughout, so that it has no softmax. The text says which row.
+            ValueError: If a tensor is missing or unexpected, or has a different dtype or shape than this codec sends
+                for `num_classes`. Also if a class does not exist or occurs twice in a row, or if a row has no softmax
+                because it holds NaN or `+inf` or only `-inf`. The message names the row.
         """
         self._check_layout(encoded, num_classes)
         values = dequantize_rows(encoded) if self.dtype == "int8" else encoded["values"].float()
@@ -143,20 +145,20 @@ class PredictionCodec:
             # (N, k) -> (N, C)
             rest = encoded["rest"]
             values = rest.unsqueeze(1).repeat(1, num_classes).scatter(1, indices, values + self._base(rest))
-        # NaN is larger than everything to `amax`, so this one pass finds all rows without a softmax.
+        # `amax` propagates NaN, so one pass finds all rows without a softmax.
         bad = ~values.amax(dim=1).isfinite()
         if bad.any():
             limit = {"float16": "float16 ends at 65504", "int8": "int8 has no -inf"}.get(self.dtype)
             raise ValueError(
                 f"{int(bad.sum())} of {len(bad)} rows hold NaN or +inf, or -inf in every class, the first is row "
                 f"{int(bad.nonzero()[0])}; expected predictions that have a softmax."
-                + (f" Where they had one, {limit}: send them in 'bfloat16' or 'float32'." if limit else "")
+                + (f" If they had one before encoding, {limit}: use 'bfloat16' or 'float32'." if limit else "")
             )
         return values
 
     def num_bytes_per_row(self, num_classes: int) -> int:
         """
-        Bytes of tensors that travel for each prediction, without the header of the message that carries them.
+        Number of bytes of the tensors that are sent for each prediction, without the header of the message.
 
         Args:
             num_classes (`int`): `C`.
@@ -165,7 +167,7 @@ class PredictionCodec:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
 
     def _base(self, rest: torch.Tensor) -> torch.Tensor:
-        """What kept logits are counted from: (N) -> (N, 1)."""
+        """The logits that are subtracted from the kept logits: (N) -> (N, 1)."""
         if self.dtype not in ("float16", "bfloat16"):
             return torch.zeros_like(rest).unsqueeze(1)
         return rest.where(rest.isfinite(), 0.0).unsqueeze(1)
@@ -174,7 +176,7 @@ class PredictionCodec:
         return num_classes if self.top_k is None else min(self.top_k, num_classes)
 
     def _layout(self, num_rows: int, num_classes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that travels."""
+        """Shape and dtype of each tensor that is sent."""
         kept = self._num_kept(num_classes)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "values": ((num_rows, kept), TRAVEL_DTYPES[self.dtype])
@@ -212,7 +214,7 @@ class PredictionCodec:
 
 
 def _index_dtype(num_classes: int) -> torch.dtype:
-    """The narrowest dtype that holds every class and that safetensors knows."""
+    """The narrowest dtype that holds every class index and that safetensors supports."""
     for dtype in (torch.uint8, torch.uint16):
         if num_classes - 1 <= torch.iinfo(dtype).max:
             return dtype

@@ -1,13 +1,14 @@
-"""Means of clients' predictions that a minority of arbitrary clients cannot carry away, for Cronus.
+"""Robust means of clients' predictions, for Cronus. A minority of arbitrary clients has limited influence on them.
 
 Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning with Black-Box Knowledge Transfer (2019,
 arXiv:1912.11279), average predictions with the filter of Diakonikolas et al., Being Robust (in High Dimensions) Can Be
-Practical (ICML 2017): outliers that move the mean stretch the covariance, so whoever lies far out along its top
-eigenvector is removed. Two simpler estimators stand beside it, the trimmed mean and the median of each coordinate (Yin
-et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018).
+Practical (ICML 2017). Outliers that move the mean stretch the covariance, so the filter removes points that are far
+out along its top eigenvector. The module also has two simpler estimators, the trimmed mean and the median of each
+coordinate (Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018).
 
-Each row is averaged by itself, so a client may be removed in some rows and kept in others. Clients are not weighed by
-size: that would give an arbitrary client a say in how many of them it is. Against a majority no mean helps.
+Each row is averaged independently, so a client may be removed in some rows and kept in others. Clients are not
+weighted by size, because an arbitrary client could report any size and gain influence. No mean is robust against a
+majority.
 """
 
 from __future__ import annotations
@@ -18,38 +19,41 @@ from collections.abc import Callable
 import torch
 
 
-# Eigenvalues that differ by less than this share are one: rounding must not choose between clients.
+# Eigenvalues that differ by less than this share count as equal, so that rounding does not choose between clients.
 TIE = 1e-9
 
 
 def robust_mean(predictions: torch.Tensor, method: str = "filter", outlier_share: float = 0.2) -> torch.Tensor:
     """
-    One prediction per row from those of all clients.
+    Combine the predictions of all clients into one robust prediction per row.
 
-    With `f` the number of outliers tolerated, `⌈outlier_share · num_clients⌉` but always less than half of the clients
-    (so one of three, and none of two, whose mean is taken):
+    `f` is the number of tolerated outliers: `⌈outlier_share · num_clients⌉`, but always less than half of the clients.
+    One of three clients is tolerated. For two clients, `f` is 0 and the result is their mean.
 
-    - `"filter"`: see [`filtered_mean`]. A mean of the clients' points, so distributions stay distributions.
-    - `"trimmed"`: of each coordinate the mean without the `f` largest and the `f` smallest values.
-    - `"median"`: of each coordinate the median (of an even number the mean of the middle two), whatever `f` is.
+    - `"filter"`: see [`filtered_mean`]. It is a weighted mean of the clients' points, so distributions stay
+      distributions.
+    - `"trimmed"`: for each coordinate, the mean without the `f` largest and the `f` smallest values.
+    - `"median"`: for each coordinate, the median (for an even number, the mean of the middle two). It does not depend
+      on `f`.
 
-    The latter two work on each coordinate by itself: of distributions they make numbers that need not sum to 1.
-    Clients that agree give exactly their prediction, and the order of clients changes not one bit.
+    `"trimmed"` and `"median"` process each coordinate independently, so the result for distributions may not sum to 1.
+    If all clients agree, the result is exactly their prediction. The result does not depend on the order of the
+    clients, bit for bit.
 
     Args:
         predictions (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`):
-            Logits or probabilities, floating.
+            Floating point logits or probabilities.
         method (`str`, *optional*, defaults to `"filter"`): A name of `ROBUST_MEANS`.
         outlier_share (`float`, *optional*, defaults to `0.2`): Share of clients that may be arbitrary, below one half.
-            0 makes `"filter"` and `"trimmed"` the plain mean.
+            With 0, `"filter"` and `"trimmed"` are the plain mean.
 
     Returns:
-        `torch.Tensor` of shape `(num_rows, num_classes)`, of the dtype and on the device of `predictions`. Computed in
-        float64 on the CPU.
+        `torch.Tensor` of shape `(num_rows, num_classes)`: The robust mean, with the dtype and device of `predictions`.
+        It is computed in float64 on the CPU.
 
     Raises:
-        ValueError: If the shape is another, there is no client, a value is NaN or infinite (the client's place and the
-            row are named), or an argument is unknown or out of range.
+        ValueError: If the shape is wrong, there is no client, a value is NaN or infinite (the message names the index
+            of the client and the row), or an argument is unknown or out of range.
 
     Example:
 
@@ -78,100 +82,103 @@ def robust_mean(predictions: torch.Tensor, method: str = "filter", outlier_share
     if not finite.all():
         client, row = (~finite).nonzero()[0].tolist()
         raise ValueError(
-            f"The predictions of client number {client} (from 0) hold NaN or infinite values in row {row}; leave the "
+            f"The predictions of client number {client} (from 0) hold NaN or infinite values in row {row}. Leave the "
             "client out."
         )
     mean = ROBUST_MEANS[method](points, num_tolerated(len(points), outlier_share))
-    # Rounding may lead out of the clients' range by a last bit, and a probability below 0 has no logarithm.
+    # Rounding may exceed the clients' range by the last bit, and a probability below 0 has no logarithm.
     mean = mean.clamp(points.amin(0), points.amax(0))
     return mean.to(predictions.device, predictions.dtype)
 
 
 def num_tolerated(num_clients: int, outlier_share: float) -> int:
     """
-    How many arbitrary clients a robust mean is set for: `min(⌈outlier_share · num_clients⌉, ⌈num_clients / 2⌉ − 1)`.
+    Number of tolerated outliers: `min(⌈outlier_share · num_clients⌉, ⌈num_clients / 2⌉ − 1)`.
 
     Args:
-        num_clients (`int`): Of the cohort, at least 1.
-        outlier_share (`float`): At least 0, below 0.5.
+        num_clients (`int`): Number of clients of the cohort, at least 1.
+        outlier_share (`float`): Share of outliers, at least 0 and below 0.5.
 
     Raises:
         ValueError: If `outlier_share` is out of range.
     """
     if not 0 <= outlier_share < 0.5:
         raise ValueError(
-            f"`outlier_share` is {outlier_share}; it must be at least 0 and below 0.5, as no mean survives a majority."
+            f"`outlier_share` is {outlier_share}; it must be at least 0 and below 0.5: no mean tolerates a majority."
         )
-    # Rounded first, since 0.07 · 100 is a little more than 7.
+    # Rounded before the ceiling, because 0.07 · 100 is slightly more than 7 in floating point.
     return min(math.ceil(round(outlier_share * num_clients, 9)), (num_clients - 1) // 2)
 
 
 def filtered_mean(points: torch.Tensor, num_outliers: int) -> torch.Tensor:
     """
-    The filter of Diakonikolas et al. on each row, in its deterministic form with weights.
+    The filter of Diakonikolas et al. for each row, in its deterministic form with weights.
 
-    All clients start with weight 1. While they differ, each `w_i` becomes `w_i · (1 − τ_i / max_j τ_j)`, where
+    All clients start with weight 1. While they differ, each `w_i` becomes `w_i · (1 − τ_i / max_j τ_j)`. Here,
     `τ_i = (v · (x_i − μ_w))²` is the squared distance from the weighted mean along the top eigenvector `v` of the
-    weighted covariance (over the whole eigenspace, if clients are spread alike in several directions). The weights
-    before the first step that would bring the weight taken away above `2f` give the mean `μ_w`.
+    weighted covariance. If several directions have the same spread, `τ_i` is the squared distance in the whole
+    eigenspace. The filter stops before the first step after which the removed weight would exceed `2f`. The result is
+    the mean `μ_w` with the weights at this point.
 
-    The authors' code for bounded second moments instead draws a random threshold and stops once the top eigenvalue is
-    below 9 times the honest clients' variance. Here that variance is not known, so the stop follows from `f` alone: a
-    cohort without outliers loses weight too, from those farthest out.
+    The authors' code for bounded second moments draws a random threshold instead, and stops when the top eigenvalue is
+    below 9 times the variance of the honest clients. Here, this variance is unknown, so the stop depends only on `f`.
+    A cohort without outliers also loses weight, starting with the clients that are farthest out.
 
-    What is assumed: at most `f` of the `K` clients are arbitrary, `ε = f / K < 1/2`, and the others' predictions have
-    mean `μ` and a covariance whose top eigenvalue is `σ²`. Then, whatever the arbitrary ones send, with `c = 1 − 2ε`
+    Assumptions: at most `f` of the `K` clients are arbitrary, `ε = f / K < 1/2`, and the predictions of the honest
+    clients have the mean `μ` and a covariance with the top eigenvalue `σ²`. Then, for any predictions of the arbitrary
+    clients, with `c = 1 − 2ε`,
 
     `‖μ_w − μ‖₂ ≤ σ · √(2ε / c) · (1 + √(2 / c) + 1 / c)`.
 
-    Why: as long as the unnormalized top eigenvalue `Σ_i w_i τ_i / K` is above `2σ² (1 − ε) / c`, a step takes at least
-    as much weight from arbitrary clients as from honest ones. Arbitrary ones have `f` to lose, so no more than `2f` is
-    gone by the time it is not above; and it never grows again. Where a covariance is small, what is left of the
-    arbitrary clients cannot be far away.
+    Reason: while the unnormalized top eigenvalue `Σ_i w_i τ_i / K` is above `2σ² (1 − ε) / c`, a step removes at least
+    as much weight from arbitrary clients as from honest clients. Arbitrary clients have the weight `f` to lose, so at
+    most `2f` is removed before the eigenvalue is no longer above this bound. The eigenvalue never grows again. If a
+    covariance is small, the remaining arbitrary clients cannot be far away.
 
     Args:
-        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite.
+        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite points.
         num_outliers (`int`): `f`, less than half of the clients.
 
     Returns:
         `torch.Tensor` of shape `(num_rows, num_classes)`, float64.
     """
-    # Eigenvectors and sums depend on the order of clients in their last bits, so it must not be that of arrival.
+    # The order of the clients changes the last bits of eigenvectors and sums, so it must not depend on their arrival.
     order = sorted(range(len(points)), key=lambda client: points[client].numpy().tobytes())
     center = median(points)
-    # (num_rows, num_clients, num_classes). Around a point among the honest ones, small differences keep their digits.
+    # (num_rows, num_clients, num_classes). Differences from a point near the honest clients keep their precision.
     offsets = (points[order] - center).transpose(0, 1)
     weights = torch.ones(offsets.shape[:2], dtype=points.dtype)
     rows = torch.arange(len(offsets))
-    # Every step takes all the weight of at least one client, so there are fewer steps than clients.
+    # Every step removes all the weight of at least one client, so there are fewer steps than clients.
     for _ in range(len(points)):
         scores = _outlier_scores(offsets[rows], weights[rows])
         reduced = weights[rows] * (1 - scores)
-        goes_on = (scores.amax(1) > 0) & (len(points) - reduced.sum(1) <= 2 * num_outliers)
-        rows = rows[goes_on]
+        is_active = (scores.amax(1) > 0) & (len(points) - reduced.sum(1) <= 2 * num_outliers)
+        rows = rows[is_active]
         if not len(rows):
             break
-        weights[rows] = reduced[goes_on]
+        weights[rows] = reduced[is_active]
     return center + _weighted_mean(offsets, weights)
 
 
 def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    `τ_i / max_j τ_j` of each row; 0 for clients without weight, and for all clients of a row where they agree.
+    `τ_i / max_j τ_j` of each row. It is 0 for clients without weight, and for all clients of a row if they agree.
 
     Args:
-        points (`torch.Tensor` of shape `(num_rows, num_clients, num_classes)`): What clients predict.
-        weights (`torch.Tensor` of shape `(num_rows, num_clients)`): Not all 0 in any row.
+        points (`torch.Tensor` of shape `(num_rows, num_clients, num_classes)`): The clients' predictions.
+        weights (`torch.Tensor` of shape `(num_rows, num_clients)`): Weights. In each row, at least one weight is not
+            0.
 
     Returns:
-        `torch.Tensor` of shape `(num_rows, num_clients)`, between 0 and 1.
+        `torch.Tensor` of shape `(num_rows, num_clients)`: Scores between 0 and 1.
     """
     smallest = torch.finfo(points.dtype).tiny
     deviations = (points - _weighted_mean(points, weights)[:, None]) * (weights > 0)[..., None]
-    # Squares of large numbers overflow, those of small ones vanish.
+    # Rescaled, because squares of large numbers overflow and squares of small numbers underflow.
     deviations = deviations / deviations.abs().amax((1, 2), keepdim=True).clamp(min=smallest)
-    # Clients are few and classes may be many: the covariance has the eigenvalues of this (num_clients, num_clients)
-    # matrix, and from its eigenvectors u_j follow the projections on theirs, X √w u_j / √λ_j.
+    # There are few clients and possibly many classes. This (num_clients, num_clients) matrix has the eigenvalues of the
+    # covariance. Its eigenvectors u_j give the projections on the covariance's eigenvectors, X √w u_j / √λ_j.
     gram = deviations @ deviations.transpose(1, 2)
     roots = weights.sqrt()
     eigenvalues, eigenvectors = torch.linalg.eigh(roots[:, :, None] * gram * roots[:, None, :])
@@ -182,34 +189,34 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 
 def _weighted_mean(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of `(num_rows, num_clients, num_classes)` over the clients, with weights `(num_rows, num_clients)`."""
+    """The mean of `(num_rows, num_clients, num_classes)` over the clients, with weights `(num_rows, num_clients)`."""
     return (weights[..., None] * points).sum(1) / weights.sum(1, keepdim=True)
 
 
 def trimmed_mean(points: torch.Tensor, num_outliers: int) -> torch.Tensor:
     """
-    Of each coordinate the mean without the `num_outliers` largest and as many smallest values.
+    For each coordinate, the mean without the `num_outliers` largest and the `num_outliers` smallest values.
 
-    It lies between the smallest and the largest value of the clients that are honest, if at most `num_outliers` are
-    not.
+    If at most `num_outliers` clients are dishonest, the result is between the smallest and the largest value of the
+    honest clients.
 
     Args:
-        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite.
-        num_outliers (`int`): Less than half of the clients.
+        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite points.
+        num_outliers (`int`): Number of outliers, less than half of the clients.
     """
     center = median(points)
     kept = points.sort(0).values[num_outliers : len(points) - num_outliers]
-    # Around the median, so that clients who agree give exactly what they say.
+    # Computed around the median, so that clients that agree give exactly their prediction.
     return center + (kept - center).mean(0)
 
 
 def median(points: torch.Tensor, num_outliers: int = 0) -> torch.Tensor:
     """
-    Of each coordinate the median; of an even number the mean of the middle two.
+    For each coordinate, the median. For an even number of clients, it is the mean of the middle two values.
 
     Args:
-        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite.
-        num_outliers (`int`, *optional*, defaults to `0`): Not needed: any minority is tolerated.
+        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite points.
+        num_outliers (`int`, *optional*, defaults to `0`): Not used, because the median tolerates any minority.
     """
     middle = len(points) // 2
     ordered = points.sort(0).values
@@ -218,7 +225,7 @@ def median(points: torch.Tensor, num_outliers: int = 0) -> torch.Tensor:
     return ordered[middle - 1].lerp(ordered[middle], 0.5)
 
 
-# From float64 points and the number of outliers tolerated to their means.
+# Each function maps float64 points and the number of tolerated outliers to the mean.
 ROBUST_MEANS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "filter": filtered_mean,
     "trimmed": trimmed_mean,
