@@ -60,7 +60,9 @@ class AdaFDClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class AdaFD(Distillation):
     """
-    AdaFD, from *Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data* (Xiao and Liu).
+    AdaFD: the server's model learns the mean of the clients' logits, weighted by their training losses.
+
+    *Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data* (Xiao and Liu), equations 6 to 10.
 
     The server's model learns the weighted mean of the clients' logits, `Σ_k w_k z_k`, by squared error. The clients
     learn the logits of the server's model by KL divergence. The weight `w_k` of client `k` follows from `l_k`, the
@@ -108,8 +110,8 @@ class AdaFD(Distillation):
     Relations:
         - [`MHAT`] weighs clients by their number of examples and averages probabilities.
         - [`FedID`] uses labelled examples of the server instead of the clients' training losses.
-        - Choose AdaFD if some clients learn their task much better than others. A client that reports a small loss is
-          trusted, so prefer [`Cronus`] if clients may report wrong values.
+        - Choose AdaFD if some clients learn their task much better than other clients. A client that reports a small
+          loss is trusted, so prefer [`Cronus`] if clients may report wrong values.
 
     Example:
 

@@ -19,8 +19,9 @@ import torch
 @dataclass(frozen=True)
 class ClientReport:
     """
-    Values that a client reports in a round in addition to its predictions. Each weighting reads the fields that it
-    needs.
+    Values that a client reports in a round in addition to its predictions.
+
+    Each weighting reads the fields that it needs.
 
     Args:
         client_id (`str`): Id of the client.

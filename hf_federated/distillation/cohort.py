@@ -152,7 +152,7 @@ class Cohort:
 
         Returns:
             `dict[str, torch.Tensor]`: Logits by client, of this shape without the positions that a client or the
-                server drops.
+            server drops.
 
         Raises:
             RoundFailedError: If fewer than `min_clients` clients sent valid predictions.
@@ -337,7 +337,9 @@ class Cohort:
 
     def _about(self, rows: PublicRows, client_id: str, *purpose: str) -> dict[str, Any]:
         """
-        Fields that all messages about public examples share. A prediction and the feedback on it have the same seed.
+        Fields that all messages about public examples share.
+
+        A prediction and the feedback on it have the same seed.
         """
         seed = self.seed_of(client_id, *(purpose or ("public", rows.order or 0, rows.start)))
         return {

@@ -22,8 +22,10 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class Cronus(Distillation):
     """
-    Cronus, from [Cronus: Robust and Heterogeneous Collaborative Learning with Black-Box Knowledge
-    Transfer](https://arxiv.org/abs/1912.11279).
+    Cronus: the server's model and the clients learn a robust mean of the clients' probabilities.
+
+    [Cronus: Robust and Heterogeneous Collaborative Learning with Black-Box Knowledge
+    Transfer](https://arxiv.org/abs/1912.11279) (Chang et al., 2019), algorithm 1.
 
     The server's model and the clients learn a robust mean of the clients' probabilities,
     `q = robust_mean_k softmax(z_k)`, by cross-entropy. A few clients cannot move it far.

@@ -22,8 +22,11 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class DSFL(Distillation):
     """
-    DS-FL, from [Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
-    Training with Non-IID Private Data](https://arxiv.org/abs/2008.06180).
+    DS-FL: the server's model and the clients learn the sharpened mean of the clients' probabilities.
+
+    [Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative Training with
+    Non-IID Private Data](https://arxiv.org/abs/2008.06180) (Itahara et al., IEEE Transactions on Mobile Computing 22,
+    2023), equations 7 and 8.
 
     The server's model and the clients learn the sharpened mean of the clients' probabilities,
     `q = softmax(mean_k softmax(z_k) / T)` with a small `T`, by cross-entropy.

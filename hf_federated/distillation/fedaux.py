@@ -93,7 +93,10 @@ class FedAUXClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedAUX(Distillation):
     """
-    FedAUX, from [FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning](https://arxiv.org/abs/2102.02514).
+    FedAUX: FedDF with a certainty score for each client and public example.
+
+    [FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning](https://arxiv.org/abs/2102.02514) (Sattler et
+    al., IEEE TNNLS 2021).
 
     The parameters are averaged as `aggregation` defines. Then the server's model learns the weighted mean of the
     clients' logits of the public examples by KL divergence. Each client is weighted per example by its certainty score

@@ -42,8 +42,10 @@ class FedDFClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedDF(Distillation):
     """
-    FedDF, from [Ensemble Distillation for Robust Model Fusion in Federated
-    Learning](https://arxiv.org/abs/2006.07242).
+    FedDF: the averaged model learns the mean of the clients' predictions.
+
+    [Ensemble Distillation for Robust Model Fusion in Federated Learning](https://arxiv.org/abs/2006.07242) (Lin et
+    al., NeurIPS 2020), algorithm 1.
 
     The parameters are averaged as `aggregation` defines. Then the server's model learns the mean `z̄` of the clients'
     logits of the public examples by KL divergence, `T² KL(softmax(z̄ / T) ‖ softmax(z / T))`.

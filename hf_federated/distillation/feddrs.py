@@ -63,7 +63,9 @@ class FedDRSClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedDRS(Distillation):
     """
-    FedDRS, from *Text-Free Federated Transformers Knowledge Distillation Without GAN* (under review at ICLR 2024).
+    FedDRS: the averaged model learns from each client's model on pseudo-samples.
+
+    *Text-Free Federated Transformers Knowledge Distillation Without GAN* (under review at ICLR 2024), algorithm 1.
 
     The parameters are averaged as `aggregation` defines. Then the averaged model learns from each client's model on
     pseudo-samples of this client, by `Σ_k KL(softmax f(θ_k; ω_k) ‖ softmax f(θ_k; ω_S))` (equation 8). `θ_k` are
@@ -303,7 +305,10 @@ class FedDRS(Distillation):
         purpose: tuple[str, int, int],
     ) -> float:
         """
-        Make samples from each client's model and train the server's model on them in one pass. Return the mean loss.
+        Make samples from each client's model and train the server's model on them in one pass.
+
+        Returns:
+            `float`: Mean loss of the steps.
         """
         seed = sampler.server.seed
 
@@ -382,7 +387,7 @@ class FedDRS(Distillation):
 
         Returns:
             `torch.Tensor`, *optional*: Token ids of shape `(classes, tokens)`, padded with -100. `None` without
-                `label_texts`.
+            `label_texts`.
 
         Raises:
             ValueError: If there are label texts but no tokenizer.

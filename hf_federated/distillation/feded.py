@@ -18,8 +18,9 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedED(Distillation):
     """
-    FedED, from *FedED: Federated Learning via Ensemble Distillation for Medical Relation Extraction* (Sui et al.,
-    EMNLP 2020).
+    FedED: clients send predictions and receive the server's parameters.
+
+    *FedED: Federated Learning via Ensemble Distillation for Medical Relation Extraction* (Sui et al., EMNLP 2020).
 
     The server's model learns the mean of the clients' logits, weighted by their numbers of examples, `Σ_k |D_k| z_k /
     Σ_k

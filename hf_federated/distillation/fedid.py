@@ -42,8 +42,10 @@ FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedID(Distillation):
     """
-    FedID, from *FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models* (Ma et al.,
-    EMNLP 2023).
+    FedID: clients learn from the ensemble and from feedback on the server's loss on labelled examples.
+
+    *FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models* (Ma et al., EMNLP 2023),
+    algorithm 1 and equations 9 to 15.
 
     The server and the clients process the public examples together, one mini-batch at a time:
 
@@ -189,7 +191,7 @@ class FedID(Distillation):
 
         Returns:
             `_ServerStep`, *optional*: The step, or `None` if the server and the clients have no position of the batch
-                in common.
+            in common.
         """
         round, epoch, number = purpose
         predictions = cohort.predict(rows, server.shape_of(rows), keeps_graph=True)

@@ -35,8 +35,10 @@ class FedKDClient(DistillationClient):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedKD(Distillation):
     """
-    FedKD, from *Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation* (Gong et
-    al., AAAI 2022).
+    FedKD of Gong et al.: clients train once, and the server's model learns from their predictions.
+
+    *Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation* (Gong et al., AAAI
+    2022).
 
     Clients train once and send their predictions of the public examples once. The server's model learns the weighted
     mean of their logits by KL divergence, with weights `w_kc = n_kc / Σ_j n_jc` for client `k` and class `c`. The

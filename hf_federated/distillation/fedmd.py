@@ -21,7 +21,10 @@ from .server import DistillationServer
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedMD(Distillation):
     """
-    FedMD, from [FedMD: Heterogenous Federated Learning via Model Distillation](https://arxiv.org/abs/1910.03581).
+    FedMD: the server's model and the clients learn the mean of the clients' class scores.
+
+    [FedMD: Heterogenous Federated Learning via Model Distillation](https://arxiv.org/abs/1910.03581) (Li and Wang,
+    2019), algorithm 1.
 
     The server's model and the clients learn the mean of the clients' class scores (logits) of the public examples,
     `z̄ = (1/K) Σ_k z_k`, by mean absolute error (the paper's "digest"). The local training of the next round is the

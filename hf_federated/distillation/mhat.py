@@ -19,8 +19,10 @@ from .losses import soft_cross_entropy
 @dataclass(kw_only=True, repr=False, eq=False)
 class MHAT(Distillation):
     """
-    MHAT, from *MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning* (Hu et al.,
-    Information Sciences 560, 2021).
+    MHAT: the server's model learns from the clients and then teaches them.
+
+    *MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning* (Hu et al., Information
+    Sciences 560, 2021).
 
     The server's model learns the mean of the clients' probabilities, weighted by their numbers of examples,
     `q = Σ_k |D_k| softmax(z_k) / Σ_k |D_k|`, by cross-entropy. The clients learn the logits of the *server's model* by

@@ -177,8 +177,8 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     deviations = (points - _weighted_mean(points, weights)[:, None]) * (weights > 0)[..., None]
     # Rescaled, because squares of large numbers overflow and squares of small numbers underflow.
     deviations = deviations / deviations.abs().amax((1, 2), keepdim=True).clamp(min=smallest)
-    # There are few clients and possibly many classes. This (num_clients, num_clients) matrix has the eigenvalues of the
-    # covariance. Its eigenvectors u_j give the projections on the covariance's eigenvectors, X √w u_j / √λ_j.
+    # There are few clients and possibly many classes. This (num_clients, num_clients) matrix has the eigenvalues of
+    # the covariance. Its eigenvectors u_j give the projections on those of the covariance, X √w u_j / √λ_j.
     gram = deviations @ deviations.transpose(1, 2)
     roots = weights.sqrt()
     eigenvalues, eigenvectors = torch.linalg.eigh(roots[:, :, None] * gram * roots[:, None, :])
