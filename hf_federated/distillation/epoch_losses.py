@@ -19,8 +19,8 @@ class EpochLosses(TrainerCallback):
 
     The trainer's log usually holds this mean. It differs if the trainer sums the losses of micro-batches. If a model
     accepts a number of items, the trainer assumes that the model divides its loss by this number, and does not divide
-    the sum by the number of micro-batches. Many such models do not divide. The trainer then also multiplies the loss by
-    the number of processes that share a batch. The callback detects both effects and removes them.
+    the sum by the number of micro-batches. Many such models do not divide. The trainer then also multiplies the loss
+    by the number of processes that share a batch. The callback detects both effects and removes them.
     """
 
     def __init__(self) -> None:

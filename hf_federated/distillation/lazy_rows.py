@@ -99,5 +99,5 @@ def _take(value: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _indexable(value: torch.Tensor) -> torch.dtype:
-    """An integer dtype of the same width as uint16, because some supported versions of torch cannot index uint16."""
+    """The dtype in which a tensor is indexed: int16 for uint16, because some versions of torch cannot index uint16."""
     return torch.int16 if value.dtype == torch.uint16 else value.dtype
