@@ -373,7 +373,7 @@ def test_the_server_learns_its_labelled_words(tmp_path):
     ("method", "kwargs", "words"),
     [
         ("fedaux", {}, "'fedaux' scores public rows as a whole.*every word of a row.*Take distillation='feddf'"),
-        ("fedkd", {}, "weighting='class_counts' of FedKD counts rows by their one class.*take weighting='size'"),
+        ("fedkd", {}, "weighting='class_counts' of FedKD needs one class per row.*take weighting='size'"),
     ],
 )
 def test_methods_that_speak_of_whole_rows_are_refused(tmp_path, method, kwargs, words):
