@@ -35,7 +35,7 @@ from .codec import PredictionCodec
 from .cohort import Cohort
 from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 from .losses import kl_divergence
-from .requirements import Disclosure, Requirements
+from .requirements import Requirements
 from .server import DistillationServer
 from .teachers import Teachers
 

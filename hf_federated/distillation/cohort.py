@@ -40,7 +40,7 @@ logger = logging.get_logger(__name__)
 # `ask(phase, client_ids, message_for)` sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
-# `run_on_main(place, find)` calls `find` on the main process and returns its result on all processes.
+# `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
 # Names of F1 scores: the first is common in users' metrics, the others are those of tasks. The first match is used.
 F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
@@ -97,7 +97,7 @@ class Cohort:
         positions ([`~hf_federated.clients.positions.Positions`], *optional*): Positions of the words or tokens that
             the server's model predicts. A row of predictions is then one position. Only positions that the tokenizers
             of the server and of all clients of the cohort keep are exchanged.
-        run_on_main (`Callable`, *optional*): `run_on_main(place, find)` calls `find` on the main process and returns
+        run_on_main (`Callable`, *optional*): `run_on_main(label, find)` calls `find` on the main process and returns
             its result on all processes. All processes run the same rounds. By default, there is one process.
     """
 
@@ -111,7 +111,7 @@ class Cohort:
     extra: WeightedMean | None = None
     teachers: Teachers | None = None
     positions: Positions | None = None
-    run_on_main: RunOnMain = field(default_factory=lambda: lambda place, find: find())
+    run_on_main: RunOnMain = field(default_factory=lambda: lambda label, find: find())
 
     @property
     def client_ids(self) -> list[str]:

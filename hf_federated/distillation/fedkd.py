@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..clients.context import ClientContext
-from ..messages import CLASS_COUNT
+from ..messages import CLASS_COUNT, Disclosure
 from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
 from .client import DistillationClient, LocalDistillation

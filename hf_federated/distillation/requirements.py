@@ -1,4 +1,4 @@
-"""Requirements of a distillation method, and the values that it discloses, as data."""
+"""Requirements of a distillation method, as data."""
 
 from __future__ import annotations
 
@@ -35,34 +35,3 @@ class Requirements:
     client_evaluation: bool = False
     class_probabilities: bool = True
     initial_model: bool = False
-
-
-@dataclass(frozen=True)
-class Disclosure:
-    """
-    A value that leaves a client in addition to parameters, predictions and the fields of an update.
-
-    The model card lists it.
-
-    Args:
-        value (`str`): Noun phrase for the value.
-        per (`str`): What one value belongs to, such as `"public example"` or `"client"`.
-        recipient (`str`, *optional*, defaults to `"server"`): The party that receives it.
-        dp_epsilon (`float`, *optional*): `ε` of the differential privacy of the value.
-        dp_delta (`float`, *optional*): `δ` of the differential privacy of the value.
-
-    Example:
-
-    ```python
-    >>> from hf_federated.distillation import Disclosure
-
-    >>> Disclosure("number of examples", per="class").recipient
-    'server'
-    ```
-    """
-
-    value: str
-    per: str
-    recipient: str = "server"
-    dp_epsilon: float | None = None
-    dp_delta: float | None = None

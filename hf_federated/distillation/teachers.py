@@ -15,7 +15,7 @@ from ..messages import CLASS_COUNT, ClientUpdate
 from ..utils.weighted_mean import State, WeightedMean
 
 
-# `gather(place, tree)` returns the trees of all processes, in the order of their ranks.
+# `gather(label, tree)` returns the trees of all processes, in the order of their ranks.
 Gather = Callable[[str, Any], list[Any]]
 
 
@@ -39,7 +39,7 @@ class Teachers:
         self._server_model = model
         self._exchange_kind = exchange_kind
         self._store = store
-        self._gather: Gather = gather or (lambda place, tree: [tree])
+        self._gather: Gather = gather or (lambda label, tree: [tree])
         # Label histograms of the clients whose models this process stores.
         self._histograms: dict[str, list[float]] = {}
         self._copy: tuple[nn.Module, Exchange] | None = None
@@ -96,12 +96,12 @@ class Teachers:
         exchange.write(self._store.get(client_id)["state"])
         return model.eval()
 
-    def gather_results(self, place: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
+    def gather_results(self, label: str, found: Mapping[str, Any], client_ids: Sequence[str]) -> dict[str, Any]:
         """
         Gather results for some clients from all processes.
 
         Args:
-            place (`str`): Purpose of the call, for error messages.
+            label (`str`): Purpose of the call, for error messages.
             found (`Mapping[str, Any]`): Results of this process, by client: trees of scalars and tensors.
             client_ids (`Sequence[str]`): Clients, in the order of the returned dictionary.
 
