@@ -1,4 +1,4 @@
-"""What a run of `rank_worker.py` left in its directory."""
+"""Read the files that a run of `rank_worker.py` leaves in its directory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 
-# `launch(directory, scenario, world_size, ...)`: a run over some processes; their exit codes and the seconds.
+# `launch(directory, scenario, world_size, ...)` runs a scenario and returns the exit codes and the duration.
 Launch = Callable[..., dict[str, Any]]
-# `finished(scenario, world_size)`: the directory of an undisturbed run.
+# `finished(scenario, world_size)` returns the directory of an undisturbed run.
 Finished = Callable[[str, int], Path]
 
 
@@ -35,6 +35,6 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def last_error(directory: Path, rank: int) -> str:
-    """What ended a process: the last line of its traceback. Libraries may print something at exit."""
+    """The last line of the traceback that ended a process. Libraries may print further lines at exit."""
     log = (directory / f"rank-{rank}.log").read_text()
     return [line for line in log.splitlines() if re.match(r"[\w.]+Error: ", line)][-1]

@@ -1,4 +1,4 @@
-"""What goes wrong, or otherwise than usual, in runs of `rank_worker.py`."""
+"""Failures, deviations of one process and control decisions for runs of `rank_worker.py`."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def is_last_process() -> bool:
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
-def differ(what: str, federation: dict[str, Any], args: dict[str, Any], others: dict[str, Any]) -> None:
-    """What the last process has otherwise than the others."""
-    clients = others["train_dataset"]
-    if what == "seed":
+def differ(setting: str, federation: dict[str, Any], args: dict[str, Any], trainer_kwargs: dict[str, Any]) -> None:
+    """Change one setting of the last process so that it differs from the other processes."""
+    clients = trainer_kwargs["train_dataset"]
+    if setting == "seed":
         args["seed"] = 7
-    elif what == "learning rate":
+    elif setting == "learning rate":
         args["learning_rate"] = 0.5
-    elif what == "parallelism":
+    elif setting == "parallelism":
         federation["parallelism"] = "data"
-    elif what == "aggregation":
+    elif setting == "aggregation":
         federation |= {"aggregation": FedOpt(server_lr=0.5), "aggregation_kwargs": None}
-    elif what == "names":
-        others["train_dataset"] = FederatedDataset.from_dict({f"my {name}": clients[name] for name in clients})
-    elif what == "rows":
-        turned = {name: clients[name].select(range(len(clients[name]) - 1, -1, -1)) for name in clients}
-        others["train_dataset"] = FederatedDataset.from_dict(turned)
-    elif what == "fingerprints":
+    elif setting == "names":
+        trainer_kwargs["train_dataset"] = FederatedDataset.from_dict({f"my {name}": clients[name] for name in clients})
+    elif setting == "rows":
+        reversed_clients = {name: clients[name].select(range(len(clients[name]) - 1, -1, -1)) for name in clients}
+        trainer_kwargs["train_dataset"] = FederatedDataset.from_dict(reversed_clients)
+    elif setting == "fingerprints":
         for number, name in enumerate(clients):
             clients[name]._fingerprint = f"made up {number}"
-    elif what == "clients per round":
+    elif setting == "clients per round":
         federation["clients_per_round"] = 99
-    elif what == "constructor":
-        others["no_such_argument"] = True
-    elif what == "place":
+    elif setting == "constructor":
+        trainer_kwargs["no_such_argument"] = True
+    elif setting == "place":
         args |= {"logging_first_step": True, "hub_token": "hf_of_this_process", "run_name": "of this process"}
     else:
-        raise ValueError(f"Processes cannot differ in {what!r}.")
+        raise ValueError(f"Processes cannot differ in {setting!r}.")
 
 
 class Trouble(FederatedCallback):
-    """Something goes wrong in one process, in the second round or at the end."""
+    """Fail in one process, in the second round or at the end of training."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.kind = kind
@@ -58,7 +58,7 @@ class Trouble(FederatedCallback):
 
     def on_client_end(self, args, state, control, server=None, **kwargs):
         if server.round == 1 and dist.get_rank() != self.rank:
-            time.sleep(1)  # Busy, and not waiting for anyone, when it happens.
+            time.sleep(1)  # This process is busy and not in a collective operation when the failure happens.
         elif server.round == 1:
             if self.kind == "callback":
                 raise ValueError("the callback gave up")
@@ -71,7 +71,7 @@ class Trouble(FederatedCallback):
 
 
 class SlowMain(TrainerCallback):
-    """The main process finds a leftover and takes its time at the end."""
+    """Create a leftover `.incomplete` folder in the main process and delay the main process at the end."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ class SlowMain(TrainerCallback):
 
 
 class TroubleInClient(TrainerCallback):
-    """The rows of client 3 are to blame, in the second round."""
+    """Fail when client 3 trains for the second time."""
 
     def __init__(self) -> None:
         self.num_trainings = 0
@@ -96,7 +96,7 @@ class TroubleInClient(TrainerCallback):
 
 
 class ClientStops(FederatedCallback):
-    """A client's update ends the run. It is seen in one process only."""
+    """Stop the run at the update of client 3, which only one process sees."""
 
     def on_client_end(self, args, state, control, update=None, **kwargs):
         if update.client_id == "client 3":
@@ -104,7 +104,7 @@ class ClientStops(FederatedCallback):
 
 
 class ClientSaves(FederatedCallback):
-    """A client's update in the first round asks for a checkpoint."""
+    """Request a checkpoint at the update of client 3 in the first round."""
 
     def on_client_end(self, args, state, control, update=None, server=None, **kwargs):
         if update.client_id == "client 3" and server.round == 0:
@@ -113,7 +113,7 @@ class ClientSaves(FederatedCallback):
 
 
 class OneProcessStops(TrainerCallback):
-    """A time limit that one process passes first, after two rounds."""
+    """Stop in one process only, after two rounds, as a time limit does that one process reaches first."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and is_last_process():
@@ -121,12 +121,16 @@ class OneProcessStops(TrainerCallback):
 
 
 class OneProcessSaves(TrainerCallback):
+    """Request a checkpoint in one process only, after two rounds."""
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and is_last_process():
             control.should_save = True
 
 
 class OneProcessEvaluates(TrainerCallback):
+    """Request an evaluation in one process only, after two rounds."""
+
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate = state.global_step == 2 and is_last_process()
 

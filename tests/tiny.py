@@ -1,4 +1,4 @@
-"""The smallest things that `Trainer` can really train: a model, rows with a rule, arguments.
+"""The smallest objects that `Trainer` can train: a model, a dataset with a learnable rule, training arguments.
 
 ```python
 trainer = FederatedTrainer(
@@ -25,12 +25,12 @@ ROW_LENGTH = 6
 
 def tiny_model(seed: int = 0, num_labels: int = 2, **config: Any) -> BertForSequenceClassification:
     """
-    A BERT classifier with two layers of 16 and dropout, built from a config.
+    A BERT classifier with two layers, a hidden size of 16 and dropout, built from a config.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`): Of its weights. The global generator is left as it was.
-        num_labels (`int`, *optional*, defaults to `2`): Classes.
-        config (`Any`): Further arguments of `BertConfig`, which win over the defaults here.
+        seed (`int`, *optional*, defaults to `0`): Seed of the weights. The global generator does not change.
+        num_labels (`int`, *optional*, defaults to `2`): Number of classes.
+        config (`Any`): Further arguments of `BertConfig`. They override the defaults here.
     """
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -49,11 +49,11 @@ def tiny_model(seed: int = 0, num_labels: int = 2, **config: Any) -> BertForSequ
 
 def rows(num_rows: int, seed: int = 0) -> Dataset:
     """
-    Rows of six random tokens; the label says whether the first token lies in the upper half of the vocabulary.
+    Examples of six random tokens, labelled by whether the first token lies in the upper half of the vocabulary.
 
     Args:
-        num_rows (`int`): How many.
-        seed (`int`, *optional*, defaults to `0`): Of the tokens.
+        num_rows (`int`): Number of examples.
+        seed (`int`, *optional*, defaults to `0`): Seed of the tokens.
     """
     tokens = np.random.default_rng(seed).integers(1, VOCAB_SIZE, size=(num_rows, ROW_LENGTH))
     return Dataset.from_dict(
@@ -63,11 +63,11 @@ def rows(num_rows: int, seed: int = 0) -> Dataset:
 
 def arguments(output_dir: str | os.PathLike[str], **kwargs: Any) -> TrainingArguments:
     """
-    Quiet training arguments on the CPU; `kwargs` win over the defaults here.
+    Training arguments for the CPU, without progress bars, reports or checkpoints.
 
     Args:
-        output_dir (`str` or `os.PathLike`): Where the trainer writes.
-        kwargs (`Any`): Further arguments of `TrainingArguments`.
+        output_dir (`str` or `os.PathLike`): Output directory of the trainer.
+        kwargs (`Any`): Further arguments of `TrainingArguments`. They override the defaults here.
     """
     values: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -84,12 +84,12 @@ def arguments(output_dir: str | os.PathLike[str], **kwargs: Any) -> TrainingArgu
 
 
 def same_weights(model_a: nn.Module, model_b: nn.Module) -> bool:
-    """Whether two models hold the same names and, bit for bit, the same parameters and buffers."""
+    """Whether two models have the same names and bit-identical parameters and buffers."""
     a, b = model_a.state_dict(), model_b.state_dict()
     return list(a) == list(b) and all(_bits(a[name]) == _bits(b[name]) for name in a)
 
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    # Bytes tell 0.0 from -0.0 and a NaN from none, which == does not.
+    # A comparison of bytes distinguishes 0.0 from -0.0 and treats identical NaN values as equal; `==` does neither.
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tensor.dtype, tensor.shape, raw

@@ -1,4 +1,4 @@
-"""Processes that train for a test, and what their logs have in common."""
+"""Worker processes that train for a test, and logs without timings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 @contextmanager
 def worker(name: str) -> Iterator[Callable[[dict[str, Any]], Any]]:
     """
-    A script beside this file that imports the libraries once and then answers a request a line.
+    Start a script of this folder that imports the libraries once and then answers one request per line.
 
     Args:
-        name (`str`): Of the file.
+        name (`str`): File name of the script.
 
     Yields:
-        `Callable`: Takes a request, whose `"directory"` is made if need be, and returns the answer.
+        `Callable`: Sends a request and returns the answer. Creates the folder `request["directory"]` if necessary.
     """
     folder = Path(__file__).parent
     process = subprocess.Popen(
@@ -45,7 +45,7 @@ def worker(name: str) -> Iterator[Callable[[dict[str, Any]], Any]]:
     process.wait()
 
 
-def without_timings(log: list[dict[str, Any]], *others: str) -> list[dict[str, Any]]:
-    """A log without what it says of how fast a process was, and without entries of other names."""
+def without_timings(log: list[dict[str, Any]], *excluded: str) -> list[dict[str, Any]]:
+    """A log without timings and without the excluded names."""
     timing = re.compile(r"(_runtime|_per_second)$")
-    return [{name: entry[name] for name in entry if not timing.search(name) and name not in others} for entry in log]
+    return [{name: entry[name] for name in entry if not timing.search(name) and name not in excluded} for entry in log]
