@@ -1,4 +1,4 @@
-"""A small distillation: three clients of different architectures, public rows, labelled rows of the server."""
+"""A small distillation with three clients of different architectures, public data and labelled data of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = {"a": 8, "b": 12, "c": 4}
 NUM_PUBLIC, BATCH_SIZE, NUM_CLASSES = 10, 4, 2
 NUM_BATCHES = -(-NUM_PUBLIC // BATCH_SIZE)
 
-# Every method with the settings that make it do something of its own.
+# Every method, with the settings that change its behaviour.
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("adafd", {"weighting": "enwc"}),
     ("adafd", {"weighting": "rnwc", "center": True}),
@@ -39,24 +39,23 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("mhat", {}),
 ]
 
-
-# Those whose clients have the server's architecture.
+# Methods whose clients have the server's architecture.
 SHARED_MODEL = ("fedaux", "feddf", "feddrs", "feded")
 
 
 def client_model(client_id: str) -> Any:
-    """One layer for some, three for the others."""
+    """A client's own model. The client id decides whether it has one or three layers."""
     return tiny_model(seed=ord(client_id), num_hidden_layers=1 + 2 * (ord(client_id) % 2))
 
 
 class Recorder(FederatedCallback):
     """
-    The messages that really went to and fro.
+    Record the messages between the server and the clients.
 
     Args:
-        serialize (`bool`, *optional*, defaults to `False`): Whether they go through bytes.
+        serialize (`bool`, *optional*, defaults to `False`): Whether messages are converted to bytes and back.
         separate (`bool`, *optional*, defaults to `False`):
-            Whether clients have an algorithm of their own, made of the same settings, as in a process of theirs.
+            Whether clients use a separate algorithm object with the same settings, as in another process.
     """
 
     def __init__(self, serialize: bool = False, separate: bool = False) -> None:
@@ -85,31 +84,31 @@ class Recorder(FederatedCallback):
             engine.worker.handle = recorded
 
 
-def distilled(
+def distillation_trainer(
     output_dir: str | os.PathLike[str],
     method: str,
     kwargs: dict[str, Any] | None = None,
     *,
     federation: dict[str, Any] | None = None,
     args: dict[str, Any] | None = None,
-    differ: bool = True,
+    different_models: bool = True,
     record: Recorder | None = None,
-    **others: Any,
+    **trainer_kwargs: Any,
 ) -> FederatedTrainer:
     """
-    A trainer that has not been trained.
+    Build a trainer for a distillation, without training it.
 
     Args:
-        output_dir (`str` or `os.PathLike`): Where it writes.
-        method (`str`): Of `DISTILLATIONS`.
-        kwargs (`dict`, *optional*): The method's settings.
+        output_dir (`str` or `os.PathLike`): Output directory of the trainer.
+        method (`str`): Name in `DISTILLATIONS`.
+        kwargs (`dict`, *optional*): Settings of the method.
         federation (`dict`, *optional*): Further fields of `FederatedConfig`.
         args (`dict`, *optional*): Further training arguments.
-        differ (`bool`, *optional*, defaults to `True`): Whether clients have architectures of their own.
-        record (`Recorder`, *optional*): Notes the messages.
-        others (`Any`): Further arguments of the trainer.
+        different_models (`bool`, *optional*, defaults to `True`): Whether clients have different architectures.
+        record (`Recorder`, *optional*): Callback that records the messages.
+        trainer_kwargs (`Any`): Further arguments of the trainer. They override the defaults here.
     """
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": tiny_model(),
         "train_dataset": {client_id: rows(size, seed=ord(client_id)) for client_id, size in SIZES.items()},
         "public_dataset": rows(NUM_PUBLIC, seed=5).remove_columns("labels"),
@@ -117,9 +116,9 @@ def distilled(
         "eval_dataset": rows(8, seed=7),
     }
     if method == "feddrs":
-        del given["public_dataset"], given["server_dataset"]
-    if differ and method not in SHARED_MODEL:
-        given["client_model_init"] = client_model
+        del defaults["public_dataset"], defaults["server_dataset"]
+    if different_models and method not in SHARED_MODEL:
+        defaults["client_model_init"] = client_model
     trainer = FederatedTrainer(
         args=arguments(output_dir, **(args or {})),
         federation=FederatedConfig(
@@ -128,7 +127,7 @@ def distilled(
             **{"num_rounds": 1 if method == "fedkd" else 2, "local_epochs": 2, **(federation or {})},
         ),
         callbacks=[] if record is None else [record],
-        **{**given, **others},
+        **{**defaults, **trainer_kwargs},
     )
     if record is not None:
         record.trainer = trainer
@@ -136,7 +135,7 @@ def distilled(
 
 
 def client_weights(trainer: FederatedTrainer) -> dict[str, dict[str, torch.Tensor]]:
-    """Each client's own model as it is; none where clients share one."""
+    """Current weights of each client's own model. Empty if the clients share one model."""
     models = trainer.engine.worker.models
     if not isinstance(models, OwnModels):
         return {}
@@ -144,6 +143,6 @@ def client_weights(trainer: FederatedTrainer) -> dict[str, dict[str, torch.Tenso
 
 
 def same_clients(trainer: FederatedTrainer, other: FederatedTrainer) -> bool:
-    """Whether the clients of two trainers have, bit for bit, the same models."""
+    """Whether the clients of two trainers have bit-identical models."""
     a, b = client_weights(trainer), client_weights(other)
     return all(torch.equal(a[client_id][name], b[client_id][name]) for client_id in a for name in a[client_id])

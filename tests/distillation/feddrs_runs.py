@@ -1,8 +1,8 @@
-"""Small runs of FedDRS, and what watches them."""
+"""Small runs of FedDRS, and a callback that records the server's weights."""
 
 from __future__ import annotations
 
-from distilled import SIZES
+from distillation_setup import SIZES
 from tiny import arguments, rows, tiny_model
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
@@ -11,7 +11,7 @@ from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 SMALL = {"num_samples": 6, "sample_length": 5, "num_steps": 3}
 
 
-def trainer_of(output_dir, *, model=None, federation=None, args=None, callbacks=(), data=None, **kwargs):
+def feddrs_trainer(output_dir, *, model=None, federation=None, args=None, callbacks=(), data=None, **kwargs):
     settings = {"num_rounds": 2, "aggregation_kwargs": {"weighting": "uniform"}, **(federation or {})}
     return FederatedTrainer(
         model=tiny_model() if model is None else model,
@@ -23,14 +23,14 @@ def trainer_of(output_dir, *, model=None, federation=None, args=None, callbacks=
     )
 
 
-class Watch(FederatedCallback):
-    """The server's state as it was averaged, and as it was distilled, of each round."""
+class WeightsRecorder(FederatedCallback):
+    """Record the server's weights after the average and after the distillation of each round."""
 
     def __init__(self):
         self.averaged, self.distilled = [], []
 
     def on_distill(self, args, state, control, server, model, **kwargs):
-        # The algorithm's own callback comes after the user's.
+        # The callback of the algorithm runs after the callbacks of the user.
         self.averaged.append({name: value.clone() for name, value in model.state_dict().items()})
 
     def on_round_end(self, args, state, control, server, model, **kwargs):

@@ -1,4 +1,4 @@
-"""A server and its clients in float64, and the true gradients of the server's validation loss by double backward."""
+"""A server and clients in float64, and the exact gradients of the server's validation loss by double backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP_SIZE = 0.3
 
 @dataclass
 class Federation:
-    """A public batch, labelled rows of the server, the server's model, the clients' and their weights."""
+    """A public batch, labelled examples of the server, the server's model, the clients' models and their weights."""
 
     server: nn.Module
     clients: list[nn.Module]
@@ -45,13 +45,13 @@ class Federation:
         return logits if averaged == "logits" else [z.softmax(-1) for z in logits]
 
     def ensemble(self, averaged: str) -> torch.Tensor:
-        """`Σ w_k y^k`, with its graph to every client."""
+        """`Σ w_k y^k`, with a graph to every client."""
         return sum(weight * y for weight, y in zip(self.weights, self.predictions(averaged), strict=True))
 
     def validation_gradients(
         self, teacher: torch.Tensor, loss: Callable[..., torch.Tensor] = soft_cross_entropy
     ) -> dict[str, torch.Tensor]:
-        """`v`, as the server computes it."""
+        """`v`, computed in the same way as on the server."""
         parameters = dict(self.server.named_parameters())
         with evaluation_mode(self.server):
             gradients = loss_gradients(loss(model_logits(self.server, self.public), teacher), parameters)
@@ -60,7 +60,11 @@ class Federation:
 
 
 class Perceptron(nn.Sequential):
-    """4 -> 6 -> classes, smooth, so that differences converge; takes `x=` as a model takes its inputs."""
+    """
+    A perceptron with 4 inputs and 6 hidden units.
+
+    It is smooth, so that finite differences converge. It takes its input as `x=`, as a model takes its inputs.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, num_classes))
@@ -72,7 +76,7 @@ class Perceptron(nn.Sequential):
 def federation(
     kind: str = "mlp", num_classes: int = 3, num_rows: int = 5, weights: tuple[float, ...] = (0.5, 0.3, 0.2)
 ) -> Federation:
-    """A federation whose server is an `"mlp"` or a `"bert"`; its clients are perceptrons, whatever it is."""
+    """Build a federation with an `"mlp"` or a `"bert"` server. The clients are perceptrons in both cases."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clients: list[nn.Module] = [Perceptron(num_classes).double() for _ in weights]
@@ -89,23 +93,24 @@ def federation(
 
 
 class TextServer(nn.Module):
-    """A tiny BERT in float64 that ignores `x`, which is the clients' view of a row."""
+    """A tiny BERT in float64. It ignores `x`, the clients' representation of an example."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        # A larger initial range than BERT's makes derivatives that are not near 0.
+        # With BERT's default initial range, the derivatives would be close to 0.
         self.bert = tiny_model(num_labels=num_classes, initializer_range=0.3).double()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, x: torch.Tensor) -> Any:
         return self.bert(input_ids=input_ids, attention_mask=attention_mask)
 
 
-def true_gradients(
+def exact_gradients(
     federation: Federation, averaged: str, loss: str = "cross_entropy"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """
-    The gradient of the validation loss by the clients' parameters, through the graph of the server's step, and the
-    gradient by the ensemble. In evaluation mode throughout.
+    Gradients of the validation loss with respect to the clients' parameters and the ensemble.
+
+    The graph includes the server's step. All models are in evaluation mode.
     """
     server = federation.server.eval()
     parameters = {name: value.detach().requires_grad_() for name, value in server.named_parameters()}
@@ -115,7 +120,7 @@ def true_gradients(
         return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
 
     ensemble = federation.ensemble(averaged)
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # Fused attention has no second derivative.
         student = logits(parameters, federation.public)
         if loss == "mean_squared_error":
             server_loss = mean_squared_error(student, ensemble)
@@ -130,5 +135,5 @@ def true_gradients(
         }
         validation_loss = F.cross_entropy(logits(stepped, federation.labelled), federation.labels)
         weights = [weight for client in federation.clients for weight in client.parameters()]
-        *found, by_ensemble = torch.autograd.grad(validation_loss, [*weights, ensemble])
-    return found, by_ensemble
+        *client_gradients, ensemble_gradient = torch.autograd.grad(validation_loss, [*weights, ensemble])
+    return client_gradients, ensemble_gradient

@@ -1,4 +1,4 @@
-"""Tagging by clients whose models and tokenizers differ, and language modelling by clients that share a tokenizer."""
+"""A small distillation of tagging models with clients whose models and tokenizers differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from distilled import Recorder
+from distillation_setup import Recorder
 from tiny import arguments
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel, WordPiece
@@ -29,15 +29,15 @@ TAGS = ["O", "B-X", "I-X"]
 LETTERS = "abc"
 
 
-def whole_words(**settings: Any) -> PreTrainedTokenizerFast:
-    """One word, one token."""
+def word_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per word."""
     model = Tokenizer(WordLevel({w: i for i, w in enumerate(["<pad>", "<unk>", *WORDS])}, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", unk_token="<unk>", **settings)
 
 
-def letters(**settings: Any) -> PreTrainedTokenizerFast:
-    """One letter, one token."""
+def letter_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per letter."""
     pieces = ["<pad>", "<unk>", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     model = Tokenizer(WordPiece({w: i for i, w in enumerate(pieces)}, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
@@ -45,7 +45,7 @@ def letters(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def sentences(num_rows: int, seed: int) -> Dataset:
-    """Rows of one to five words, tagged by their first letter."""
+    """Examples of one to five words. The first letter of a word determines its tag."""
     draw = random.Random(seed)
     rows = [draw.choices(WORDS, k=draw.randint(1, 5)) for _ in range(num_rows)]
     return Dataset.from_dict(
@@ -54,7 +54,7 @@ def sentences(num_rows: int, seed: int) -> Dataset:
 
 
 LABELS = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: i for i, tag in enumerate(TAGS)}}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert(seed: int = 0, **config: Any) -> BertForTokenClassification:
@@ -77,34 +77,36 @@ PUBLIC = sentences(7, seed=5).remove_columns("ner_tags")
 SIZES = {"a": 6, "b": 9}
 
 
-def tagger(
+def tagging_trainer(
     output_dir: Any,
     method: str,
     kwargs: dict[str, Any] | None = None,
     *,
-    differ: bool = True,
+    different_models: bool = True,
     record: Recorder | None = None,
     args: dict[str, Any] | None = None,
     federation: dict[str, Any] | None = None,
-    **others: Any,
+    **trainer_kwargs: Any,
 ) -> FederatedTrainer:
     """
-    A trainer that has not been trained: the server and client `a` have a BERT and whole words, and client `b` has a
-    DistilBERT and letters, if clients differ.
+    Build a trainer for tagging, without training it.
+
+    The server has a BERT and the word tokenizer. With `different_models`, client `a` has another BERT, and client `b`
+    has a DistilBERT and the letter tokenizer. `trainer_kwargs` override the defaults here.
     """
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": bert(),
-        "processing_class": whole_words(),
+        "processing_class": word_tokenizer(),
         "task": SequenceTagging(TAGS),
         "train_dataset": {client_id: sentences(size, ord(client_id)) for client_id, size in SIZES.items()},
         "public_dataset": PUBLIC,
         "server_dataset": sentences(5, seed=6),
         "eval_dataset": None,
     }
-    if differ and method not in ("feddf", "feded"):
-        given["clients"] = {
+    if different_models and method not in ("feddf", "feded"):
+        defaults["clients"] = {
             "a": ClientSpec(model=bert(seed=3, num_hidden_layers=2)),
-            "b": ClientSpec(model=distilbert(), processing_class=letters()),
+            "b": ClientSpec(model=distilbert(), processing_class=letter_tokenizer()),
         }
     trainer = FederatedTrainer(
         args=arguments(output_dir, **(args or {})),
@@ -112,7 +114,7 @@ def tagger(
             distillation=method, distillation_kwargs=kwargs, **{"num_rounds": 1, **(federation or {})}
         ),
         callbacks=[] if record is None else [record],
-        **{**given, **others},
+        **{**defaults, **trainer_kwargs},
     )
     if record is not None:
         record.trainer = trainer

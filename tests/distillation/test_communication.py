@@ -1,8 +1,9 @@
-"""How many numbers each method sends, against the formulas of Ma et al. (FedID, EMNLP 2023), table 5.
+"""Number of values that each method sends, against the formulas of Ma et al. (FedID, EMNLP 2023), table 5.
 
-With `N` public rows, `C` classes, `K` clients and `T` rounds a method whose clients send predictions and receive the
-ensemble costs `N·C·(K+1)·T` numbers if what all clients receive is counted once; the ledger counts it for each client.
-What a message needs beside its tensors, its header, is read off its bytes: a safetensors file begins with its length.
+There are `N` public examples, `C` classes, `K` clients and `T` rounds. A method whose clients send predictions and
+receive the ensemble costs `N·C·(K+1)·T` values if a broadcast to all clients counts once. The ledger counts a
+broadcast once for each client. The tests subtract the header of each message: a message has the format of safetensors,
+which begins with the length of its header.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import json
 
 import pytest
 from datasets import Dataset
-from distilled import BATCH_SIZE, METHODS, NUM_CLASSES, NUM_PUBLIC, SHARED_MODEL, SIZES, Recorder, distilled
+from distillation_setup import (
+    BATCH_SIZE,
+    METHODS,
+    NUM_CLASSES,
+    NUM_PUBLIC,
+    SHARED_MODEL,
+    SIZES,
+    Recorder,
+    distillation_trainer,
+)
 from tiny import rows, tiny_model
 
 from hf_federated.distillation import PredictionCodec
@@ -20,43 +30,44 @@ from hf_federated.messages import CLASS_COUNT, ClientUpdate, Message
 
 
 NUM_CLIENTS, NUM_ROUNDS = len(SIZES), 2
-NUMBERS = NUM_PUBLIC * NUM_CLASSES
+NUM_VALUES = NUM_PUBLIC * NUM_CLASSES
 FLOAT_BYTES = 4
 NUM_PARAMETERS = sum(parameter.numel() for parameter in tiny_model().parameters())
 
-# Numbers that reach each client in a round.
+# Number of values that each client receives in a round.
 DOWN = {
-    "adafd": NUMBERS,
-    "cronus": NUMBERS,
-    "dsfl": NUMBERS,
+    "adafd": NUM_VALUES,
+    "cronus": NUM_VALUES,
+    "dsfl": NUM_VALUES,
     "fedaux": NUM_PARAMETERS,
     "feddf": NUM_PARAMETERS,
     "feddrs": NUM_PARAMETERS,
     "feded": NUM_PARAMETERS,
     "fedkd": 0,
-    "fedmd": NUMBERS,
-    "mhat": NUMBERS,
-    "chain_rule": 2 * NUMBERS,
-    "per_example": NUMBERS + NUM_PUBLIC,
-    "mpl_sampled": NUMBERS,
-    "mpl": NUMBERS,
-    "none": NUMBERS,
+    "fedmd": NUM_VALUES,
+    "mhat": NUM_VALUES,
+    "chain_rule": 2 * NUM_VALUES,
+    "per_example": NUM_VALUES + NUM_PUBLIC,
+    "mpl_sampled": NUM_VALUES,
+    "mpl": NUM_VALUES,
+    "none": NUM_VALUES,
 }
 
-# Numbers that a client sends in a round where it is not its predictions alone: parameters, and scores of the public
-# rows.
+# Number of values that a client sends in a round, for methods that send parameters or scores of public examples.
 UP = {
-    "fedaux": NUMBERS + NUM_PARAMETERS + NUM_PUBLIC,
-    "feddf": NUMBERS + NUM_PARAMETERS,
+    "fedaux": NUM_VALUES + NUM_PARAMETERS + NUM_PUBLIC,
+    "feddf": NUM_VALUES + NUM_PARAMETERS,
     "feddrs": NUM_PARAMETERS,
 }
 
 
-def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **others):
-    """A run with one step of local training a round, and its messages."""
+def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **trainer_kwargs):
+    """Train with one local step per round and record the messages."""
     record = Recorder()
     federation = {"num_rounds": num_rounds, "local_epochs": 1, "local_steps": 1}
-    trainer = distilled(tmp_path, method, kwargs, federation=federation, record=record, eval_dataset=None, **others)
+    trainer = distillation_trainer(
+        tmp_path, method, kwargs, federation=federation, record=record, eval_dataset=None, **trainer_kwargs
+    )
     trainer.train()
     return trainer, record
 
@@ -79,7 +90,7 @@ def header_bytes(message: Message) -> int:
 
 
 def tensor_bytes(trainer, messages, round, client_id, direction) -> int:
-    """What the ledger counted in a direction, without headers."""
+    """Bytes that the ledger counted in a direction, without headers."""
     counted = trainer.ledger.account(round, client_id)[("down", "up").index(direction)]
     return counted - sum(
         header_bytes(message) for message in messages if (message.round, message.client_id) == (round, client_id)
@@ -87,11 +98,11 @@ def tensor_bytes(trainer, messages, round, client_id, direction) -> int:
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
+def test_number_of_sent_values_matches_the_formulas(tmp_path, method, kwargs):
     num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
     trainer, record = trained(tmp_path, method, kwargs, num_rounds)
     down = FLOAT_BYTES * DOWN[kwargs.get("feedback", method)]
-    up = FLOAT_BYTES * UP.get(method, NUMBERS)
+    up = FLOAT_BYTES * UP.get(method, NUM_VALUES)
     for round in range(num_rounds):
         for client_id in SIZES:
             assert tensor_bytes(trainer, record.sent, round, client_id, "down") == down
@@ -100,33 +111,38 @@ def test_numbers_sent_are_those_of_the_formulas(tmp_path, method, kwargs):
 
 
 def largest_headers(record) -> dict[type[Message], tuple[int, int, int]]:
-    """By kind of message the longest header, and how many tensors and class counts that message has."""
-    found: dict[type[Message], tuple[int, int, int]] = {}
+    """The longest header of each message type, with the number of tensors and of class counts in the message."""
+    largest: dict[type[Message], tuple[int, int, int]] = {}
     for message in record.sent + record.received:
         blob = message.to_bytes()
         names = json.loads(blob[8 : header_bytes(message)])
         counts = sum(name.startswith(CLASS_COUNT) for name in getattr(message, "metrics", {}))
         size = (header_bytes(message), len(names), counts)
-        found[type(message)] = max(size, found.get(type(message), size))
-    return found
+        largest[type(message)] = max(size, largest.get(type(message), size))
+    return largest
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_headers_do_not_grow_with_rows_or_classes(tmp_path, method, kwargs):
-    """So no number that the formulas leave out can stand in one."""
+def test_headers_do_not_grow_with_examples_or_classes(tmp_path, method, kwargs):
+    """Headers cannot hold values that the formulas leave out."""
     _, record = trained(tmp_path / "a", method, kwargs, num_rounds=1)
-    others = FOUR_CLASSES | {"public_dataset": four_classes(2 * NUM_PUBLIC, seed=5)}
+    trainer_kwargs = FOUR_CLASSES | {"public_dataset": four_classes(2 * NUM_PUBLIC, seed=5)}
     if method in SHARED_MODEL:
-        del others["client_model_init"]
+        del trainer_kwargs["client_model_init"]
     if method == "feddrs":
-        del others["public_dataset"], others["server_dataset"]
+        del trainer_kwargs["public_dataset"], trainer_kwargs["server_dataset"]
     _, larger = trained(
-        tmp_path / "b", method, kwargs, num_rounds=1, args={"per_device_train_batch_size": 2 * BATCH_SIZE}, **others
+        tmp_path / "b",
+        method,
+        kwargs,
+        num_rounds=1,
+        args={"per_device_train_batch_size": 2 * BATCH_SIZE},
+        **trainer_kwargs,
     )
     before, after = largest_headers(record), largest_headers(larger)
     assert before.keys() == after.keys()
     for kind, (length, num_tensors, num_counts) in after.items():
-        # A few digits of shapes, offsets and other numbers, and what clients are said to count.
+        # Additional digits of shapes, offsets and other numbers, and the entries of class counts.
         allowed = 3 * num_tensors + 32 + 48 * (num_counts - before[kind][2])
         assert length - before[kind][0] <= allowed, kind
 
@@ -135,25 +151,25 @@ def test_headers_do_not_grow_with_rows_or_classes(tmp_path, method, kwargs):
     ("method", "kwargs", "num_broadcasts"),
     [("mhat", {}, 1), ("dsfl", {}, 1), ("fedid", {"feedback": "none"}, 1), ("fedid", {}, 2)],
 )
-def test_a_broadcast_that_counts_once_gives_the_papers_table(tmp_path, method, kwargs, num_broadcasts):
+def test_number_of_values_matches_the_paper_when_broadcasts_count_once(tmp_path, method, kwargs, num_broadcasts):
     trainer, record = trained(tmp_path, method, kwargs)
     total = sum(
         tensor_bytes(trainer, record.received, round, client_id, "up")
         for round in range(NUM_ROUNDS)
         for client_id in SIZES
     ) + sum(tensor_bytes(trainer, record.sent, round, "a", "down") for round in range(NUM_ROUNDS))
-    assert total / FLOAT_BYTES == NUMBERS * (NUM_CLIENTS + num_broadcasts) * NUM_ROUNDS
+    assert total / FLOAT_BYTES == NUM_VALUES * (NUM_CLIENTS + num_broadcasts) * NUM_ROUNDS
 
 
-def test_feddrs_costs_what_fedavg_does_and_a_label_histogram(tmp_path):
+def test_feddrs_costs_the_same_as_fedavg_plus_a_label_histogram(tmp_path):
     kwargs = next(kwargs for method, kwargs in METHODS if method == "feddrs")
     _, record = trained(tmp_path / "a", "feddrs", kwargs, num_rounds=1)
-    without = {"differ": False, "public_dataset": None, "server_dataset": None}
+    without = {"different_models": False, "public_dataset": None, "server_dataset": None}
     _, plain = trained(tmp_path / "b", None, num_rounds=1, **without)
     assert [message.num_bytes for message in record.sent] == [message.num_bytes for message in plain.sent]
     for reply, averaged in zip(record.received, plain.received, strict=True):
         assert reply.metrics.keys() - averaged.metrics.keys() == {f"{CLASS_COUNT}{n}" for n in range(NUM_CLASSES)}
-        # The histogram stands in the header.
+        # The histogram is in the header.
         with_histogram = dataclasses.replace(averaged, metrics={**reply.metrics, **averaged.metrics})
         assert reply.num_bytes == with_histogram.num_bytes
 
@@ -169,7 +185,7 @@ def test_feddrs_costs_what_fedavg_does_and_a_label_histogram(tmp_path):
     ],
 )
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
-def test_predictions_that_travel_smaller_cost_what_their_codec_says(tmp_path, method, prediction):
+def test_compressed_predictions_have_the_size_that_the_codec_computes(tmp_path, method, prediction):
     trainer, record = trained(
         tmp_path,
         method,
@@ -179,7 +195,7 @@ def test_predictions_that_travel_smaller_cost_what_their_codec_says(tmp_path, me
     )
     codec = PredictionCodec(prediction.get("prediction_dtype", "float32"), prediction.get("top_k"))
     predictions = NUM_PUBLIC * codec.num_bytes_per_row(4)
-    # Gradients are not logits, of which a few could stand for all.
+    # `top_k` does not apply to gradients.
     feedback = NUM_PUBLIC * codec.dense.num_bytes_per_row(4) if method == "fedid" else 0
     for client_id in SIZES:
         assert tensor_bytes(trainer, record.received, 0, client_id, "up") == predictions
@@ -187,7 +203,7 @@ def test_predictions_that_travel_smaller_cost_what_their_codec_says(tmp_path, me
     assert predictions < NUM_PUBLIC * 4 * FLOAT_BYTES
 
 
-def test_local_training_costs_no_numbers(tmp_path):
+def test_local_training_messages_contain_no_tensors(tmp_path):
     _, record = trained(tmp_path, "mhat")
     for message in record.sent + record.received:
         if message.kind in ("fit", ClientUpdate.kind):

@@ -1,4 +1,4 @@
-"""Whom a distillation leaves out, and what it bears."""
+"""Clients that a distillation leaves out, and unusual inputs that a distillation accepts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from distilled import NUM_PUBLIC, SIZES, Recorder, client_model, client_weights, distilled, same_clients
+from distillation_setup import (
+    NUM_PUBLIC,
+    SIZES,
+    Recorder,
+    client_model,
+    client_weights,
+    distillation_trainer,
+    same_clients,
+)
 from peft import LoraConfig, get_peft_model
 from tiny import rows, same_weights, tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -28,8 +36,8 @@ from hf_federated.messages.validation import RoundFailedError
 # ---- Clients that fail
 
 
-class Poison(FederatedCallback):
-    """Damages a client's model behind its back, just before it predicts."""
+class SetBiasesToNaN(FederatedCallback):
+    """Set biases in the models of clients to NaN just before the clients predict."""
 
     def __init__(self, *client_ids: str) -> None:
         self.client_ids = client_ids
@@ -45,29 +53,29 @@ class Poison(FederatedCallback):
         self.rejected.append(server.rejected)
 
 
-def poisoned(tmp_path, method, *client_ids, **others):
-    poison = Poison(*client_ids)
-    trainer = distilled(tmp_path, method, record=poison, **others)
-    return trainer, poison
+def trainer_with_nan_clients(tmp_path, method, *client_ids, **kwargs):
+    callback = SetBiasesToNaN(*client_ids)
+    trainer = distillation_trainer(tmp_path, method, record=callback, **kwargs)
+    return trainer, callback
 
 
 @pytest.mark.parametrize("method", ["dsfl", "fedid", "adafd"])
-def test_a_client_that_predicts_nan_is_left_out_by_name(tmp_path, method):
-    trainer, poison = poisoned(tmp_path, method, "b", federation={"num_rounds": 1})
+def test_client_with_nan_predictions_is_left_out_and_named(tmp_path, method):
+    trainer, callback = trainer_with_nan_clients(tmp_path, method, "b", federation={"num_rounds": 1})
     trainer.train()
-    assert list(poison.rejected[0]) == ["b"]
-    assert "Client 'b', round 0" in poison.rejected[0]["b"] and "NaN" in poison.rejected[0]["b"]
+    assert list(callback.rejected[0]) == ["b"]
+    assert "Client 'b', round 0" in callback.rejected[0]["b"] and "NaN" in callback.rejected[0]["b"]
     weights = client_weights(trainer)
     assert all(value.isfinite().all() for client_id in "ac" for value in weights[client_id].values())
     assert all(value.isfinite().all() for value in trainer.exchange.read().values())
     assert trainer.state.log_history[0]["federated/num_failed"] == 1
 
 
-def test_the_others_learn_as_if_it_had_not_been_asked(tmp_path):
-    """The client is left out of the ensemble and of its weights."""
-    trainer, _ = poisoned(tmp_path / "a", "dsfl", "b", federation={"num_rounds": 1})
+def test_left_out_client_does_not_affect_the_result(tmp_path):
+    """Neither the ensemble nor its weights include the client."""
+    trainer, _ = trainer_with_nan_clients(tmp_path / "a", "dsfl", "b", federation={"num_rounds": 1})
     trainer.train()
-    without = distilled(
+    without = distillation_trainer(
         tmp_path / "b",
         "dsfl",
         federation={"num_rounds": 1},
@@ -75,21 +83,21 @@ def test_the_others_learn_as_if_it_had_not_been_asked(tmp_path):
     )
     without.train()
     assert same_weights(trainer.model, without.model)
-    ours, theirs = client_weights(trainer), client_weights(without)
-    assert all(torch.equal(ours[key][name], theirs[key][name]) for key in "ac" for name in ours[key])
+    weights, expected = client_weights(trainer), client_weights(without)
+    assert all(torch.equal(weights[key][name], expected[key][name]) for key in "ac" for name in weights[key])
 
 
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
-def test_too_few_clients_fail_the_round(tmp_path, method):
-    trainer, _ = poisoned(tmp_path, method, "a", "b", federation={"min_clients": 2})
+def test_round_fails_when_fewer_than_min_clients_are_left(tmp_path, method):
+    trainer, _ = trainer_with_nan_clients(tmp_path, method, "a", "b", federation={"min_clients": 2})
     with pytest.raises(RoundFailedError, match="Round 0: 1 clients are left for distillation, and min_clients=2.*'b'"):
         trainer.train()
-    # The server's model is that of the last finished aggregation.
+    # The server keeps the model of the last finished aggregation.
     assert same_weights(trainer.model, tiny_model())
 
 
-class Misreports(Poison):
-    """Lets client `b` report something else of its training."""
+class ReplaceMetrics(SetBiasesToNaN):
+    """Replace metrics in the training report of client `b`."""
 
     def __init__(self, **metrics) -> None:
         super().__init__()
@@ -103,8 +111,8 @@ class Misreports(Poison):
             reply = handle(message)
             if isinstance(reply, ClientUpdate) and reply.client_id == "b":
                 metrics = {**reply.metrics, **self.metrics}
-                told = {name: value for name, value in metrics.items() if value is not ABSENT}
-                reply = dataclasses.replace(reply, metrics=told)
+                reported = {name: value for name, value in metrics.items() if value is not ABSENT}
+                reply = dataclasses.replace(reply, metrics=reported)
             return reply
 
         worker.handle = handled
@@ -115,21 +123,23 @@ ABSENT = object()
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -0.5, ABSENT])
 @pytest.mark.parametrize("weighting", ["enwc", "rnwc", "llm"])
-def test_a_client_that_reports_no_loss_is_left_out_by_name(tmp_path, weighting, loss):
+def test_client_with_an_invalid_loss_is_left_out_and_named(tmp_path, weighting, loss):
     kwargs = {"weighting": weighting, **({"generate": lambda prompt: "1, 1"} if weighting == "llm" else {})}
-    record = Misreports(min_epoch_loss=loss)
-    trainer = distilled(tmp_path, "adafd", kwargs, record=record, federation={"num_rounds": 1})
+    record = ReplaceMetrics(min_epoch_loss=loss)
+    trainer = distillation_trainer(tmp_path, "adafd", kwargs, record=record, federation={"num_rounds": 1})
     trainer.train()
     assert list(record.rejected[0]) == ["b"]
-    given = None if loss is ABSENT else loss
-    assert f"Client 'b', round 0: it reports {given!r} as the smallest mean loss" in record.rejected[0]["b"]
+    reported = None if loss is ABSENT else loss
+    assert f"Client 'b', round 0: it reports {reported!r} as the smallest mean loss" in record.rejected[0]["b"]
     assert list(trainer.distillation.weights) == ["a", "c"]
     assert sum(trainer.distillation.weights.values()) == pytest.approx(1)
 
 
-def test_a_loss_that_nobody_is_weighed_by_may_be_anything(tmp_path):
-    record = Misreports(min_epoch_loss=-1.0)
-    trainer = distilled(tmp_path, "adafd", {"weighting": "size"}, record=record, federation={"num_rounds": 1})
+def test_invalid_loss_is_accepted_when_the_weights_do_not_use_it(tmp_path):
+    record = ReplaceMetrics(min_epoch_loss=-1.0)
+    trainer = distillation_trainer(
+        tmp_path, "adafd", {"weighting": "size"}, record=record, federation={"num_rounds": 1}
+    )
     trainer.train()
     assert record.rejected == [{}]
 
@@ -146,31 +156,31 @@ def test_a_loss_that_nobody_is_weighed_by_may_be_anything(tmp_path):
         {"class_count_0": math.inf},
     ],
 )
-def test_a_client_that_miscounts_its_rows_is_left_out_by_name(tmp_path, counts):
-    record = Misreports(**counts)
-    trainer = distilled(tmp_path / "a", "fedkd", record=record)
+def test_client_with_invalid_class_counts_is_left_out_and_named(tmp_path, counts):
+    record = ReplaceMetrics(**counts)
+    trainer = distillation_trainer(tmp_path / "a", "fedkd", record=record)
     trainer.train()
     assert list(record.rejected[0]) == ["b"]
     assert "Client 'b', round 0: it reports {" in record.rejected[0]["b"]
     assert "as its rows of each class" in record.rejected[0]["b"]
-    # By rows nobody asks for them.
-    record = Misreports(**counts)
-    distilled(tmp_path / "b", "fedkd", {"weighting": "size"}, record=record).train()
+    # Weighting by size does not use class counts.
+    record = ReplaceMetrics(**counts)
+    distillation_trainer(tmp_path / "b", "fedkd", {"weighting": "size"}, record=record).train()
     assert record.rejected == [{}]
 
 
 class Diverge(TrainerCallback):
-    """The training of a model with three layers ends in infinities."""
+    """Set weights of a model with three layers to infinity at the end of its training."""
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         if model.config.num_hidden_layers == 3:
             model.classifier.weight.data.fill_(math.inf)
 
 
-def test_a_client_whose_training_diverges_gets_its_model_back(tmp_path):
+def test_client_model_is_restored_when_local_training_diverges(tmp_path):
     models = {"a": 1, "b": 3, "c": 1}
     record = Recorder()
-    trainer = distilled(
+    trainer = distillation_trainer(
         tmp_path,
         "dsfl",
         record=record,
@@ -184,10 +194,12 @@ def test_a_client_whose_training_diverges_gets_its_model_back(tmp_path):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize(("method", "kwargs"), [("fedmd", {"client_lr": 1e30}), ("fedid", {"client_lr": 1e30})])
-def test_a_client_whose_distillation_diverges_keeps_finite_numbers(tmp_path, method, kwargs):
+@pytest.mark.parametrize(
+    ("method", "kwargs"), [("fedmd", {"client_learning_rate": 1e30}), ("fedid", {"client_learning_rate": 1e30})]
+)
+def test_client_weights_stay_finite_when_distillation_diverges(tmp_path, method, kwargs):
     args = {"optim": "sgd", "max_grad_norm": 0.0}
-    trainer = distilled(tmp_path, method, kwargs, args=args, client_model_init=client_model)
+    trainer = distillation_trainer(tmp_path, method, kwargs, args=args, client_model_init=client_model)
     with pytest.raises(RoundFailedError):
         trainer.train()
     for client_id, weights in client_weights(trainer).items():
@@ -197,8 +209,8 @@ def test_a_client_whose_distillation_diverges_keeps_finite_numbers(tmp_path, met
             assert all(value.isfinite().all() for value in weights.values())
 
 
-def test_a_step_with_an_infinite_gradient_changes_neither_model_nor_optimizer(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", federation={"num_rounds": 1})
+def test_non_finite_gradient_changes_neither_model_nor_optimizer(tmp_path):
+    trainer = distillation_trainer(tmp_path, "dsfl", federation={"num_rounds": 1})
     trainer.train()
     model = trainer.engine.worker.models.open("a")
     before, state = model.exchange.read(), copy.deepcopy(model.student.state_dict())
@@ -213,18 +225,20 @@ def test_a_step_with_an_infinite_gradient_changes_neither_model_nor_optimizer(tm
     assert state["scheduler"] == model.student.state_dict()["scheduler"]
 
 
-def test_a_server_that_diverges_says_so(tmp_path):
-    trainer = distilled(tmp_path, "mhat", {"server_lr": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0})
-    with pytest.raises(FloatingPointError, match="`server_lr`"):
+def test_diverging_server_raises_an_error(tmp_path):
+    trainer = distillation_trainer(
+        tmp_path, "mhat", {"server_learning_rate": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0}
+    )
+    with pytest.raises(FloatingPointError, match="`server_learning_rate`"):
         trainer.train()
 
 
-def test_a_client_that_cannot_evaluate_has_no_say_in_the_ensemble(tmp_path):
+def test_client_without_evaluation_data_is_left_out_of_the_ensemble(tmp_path):
     def accuracy(prediction):
         return {"f1": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    record = Poison()
-    trainer = distilled(
+    record = SetBiasesToNaN()
+    trainer = distillation_trainer(
         tmp_path,
         "adafd",
         {"weighting": "llm", "generate": lambda prompt: "1, 1", "clients_evaluate": True},
@@ -238,20 +252,20 @@ def test_a_client_that_cannot_evaluate_has_no_say_in_the_ensemble(tmp_path):
     assert trainer.distillation.weights == {"a": 0.5, "c": 0.5}
 
 
-# ---- Borne
+# ---- Accepted inputs
 
 
 @pytest.mark.parametrize("method", ["fedid", "adafd", "feded"])
-def test_one_client_is_a_federation_too(tmp_path, method):
-    trainer = distilled(tmp_path, method, train_dataset={"a": rows(8)})
+def test_distillation_with_one_client_trains_the_server(tmp_path, method):
+    trainer = distillation_trainer(tmp_path, method, train_dataset={"a": rows(8)})
     trainer.train()
     assert not same_weights(trainer.model, tiny_model())
 
 
-def test_client_ids_of_any_characters(tmp_path):
+def test_client_ids_may_contain_any_characters(tmp_path):
     ids = ["../up", "ümlaut — 東京", "a b/c\\d", "weight/a", "0"]
     federation = {"client_store": "disk", "max_resident_clients": 2, "num_rounds": 1}
-    trainer = distilled(
+    trainer = distillation_trainer(
         tmp_path,
         "adafd",
         train_dataset={client_id: rows(4, seed=number) for number, client_id in enumerate(ids)},
@@ -266,7 +280,7 @@ def test_client_ids_of_any_characters(tmp_path):
     assert sum(entry[f"federated/weight/{client_id}"] for client_id in ids) == pytest.approx(1)
 
 
-def test_adapters_share_their_frozen_base(tmp_path):
+def test_adapters_of_clients_share_the_frozen_base_model(tmp_path):
     base = tiny_model()
 
     def adapted():
@@ -276,13 +290,15 @@ def test_adapters_share_their_frozen_base(tmp_path):
                 copy.deepcopy(base), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
             )
 
-    trainer = distilled(tmp_path, "fedid", differ=False, model=adapted(), server_dataset=rows(6, seed=6))
+    trainer = distillation_trainer(
+        tmp_path, "fedid", different_models=False, model=adapted(), server_dataset=rows(6, seed=6)
+    )
     trainer.train()
     models = [trainer.engine.worker.models.open(client_id).trainer.model for client_id in SIZES]
     parameters = [dict(model.named_parameters()) for model in (trainer.model, *models)]
     for name, parameter in parameters[0].items():
-        same = {id(of_one[name]) for of_one in parameters}
-        assert len(same) == (4 if parameter.requires_grad else 1), name
+        identities = {id(model_parameters[name]) for model_parameters in parameters}
+        assert len(identities) == (4 if parameter.requires_grad else 1), name
     values = client_weights(trainer)
     assert not torch.equal(*(next(value for name, value in values[key].items() if "lora_B" in name) for key in "ab"))
     trainer.save_model(tmp_path / "saved")
@@ -292,7 +308,7 @@ def test_adapters_share_their_frozen_base(tmp_path):
 @pytest.mark.parametrize("args", [{}, {"bf16_full_eval": True}])
 def test_clients_evaluate_their_own_models(tmp_path, args):
     eval_rows = {client_id: rows(6, seed=40 + number) for number, client_id in enumerate(SIZES)}
-    trainer = distilled(
+    trainer = distillation_trainer(
         tmp_path,
         "dsfl",
         eval_dataset=FederatedDataset.from_dict(eval_rows),
@@ -307,8 +323,8 @@ def test_clients_evaluate_their_own_models(tmp_path, args):
         assert trainer.client_metrics[client_id]["eval_loss"] == pytest.approx(float(found.loss), rel=1e-4)
 
 
-def test_the_servers_model_is_an_ordinary_one_afterwards(tmp_path):
-    trainer = distilled(tmp_path, "fedid", args={"save_strategy": "epoch", "eval_strategy": "epoch"})
+def test_trained_server_model_can_be_saved_loaded_and_used_for_prediction(tmp_path):
+    trainer = distillation_trainer(tmp_path, "fedid", args={"save_strategy": "epoch", "eval_strategy": "epoch"})
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -320,12 +336,12 @@ def test_the_servers_model_is_an_ordinary_one_afterwards(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(predictions.metrics["test_loss"])
 
 
-def test_a_language_models_function_is_written_by_its_name(tmp_path):
+def test_generate_function_is_saved_by_name(tmp_path):
     def generate(prompt: str) -> str:
         return "1, 1, 1"
 
     def build():
-        return distilled(
+        return distillation_trainer(
             tmp_path, "adafd", {"weighting": "llm", "generate": generate}, args={"save_strategy": "epoch"}
         )
 
@@ -336,30 +352,32 @@ def test_a_language_models_function_is_written_by_its_name(tmp_path):
     assert "0x" not in repr(trainer.distillation)
     build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     with pytest.raises(ValueError, match="give a function from a prompt"):
-        distilled(tmp_path, "adafd", {"weighting": "llm", "generate": 3})
+        distillation_trainer(tmp_path, "adafd", {"weighting": "llm", "generate": 3})
     with pytest.raises(ValueError, match="no model is found there.*give the function itself"):
-        distilled(tmp_path, "adafd", saved["distillation_kwargs"])
+        distillation_trainer(tmp_path, "adafd", saved["distillation_kwargs"])
 
 
-def test_training_again_starts_clients_afresh(tmp_path):
-    trainer = distilled(tmp_path / "a", "dsfl", federation={"num_rounds": 1, "client_store": "disk"})
+def test_second_train_call_starts_from_initial_client_models(tmp_path):
+    trainer = distillation_trainer(tmp_path / "a", "dsfl", federation={"num_rounds": 1, "client_store": "disk"})
     trainer.train()
     first = client_weights(trainer)
     trained = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
-    # The server goes on from its model, as a trainer does; clients trained from theirs as it was made.
-    fresh = distilled(tmp_path / "b", "dsfl", federation={"num_rounds": 1})
+    # The server continues from its model, as a `Trainer` does. The clients start from their initial models.
+    fresh = distillation_trainer(tmp_path / "b", "dsfl", federation={"num_rounds": 1})
     fresh.model.load_state_dict(trained)
     fresh.train()
     assert same_clients(trainer, fresh) and same_weights(trainer.model, fresh.model)
     assert all(
         torch.equal(first[key][name], value)
-        for key, of in client_weights(trainer).items()
-        for name, value in of.items()
+        for key, weights in client_weights(trainer).items()
+        for name, value in weights.items()
     )
     assert trainer.ledger.to_dict() == fresh.ledger.to_dict()
 
 
-def test_public_rows_fewer_than_a_batch(tmp_path):
+def test_public_dataset_smaller_than_a_batch(tmp_path):
     assert NUM_PUBLIC > 1
-    distilled(tmp_path, "fedid", public_dataset=Dataset.from_dict(rows(1)[:1]), federation={"num_rounds": 1}).train()
+    distillation_trainer(
+        tmp_path, "fedid", public_dataset=Dataset.from_dict(rows(1)[:1]), federation={"num_rounds": 1}
+    ).train()

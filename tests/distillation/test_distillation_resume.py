@@ -1,31 +1,31 @@
-"""A run that is killed in the midst of a round's distillation goes on to the same bytes, whatever the method."""
+"""For every method, a run that is killed during a distillation resumes and gives identical weights."""
 
 from __future__ import annotations
 
 import pytest
-from distilled import METHODS, SHARED_MODEL, Recorder, distilled, same_clients
+from distillation_setup import METHODS, SHARED_MODEL, Recorder, distillation_trainer, same_clients
 from tiny import same_weights
 
 from hf_federated.messages import Message
 
 
 ARGUMENTS = {"save_strategy": "epoch", "eval_strategy": "epoch"}
-# One message of these, of the second round, is the last one that a client sees.
+# The kind of message at which the run of a method is killed, in the second round. The default is "distill".
 KILLED_AT = {"fedid": "feedback", "feddf": "fit", "fedaux": "fit", "feddrs": "fit", "feded": "predict"}
-OFTEN = ("chain_rule", "mpl_sampled", None)
-TRIED = [
-    pytest.param(method, kwargs, marks=[] if kwargs.get("feedback") in OFTEN else [pytest.mark.slow])
+FAST_FEEDBACK = ("chain_rule", "mpl_sampled", None)
+CASES = [
+    pytest.param(method, kwargs, marks=[] if kwargs.get("feedback") in FAST_FEEDBACK else [pytest.mark.slow])
     for method, kwargs in METHODS
-    if method != "fedkd"  # of one round
+    if method != "fedkd"  # FedKD has one round only.
 ]
 
 
 class Killed(KeyboardInterrupt):
-    """As if the process had been."""
+    """Ends a run as if the process were killed."""
 
 
 class Kill(Recorder):
-    """Ends the run at the second message of a kind in the second round."""
+    """End the run at the second message of a kind in the second round."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -38,38 +38,41 @@ class Kill(Recorder):
         worker, seen = self.trainer.engine.worker, []
         handle = worker.handle
 
-        def ended(message: Message) -> Message:
+        def handle_or_kill(message: Message) -> Message:
             seen.append(message.kind)
             if seen.count(self.kind) == 2:
                 raise Killed
             return handle(message)
 
-        worker.handle = ended
+        worker.handle = handle_or_kill
 
 
-def lasting(log):
-    """The entries without what a clock says, and without the summary of a `train()` call."""
-    clocks = ("runtime", "per_second", "train_loss", "total_flos")
+def without_timings(log):
+    """Log entries without timings and without the summary of a `train()` call."""
+    timings = ("runtime", "per_second", "train_loss", "total_flos")
     return [
-        {name: value for name, value in entry.items() if not any(clock in name for clock in clocks)} for entry in log
+        {name: value for name, value in entry.items() if not any(timing in name for timing in timings)}
+        for entry in log
     ]
 
 
-@pytest.mark.parametrize(("method", "kwargs"), TRIED)
-def test_a_run_killed_in_a_distillation_resumes_to_the_same_bytes(tmp_path, method, kwargs):
-    # Not all clients take part.
+@pytest.mark.parametrize(("method", "kwargs"), CASES)
+def test_resume_after_kill_during_distillation_gives_identical_weights(tmp_path, method, kwargs):
+    # Each round has a subset of the clients.
     federation = {"num_rounds": 3, "clients_per_round": 2, "client_optimizer_state": "carry"}
-    whole = distilled(tmp_path / "a", method, kwargs, federation=federation, args=ARGUMENTS)
-    whole.train()
-    # What they keep lies on a disk, which changes nothing.
+    uninterrupted = distillation_trainer(tmp_path / "a", method, kwargs, federation=federation, args=ARGUMENTS)
+    uninterrupted.train()
+    # The killed run keeps the state of clients on disk, which must not change the result.
     federation["client_store"] = "disk"
     if method not in SHARED_MODEL:
         federation["max_resident_clients"] = 1
-    given = {"federation": federation, "args": ARGUMENTS}
+    settings = {"federation": federation, "args": ARGUMENTS}
     with pytest.raises(Killed):
-        distilled(tmp_path / "b", method, kwargs, record=Kill(KILLED_AT.get(method, "distill")), **given).train()
-    resumed = distilled(tmp_path / "b", method, kwargs, **given)
+        distillation_trainer(
+            tmp_path / "b", method, kwargs, record=Kill(KILLED_AT.get(method, "distill")), **settings
+        ).train()
+    resumed = distillation_trainer(tmp_path / "b", method, kwargs, **settings)
     resumed.train(resume_from_checkpoint=True)
-    assert same_weights(whole.model, resumed.model) and same_clients(whole, resumed)
-    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
-    assert lasting(whole.state.log_history) == lasting(resumed.state.log_history)
+    assert same_weights(uninterrupted.model, resumed.model) and same_clients(uninterrupted, resumed)
+    assert uninterrupted.ledger.to_dict() == resumed.ledger.to_dict()
+    assert without_timings(uninterrupted.state.log_history) == without_timings(resumed.state.log_history)

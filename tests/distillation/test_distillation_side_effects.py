@@ -1,4 +1,4 @@
-"""What a distillation must not leave behind or depend on: draws, labels, modes, gradients, graphs, order."""
+"""State that a distillation must not change or depend on: random generators, labels, gradients and client order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from distilled import SIZES, Recorder, client_model, client_weights, distilled, same_clients
+from distillation_setup import SIZES, Recorder, client_model, client_weights, distillation_trainer, same_clients
 from tiny import rows, same_weights, tiny_model
 
 from hf_federated import FederatedCallback
@@ -22,8 +22,8 @@ def generator_states():
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
-class Watch(FederatedCallback):
-    """The global generators around the distillation."""
+class GeneratorRecorder(FederatedCallback):
+    """Record the states of the global generators before and after each distillation."""
 
     trainer = None
 
@@ -39,14 +39,14 @@ class Watch(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", ["adafd", "fedid"])
-def test_nothing_is_drawn_from_the_global_generators(tmp_path, method):
-    watch = Watch()
-    distilled(tmp_path, method, record=watch, federation={"max_resident_clients": 1}).train()
-    assert watch.before == watch.after and len(watch.before) == 2
+def test_distillation_does_not_use_the_global_generators(tmp_path, method):
+    recorder = GeneratorRecorder()
+    distillation_trainer(tmp_path, method, record=recorder, federation={"max_resident_clients": 1}).train()
+    assert recorder.before == recorder.after and len(recorder.before) == 2
 
 
 def relabelled(data: Dataset, column: str = "labels") -> Dataset:
-    """The same rows, each with the wrong label, under some name."""
+    """The same examples with wrong labels, in a column with the given name."""
     return data.remove_columns("labels").add_column(column, [1 - label for label in data["labels"]])
 
 
@@ -56,20 +56,20 @@ def relabelled(data: Dataset, column: str = "labels") -> Dataset:
         ("labels", {}),
         ("label", {}),
         ("label_ids", {}),
-        # A label by the user's word, which the model's forward would take for something else.
+        # The user declares this column as a label, but the model's forward has an argument with the same name.
         ("position_ids", {"label_names": ["labels", "position_ids"]}),
     ],
 )
-def test_labels_of_public_rows_reach_no_model(tmp_path, column, args):
+def test_models_do_not_receive_labels_of_public_examples(tmp_path, column, args):
     public = relabelled(rows(10, seed=5), column)
-    trainer = distilled(tmp_path, "dsfl", public_dataset=public, federation={"num_rounds": 1}, args=args)
+    trainer = distillation_trainer(tmp_path, "dsfl", public_dataset=public, federation={"num_rounds": 1}, args=args)
     trainer.train()
     for student in students_of(trainer):
         assert list(student.inputs([0, 1])) == ["input_ids"]
 
 
 def students_of(trainer):
-    """The server's and the clients'."""
+    """The students of the server and of all clients."""
     models = trainer.engine.worker.models
     students = [trainer._setup.distillation_callback.server.student]
     return students + [models.open(client_id).student for client_id in SIZES]
@@ -84,10 +84,12 @@ def first_predictions(trainer, record):
     }
 
 
-def test_a_client_before_the_exchange_depends_on_nobody_else(tmp_path):
-    def build(name, **others):
+def test_first_predictions_depend_on_the_client_only(tmp_path):
+    def build(name, **kwargs):
         record = Recorder()
-        return distilled(tmp_path / name, "dsfl", record=record, federation={"num_rounds": 1}, **others), record
+        return distillation_trainer(
+            tmp_path / name, "dsfl", record=record, federation={"num_rounds": 1}, **kwargs
+        ), record
 
     expected = first_predictions(*build("all"))
     fewer = first_predictions(*build("fewer", train_dataset={key: rows(SIZES[key], seed=ord(key)) for key in "bc"}))
@@ -97,8 +99,8 @@ def test_a_client_before_the_exchange_depends_on_nobody_else(tmp_path):
         assert all(torch.equal(value, expected[client_id]) for client_id, value in found.items())
 
 
-class Backwards(FederatedCallback):
-    """Lets clients answer in the opposite order."""
+class ReverseClients(FederatedCallback):
+    """Process the clients of a cohort in reverse order."""
 
     trainer = None
 
@@ -107,18 +109,18 @@ class Backwards(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_order_of_replies_changes_nothing(tmp_path, method):
-    forwards = distilled(tmp_path / "a", method, federation={"num_rounds": 1})
-    backwards = distilled(tmp_path / "b", method, federation={"num_rounds": 1}, record=Backwards())
+def test_order_of_replies_does_not_change_the_result(tmp_path, method):
+    forwards = distillation_trainer(tmp_path / "a", method, federation={"num_rounds": 1})
+    backwards = distillation_trainer(tmp_path / "b", method, federation={"num_rounds": 1}, record=ReverseClients())
     for trainer in (forwards, backwards):
         trainer.train()
     assert same_weights(forwards.model, backwards.model) and same_clients(forwards, backwards)
     assert forwards.ledger.to_dict() == backwards.ledger.to_dict()
 
 
-def test_labelled_rows_of_the_server_matter_for_feedback_alone(tmp_path):
+def test_server_labels_affect_clients_through_feedback_only(tmp_path):
     trainers = [
-        distilled(
+        distillation_trainer(
             tmp_path / str(number),
             "fedid",
             {"feedback": feedback},
@@ -135,8 +137,8 @@ def test_labelled_rows_of_the_server_matter_for_feedback_alone(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_gradients_graphs_or_virtual_steps_are_left(tmp_path, method):
-    trainer = distilled(tmp_path, method)
+def test_no_gradients_graphs_or_virtual_steps_remain(tmp_path, method):
+    trainer = distillation_trainer(tmp_path, method)
     trainer.train()
     models = trainer.engine.worker.models
     for client_id in SIZES:
@@ -157,10 +159,10 @@ def test_no_gradients_graphs_or_virtual_steps_are_left(tmp_path, method):
         ("feded", {"server_epochs": 2}),
     ],
 )
-def test_learning_rates_of_distillation_reach_zero_with_the_last_step(tmp_path, method, kwargs):
-    trainer = distilled(tmp_path, method, kwargs)
+def test_distillation_learning_rates_reach_zero_at_the_last_step(tmp_path, method, kwargs):
+    trainer = distillation_trainer(tmp_path, method, kwargs)
     trainer.train()
-    # With FedED the server alone distils.
+    # With FedED, only the server distils.
     for student in students_of(trainer)[: 1 if method == "feded" else None]:
         scheduler = student._trainer.lr_scheduler
         assert scheduler.get_last_lr() == [0.0] * len(scheduler.base_lrs)
@@ -168,8 +170,8 @@ def test_learning_rates_of_distillation_reach_zero_with_the_last_step(tmp_path, 
 
 
 @pytest.mark.parametrize("args", [{"bf16": True}, {"gradient_checkpointing": True}, {"max_grad_norm": 0.0}])
-def test_precision_and_checkpointing_of_the_arguments_reach_the_exchange(tmp_path, args):
-    trainer = distilled(tmp_path, "fedid", federation={"num_rounds": 1}, args=args)
+def test_distillation_uses_precision_and_checkpointing_of_the_training_arguments(tmp_path, args):
+    trainer = distillation_trainer(tmp_path, "fedid", federation={"num_rounds": 1}, args=args)
     trainer.train()
     assert trainer.state.log_history[0]["federated/num_failed"] == 0
     assert not same_weights(trainer.model, tiny_model())

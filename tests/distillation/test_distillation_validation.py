@@ -1,50 +1,59 @@
-"""What a distillation refuses, when the trainer is built or when a checkpoint is of something else."""
+"""Input that a distillation rejects when the trainer is built, when training starts or when a run resumes."""
 
 from __future__ import annotations
 
 import pytest
 from datasets import Dataset
-from distilled import SIZES, client_model, distilled
+from distillation_setup import SIZES, client_model, distillation_trainer
 from language import tokenizer
 from tiny import arguments, rows, tiny_model
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer, Postprocessor
 
 
-def named(*labels, **config):
+def model_with_labels(*labels, **config):
     maps = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     return tiny_model(num_labels=len(labels), **maps, **config)
 
 
-def test_labels_in_another_order_are_refused_with_both_orders(tmp_path):
-    trainer = distilled(
+def test_different_label_order_is_rejected_with_both_orders(tmp_path):
+    trainer = distillation_trainer(
         tmp_path,
         "dsfl",
-        model=named("bad", "good"),
-        client_model_init=lambda client_id: named("good", "bad") if client_id == "b" else named("bad", "good"),
+        model=model_with_labels("bad", "good"),
+        client_model_init=lambda client_id: (
+            model_with_labels("good", "bad") if client_id == "b" else model_with_labels("bad", "good")
+        ),
     )
     with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
         trainer.train()
 
 
-def test_a_model_that_is_given_with_labels_in_another_order_is_refused_when_the_trainer_is_built(tmp_path):
-    clients = {"a": ClientSpec(model=named("bad", "good")), "b": ClientSpec(model=named("good", "bad"))}
+def test_different_label_order_of_a_given_model_is_rejected_when_the_trainer_is_built(tmp_path):
+    clients = {
+        "a": ClientSpec(model=model_with_labels("bad", "good")),
+        "b": ClientSpec(model=model_with_labels("good", "bad")),
+    }
     with pytest.raises(ValueError, match=r"client 'b' has the labels \['good', 'bad'\].*server's.*\['bad', 'good'\]"):
-        distilled(tmp_path, "dsfl", differ=False, model=named("bad", "good"), clients=clients)
+        distillation_trainer(
+            tmp_path, "dsfl", different_models=False, model=model_with_labels("bad", "good"), clients=clients
+        )
 
 
-def test_other_numbers_of_classes_are_refused(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(num_labels=3))
+def test_different_number_of_classes_is_rejected(tmp_path):
+    trainer = distillation_trainer(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(num_labels=3))
     with pytest.raises(ValueError, match="client 'a' has the labels .*LABEL_2"):
         trainer.train()
 
 
-def test_labels_without_names_are_taken_in_their_places(tmp_path):
-    distilled(tmp_path, "dsfl", model=named("bad", "good"), federation={"num_rounds": 1}).train()
+def test_default_label_names_are_matched_by_position(tmp_path):
+    distillation_trainer(
+        tmp_path, "dsfl", model=model_with_labels("bad", "good"), federation={"num_rounds": 1}
+    ).train()
 
 
 @pytest.mark.parametrize(
-    ("method", "others", "words"),
+    ("method", "trainer_kwargs", "words"),
     [
         ("dsfl", {"public_dataset": None}, "'dsfl' needs `public_dataset`.*none was given"),
         ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*it has no rows"),
@@ -65,12 +74,12 @@ def test_labels_without_names_are_taken_in_their_places(tmp_path):
         ),
     ],
 )
-def test_combinations_that_mean_nothing_are_refused_when_the_trainer_is_built(tmp_path, method, others, words):
+def test_invalid_combinations_are_rejected_when_the_trainer_is_built(tmp_path, method, trainer_kwargs, words):
     with pytest.raises(ValueError, match=words):
-        distilled(tmp_path, method, **others)
+        distillation_trainer(tmp_path, method, **trainer_kwargs)
 
 
-def test_models_of_their_own_do_not_average(tmp_path):
+def test_averaging_rejects_client_models(tmp_path):
     with pytest.raises(ValueError, match="'fedavg' exchanges parameters, which must fit all of them.*'fedid'"):
         FederatedTrainer(
             model=tiny_model(),
@@ -91,74 +100,80 @@ def test_models_of_their_own_do_not_average(tmp_path):
         ),
     ],
 )
-def test_arguments_with_which_no_client_can_train_are_refused_of_one_too(tmp_path, argument, words):
+def test_unsupported_training_arguments_of_one_client_are_rejected(tmp_path, argument, words):
     with pytest.raises(ValueError, match=words):
-        distilled(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
+        distillation_trainer(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
 
 
 @pytest.mark.parametrize("aggregation", ["fedopt", "scaffold"])
-def test_an_average_beside_a_distillation_is_refused(tmp_path, aggregation):
+def test_aggregation_is_rejected_for_methods_that_exchange_predictions(tmp_path, aggregation):
     with pytest.raises(ValueError, match=f"aggregation='{aggregation}' has nothing to average.*'mhat'"):
-        distilled(tmp_path, "mhat", federation={"aggregation": aggregation})
+        distillation_trainer(tmp_path, "mhat", federation={"aggregation": aggregation})
 
 
-def test_rows_of_the_server_without_labels_are_refused(tmp_path):
-    trainer = distilled(tmp_path, "fedid", server_dataset=rows(6).rename_column("labels", "sentiment"))
+def test_server_dataset_without_a_label_column_is_rejected(tmp_path):
+    trainer = distillation_trainer(tmp_path, "fedid", server_dataset=rows(6).rename_column("labels", "sentiment"))
     with pytest.raises(ValueError, match="`server_dataset` has the columns .* and no label column"):
         trainer.train()
 
 
-def test_a_name_of_a_model_needs_a_task_to_load_it(tmp_path):
-    trainer = distilled(tmp_path, "dsfl", differ=False, clients={"b": ClientSpec(model="roberta-base")})
+def test_model_name_without_a_task_is_rejected(tmp_path):
+    trainer = distillation_trainer(
+        tmp_path, "dsfl", different_models=False, clients={"b": ClientSpec(model="roberta-base")}
+    )
     with pytest.raises(ValueError, match="client 'b' is 'roberta-base', a name, .* give the trainer a `task`"):
         trainer.train()
 
 
-def test_another_public_data_set_does_not_resume(tmp_path):
-    first = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1})
+def test_resume_with_another_public_dataset_is_rejected(tmp_path):
+    first = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1})
     first.train()
-    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, public_dataset=rows(9))
+    other = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, public_dataset=rows(9))
     with pytest.raises(ValueError, match="rows of `public_dataset`: here 9, there 10"):
         other.train(resume_from_checkpoint=True)
 
 
-def test_rows_of_the_server_that_are_gone_do_not_resume(tmp_path):
-    distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}).train()
-    other = distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}, server_dataset=None)
+def test_resume_without_the_server_dataset_is_rejected(tmp_path):
+    distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}).train()
+    other = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, server_dataset=None)
     with pytest.raises(ValueError, match="rows of `server_dataset`: here None, there 6"):
         other.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
-def test_as_many_other_rows_do_not_resume(tmp_path, argument):
-    own = {"public_dataset": rows(10), "server_dataset": rows(6)}
-    first = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}, **own)
+def test_resume_with_the_same_number_of_other_examples_is_rejected(tmp_path, argument):
+    datasets = {"public_dataset": rows(10), "server_dataset": rows(6)}
+    first = distillation_trainer(
+        tmp_path, "fedid", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}, **datasets
+    )
     first.train()
-    turned = {argument: own[argument].select(range(len(own[argument]))[::-1])}
-    other = distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **(own | turned))
+    reversed_dataset = {argument: datasets[argument].select(range(len(datasets[argument]))[::-1])}
+    other = distillation_trainer(tmp_path, "fedid", args={"save_strategy": "epoch"}, **(datasets | reversed_dataset))
     with pytest.raises(ValueError, match=f"another federation.*content of `{argument}`: here 'sha256:"):
         other.train(resume_from_checkpoint=True)
-    # The same rows go on, however they are stored.
-    stored = {
-        name: given.select(range(len(given))[::-1]).select(range(len(given))[::-1]) for name, given in own.items()
+    # A run resumes with the same examples in the same order, independent of how they are stored.
+    same_datasets = {
+        name: data.select(range(len(data))[::-1]).select(range(len(data))[::-1]) for name, data in datasets.items()
     }
-    distilled(tmp_path, "fedid", args={"save_strategy": "epoch"}, **stored).train(resume_from_checkpoint=True)
+    distillation_trainer(tmp_path, "fedid", args={"save_strategy": "epoch"}, **same_datasets).train(
+        resume_from_checkpoint=True
+    )
 
 
 @pytest.mark.parametrize("problem", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}])
 @pytest.mark.parametrize("method", ["fedid", "adafd", "dsfl", "feddf", "feddrs"])
-def test_models_whose_outputs_are_no_distribution_over_classes_are_refused(tmp_path, method, problem):
+def test_regression_and_multi_label_models_are_rejected(tmp_path, method, problem):
     kwargs = {"sample_length": 5} if method == "feddrs" else {}
     with pytest.raises(ValueError, match="learns distributions over classes.*one number|several labels"):
-        distilled(tmp_path, method, kwargs, differ=False, model=tiny_model(**problem))
+        distillation_trainer(tmp_path, method, kwargs, different_models=False, model=tiny_model(**problem))
 
 
-def test_fedmd_learns_the_scores_of_a_regression(tmp_path):
+def test_fedmd_trains_regression_models(tmp_path):
     def numbers(num_rows, seed):
         ids = rows(num_rows, seed)["input_ids"]
         return Dataset.from_dict({"input_ids": ids, "labels": [tokens[0] / 20 for tokens in ids]})
 
-    trainer = distilled(
+    trainer = distillation_trainer(
         tmp_path,
         "fedmd",
         {"server_lr": 1e-3, "server_epochs": 20},
@@ -175,27 +190,27 @@ def test_fedmd_learns_the_scores_of_a_regression(tmp_path):
 
 @pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
 @pytest.mark.parametrize("kind", ["stream", "list"])
-def test_rows_that_have_no_numbers_are_refused(tmp_path, argument, kind):
-    given = rows(6, seed=6)
-    given = given.to_iterable_dataset() if kind == "stream" else list(given)
+def test_streams_and_lists_are_rejected(tmp_path, argument, kind):
+    data = rows(6, seed=6)
+    data = data.to_iterable_dataset() if kind == "stream" else list(data)
     with pytest.raises(ValueError, match=f"`{argument}` is a (IterableDataset|list).*give a `datasets.Dataset`"):
-        distilled(tmp_path, "fedid", **{argument: given})
+        distillation_trainer(tmp_path, "fedid", **{argument: data})
 
 
 @pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
 @pytest.mark.parametrize("tokens", [[], None])
-def test_a_row_without_tokens_is_refused_by_its_number(tmp_path, argument, tokens):
-    given = rows(6, seed=6).to_dict()
-    given["input_ids"][4] = tokens
+def test_example_without_tokens_is_rejected_with_its_index(tmp_path, argument, tokens):
+    data = rows(6, seed=6).to_dict()
+    data["input_ids"][4] = tokens
     with pytest.raises(ValueError, match=f"Row 4 of `{argument}` has no tokens"):
-        # In another order than they lie in, as after a shuffle.
-        distilled(tmp_path, "fedid", **{argument: Dataset.from_dict(given).select([0, 2, 1, 3, 4, 5])})
+        # The examples have an indices mapping, as after a shuffle.
+        distillation_trainer(tmp_path, "fedid", **{argument: Dataset.from_dict(data).select([0, 2, 1, 3, 4, 5])})
 
 
-def test_clients_that_shall_evaluate_need_rows_for_it(tmp_path):
+def test_clients_evaluate_without_evaluation_data_is_rejected(tmp_path):
     kwargs = {"weighting": "llm", "generate": lambda prompt: "1, 1, 1", "clients_evaluate": True}
     with pytest.raises(ValueError, match="lets clients evaluate.*`eval_dataset` is no FederatedDataset"):
-        distilled(tmp_path, "adafd", kwargs)
+        distillation_trainer(tmp_path, "adafd", kwargs)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +220,15 @@ def test_clients_that_shall_evaluate_need_rows_for_it(tmp_path):
         ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN where none of them has a label"),
     ],
 )
-def test_rows_of_the_server_whose_labels_are_left_out_are_said(tmp_path, method, kwargs, words):
+def test_server_dataset_with_ignored_labels_raises_an_error(tmp_path, method, kwargs, words):
     unlabelled = Dataset.from_dict({"input_ids": rows(6, seed=6)["input_ids"], "labels": [-100] * 6})
     with pytest.raises(FloatingPointError, match=words):
-        distilled(tmp_path, method, kwargs, server_dataset=unlabelled).train()
+        distillation_trainer(tmp_path, method, kwargs, server_dataset=unlabelled).train()
 
 
-def test_another_size_of_mini_batches_over_which_rates_fall_does_not_resume(tmp_path):
-    distilled(tmp_path, "adafd", args={"save_strategy": "epoch", "per_device_train_batch_size": 2}).train()
-    trainer = distilled(tmp_path, "adafd", args={"per_device_train_batch_size": 10})
+def test_resume_with_another_batch_size_is_rejected(tmp_path):
+    distillation_trainer(tmp_path, "adafd", args={"save_strategy": "epoch", "per_device_train_batch_size": 2}).train()
+    trainer = distillation_trainer(tmp_path, "adafd", args={"per_device_train_batch_size": 10})
     with pytest.raises(ValueError, match="per_device_train_batch_size: here 10, there 2"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
@@ -228,8 +243,8 @@ def test_another_size_of_mini_batches_over_which_rates_fall_does_not_resume(tmp_
         ),
     ],
 )
-def test_a_clients_model_of_another_shape_does_not_resume(tmp_path, shape, words):
-    distilled(tmp_path, "dsfl", args={"save_strategy": "epoch"}).train()
-    trainer = distilled(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(**shape))
+def test_resume_with_another_client_architecture_is_rejected(tmp_path, shape, words):
+    distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}).train()
+    trainer = distillation_trainer(tmp_path, "dsfl", client_model_init=lambda client_id: tiny_model(**shape))
     with pytest.raises(ValueError, match=f"saved state of client 'a' does not match its current model: {words}"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

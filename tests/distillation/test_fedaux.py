@@ -1,4 +1,4 @@
-"""FedAUX: clients are heard on public rows as much as these are like their own."""
+"""FedAUX: scores of public examples by their similarity to private examples, and the ensemble that uses the scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from distilled import SIZES, Recorder, distilled
+from distillation_setup import SIZES, Recorder, distillation_trainer
 from peft import LoraConfig, get_peft_model
 from test_pseudo_samples import tiny_llama
 from tiny import VOCAB_SIZE, rows, same_weights, tiny_model
@@ -33,7 +33,7 @@ def updates(record):
 
 
 def scores_of(record):
-    """Each client's scores, which it sent alike in every round."""
+    """Each client's scores. A client must send the same scores in every round."""
     scores = {}
     for update in updates(record):
         assert torch.equal(scores.setdefault(update.client_id, update.extra["certainty"]), update.extra["certainty"])
@@ -43,7 +43,7 @@ def scores_of(record):
 # ---- Scores
 
 
-def test_features_come_to_the_unit_ball_by_a_number_that_no_private_row_changes():
+def test_scale_into_the_unit_ball_does_not_depend_on_private_examples():
     own, public = 3 * normal(40, 5), normal(30, 5, seed=1)
     scaled_own, scaled_public = scale_into_unit_ball(own, public)
     norms = torch.cat([scaled_own, scaled_public]).norm(dim=1)
@@ -57,7 +57,7 @@ def test_features_come_to_the_unit_ball_by_a_number_that_no_private_row_changes(
 
 
 @pytest.mark.parametrize("regularization", [0.01, 1e-4])
-def test_weights_are_the_optimum_of_mean_log_loss_and_regularization(regularization):
+def test_certainty_weights_minimize_the_regularized_log_loss(regularization):
     own, public = scale_into_unit_ball(normal(30, 8) + 0.5, normal(70, 8, seed=1))
     weights = fit_certainty(own, public, regularization).requires_grad_()
     logits = torch.cat([own, public]) @ weights
@@ -67,7 +67,7 @@ def test_weights_are_the_optimum_of_mean_log_loss_and_regularization(regularizat
     assert gradient.norm() < 1e-8 and weights.norm() > 0.1
 
 
-def test_another_private_row_moves_the_weights_by_less_than_the_sensitivity():
+def test_one_private_example_moves_the_weights_by_at_most_the_sensitivity():
     public = normal(20, 4, seed=1)
     own = normal(10, 4)
     bound, moved = sensitivity(30, 0.01), []
@@ -82,26 +82,26 @@ def test_another_private_row_moves_the_weights_by_less_than_the_sensitivity():
 
 def test_noise_has_the_standard_deviation_of_the_formula():
     own, public = normal(30, 2000), normal(70, 2000, seed=1)
-    # Little enough noise that no sigmoid is 0 or 1.
+    # The noise is so small that no sigmoid is 0 or 1.
     plain, noisy = FedAUX(regularization=1.0), FedAUX(regularization=1.0, dp_epsilon=0.5, dp_delta=1e-5)
     expected = math.sqrt(2 * math.log(1.25 / 1e-5)) * 2 / (100 * 1.0) / 0.5
     assert noise_std(100, 1.0, 0.5, 1e-5) == pytest.approx(expected)
     assert noise_std(100, 0.01, 0.5, 1e-5) == pytest.approx(100 * expected)
     _, scaled = scale_into_unit_ball(own, public)
     differences = []
-    # Not those that the features were drawn from.
+    # Seeds other than the seeds of the features.
     for seed in range(100, 140):
         logits = [
             (algorithm.client().scores(own, public, seed).double() - 1e-8).logit() for algorithm in (plain, noisy)
         ]
         differences.append(logits[1] - logits[0])
-    # ⟨noise, h⟩ of a row has the deviation σ ‖h‖; of 70 rows in 2000 dimensions these are nearly independent.
+    # ⟨noise, h⟩ has the standard deviation σ ‖h‖. The values of 70 rows in 2000 dimensions are nearly independent.
     found = torch.cat([difference / scaled.norm(dim=1) for difference in differences])
     assert float(found.std()) == pytest.approx(expected, rel=0.05)
     assert float(found.mean()) == pytest.approx(0, abs=expected * 0.1)
 
 
-def test_noise_follows_from_the_clients_seed_and_leaves_the_global_generator_alone():
+def test_noise_depends_on_the_client_seed_and_not_on_the_global_generator():
     own, public = normal(6, 4), normal(9, 4, seed=1)
     algorithm = FedAUX(dp_epsilon=0.9, dp_delta=1e-3)
     before = torch.random.get_rng_state()
@@ -115,12 +115,12 @@ def tokens(low, high, num_rows, seed):
     return Dataset.from_dict({"input_ids": drawn.tolist(), "labels": (drawn[:, 0] % 2).tolist()})
 
 
-def test_public_rows_like_the_clients_own_have_higher_scores(tmp_path):
+def test_public_examples_similar_to_private_examples_have_higher_scores(tmp_path):
     half = VOCAB_SIZE // 2
     low, high = (1, half), (half, VOCAB_SIZE)
     public = [*tokens(*low, 12, seed=5)["input_ids"], *tokens(*high, 12, seed=6)["input_ids"]]
     record = Recorder()
-    distilled(
+    distillation_trainer(
         tmp_path,
         "fedaux",
         record=record,
@@ -160,7 +160,7 @@ def tiny_lora():
 
 
 @pytest.mark.parametrize("build", [tiny_model, tiny_roberta, tiny_llama, tiny_t5_classifier, tiny_lora])
-def test_features_are_means_over_the_positions_that_are_shown(build):
+def test_features_are_means_over_the_attended_positions(build):
     model = build().eval()
     short = torch.tensor([[5, 9, 7]])
     padded = {
@@ -175,7 +175,7 @@ def test_features_are_means_over_the_positions_that_are_shown(build):
     torch.testing.assert_close(features[0], hidden[0].mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_models_head_sees_the_states_that_features_are_means_of():
+def test_features_are_means_of_the_hidden_states_before_the_head():
     seen = []
     model = tiny_model().eval()
     model.bert.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
@@ -186,7 +186,7 @@ def test_a_models_head_sees_the_states_that_features_are_means_of():
     torch.testing.assert_close(features, seen[0].mean(1))
 
 
-def test_layers_of_an_adapter_count():
+def test_adapter_layers_affect_the_features():
     model = tiny_lora().eval()
     batch = {"input_ids": torch.tensor([[5, 9, 7]])}
     with torch.no_grad():
@@ -200,109 +200,111 @@ def test_layers_of_an_adapter_count():
 # ---- Rounds
 
 
-def test_equal_scores_are_feddf(tmp_path, monkeypatch):
+def test_equal_scores_give_the_result_of_feddf(tmp_path, monkeypatch):
     federation = {"num_rounds": 1, "local_epochs": 1}
-    feddf = distilled(tmp_path / "a", "feddf", federation=federation)
+    feddf = distillation_trainer(tmp_path / "a", "feddf", federation=federation)
     feddf.train()
-    find = FedAUXClient.scores
+    compute_scores = FedAUXClient.scores
 
     def equal(self, own, public, seed):
-        return torch.full_like(find(self, own, public, seed), 0.25)
+        return torch.full_like(compute_scores(self, own, public, seed), 0.25)
 
     monkeypatch.setattr(FedAUXClient, "scores", equal)
-    fedaux = distilled(tmp_path / "b", "fedaux", federation=federation)
+    fedaux = distillation_trainer(tmp_path / "b", "fedaux", federation=federation)
     fedaux.train()
-    # A quarter of a number is exact, and so is the mean.
+    # A product with 0.25 is exact, so the mean is exact too.
     assert same_weights(feddf.model, fedaux.model)
     monkeypatch.undo()
-    unequal = distilled(tmp_path / "c", "fedaux", federation=federation)
+    unequal = distillation_trainer(tmp_path / "c", "fedaux", federation=federation)
     unequal.train()
     assert not same_weights(feddf.model, unequal.model)
 
 
-def test_the_server_learns_the_mean_of_logits_by_certainty(tmp_path):
+def test_server_targets_are_the_mean_of_logits_weighted_by_certainty(tmp_path):
     record = Recorder()
-    trainer = distilled(tmp_path, "fedaux", record=record, federation={"num_rounds": 1})
-    learnt = []
-    trainer.distillation.server_loss = lambda logits, targets: learnt.append(targets) or logits.sum() * 0
+    trainer = distillation_trainer(tmp_path, "fedaux", record=record, federation={"num_rounds": 1})
+    server_targets = []
+    trainer.distillation.server_loss = lambda logits, targets: server_targets.append(targets) or logits.sum() * 0
     trainer.train()
     weighted = sum(update.extra["weighted_logits"].double() for update in updates(record))
     total = sum(update.extra["certainty"].double() for update in updates(record))
     teacher = weighted / total.unsqueeze(-1)
     assert len(updates(record)) == len(SIZES)
-    assert all(any(torch.allclose(row.double(), other) for other in teacher) for row in torch.cat(learnt))
+    assert all(any(torch.allclose(row.double(), other) for other in teacher) for row in torch.cat(server_targets))
 
 
-class Forgetful(FederatedCallback):
-    """Makes clients forget after each round what they keep."""
+class ClearClientStates(FederatedCallback):
+    """Clear the state that clients keep, after each round."""
 
     def on_round_end(self, args, state, control, **kwargs):
         self.trainer.engine.worker.models.clear()
 
 
-def test_scores_are_of_the_first_model_whenever_a_client_is_first_asked(tmp_path):
-    always, seldom, forgetful = Recorder(), Recorder(), Recorder()
+def test_scores_use_the_initial_model_also_for_clients_that_join_later(tmp_path):
+    all_clients, one_client, cleared = Recorder(), Recorder(), Recorder()
     settings = {"dp_epsilon": 0.5, "dp_delta": 1e-5, "max_score_rows": 5}
     once = {"num_rounds": 1, "local_epochs": 1}
-    distilled(tmp_path / "a", "fedaux", settings, record=always, federation=once).train()
+    distillation_trainer(tmp_path / "a", "fedaux", settings, record=all_clients, federation=once).train()
     federation = {"num_rounds": 3, "clients_per_round": 1, "local_epochs": 1}
-    distilled(tmp_path / "b", "fedaux", settings, record=seldom, federation=federation).train()
-    trainer = distilled(tmp_path / "c", "fedaux", settings, record=forgetful, federation={"local_epochs": 1})
-    callback = Forgetful()
+    distillation_trainer(tmp_path / "b", "fedaux", settings, record=one_client, federation=federation).train()
+    trainer = distillation_trainer(
+        tmp_path / "c", "fedaux", settings, record=cleared, federation={"local_epochs": 1}
+    )
+    callback = ClearClientStates()
     callback.trainer = trainer
     trainer.add_callback(callback)
     trainer.train()
-    expected = scores_of(always)
-    asked = {update.client_id: update.round for update in reversed(updates(seldom))}
-    assert max(asked.values()) > 0
-    for record in (seldom, forgetful):
+    expected = scores_of(all_clients)
+    first_rounds = {update.client_id: update.round for update in reversed(updates(one_client))}
+    assert max(first_rounds.values()) > 0
+    for record in (one_client, cleared):
         assert all(torch.equal(expected[client_id], found) for client_id, found in scores_of(record).items())
 
 
-def test_clients_look_at_their_rows_once(tmp_path, monkeypatch):
+def test_clients_compute_their_scores_once(tmp_path, monkeypatch):
     seen = []
-    find = FedAUXClient.scores
+    compute_scores = FedAUXClient.scores
 
-    def noted(self, own, public, seed):
+    def recorded(self, own, public, seed):
         seen.append((len(own), len(public)))
-        return find(self, own, public, seed)
+        return compute_scores(self, own, public, seed)
 
-    monkeypatch.setattr(FedAUXClient, "scores", noted)
-    distilled(tmp_path, "fedaux", {"max_score_rows": 6}, federation={"local_epochs": 1}).train()
+    monkeypatch.setattr(FedAUXClient, "scores", recorded)
+    distillation_trainer(tmp_path, "fedaux", {"max_score_rows": 6}, federation={"local_epochs": 1}).train()
     assert seen == [(min(size, 6), 10) for size in SIZES.values()]
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_lora])
-def test_other_architectures_and_adapters_learn(tmp_path, build):
+def test_llama_and_lora_models_train(tmp_path, build):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = build()
-    trainer = distilled(tmp_path, "fedaux", model=model, server_dataset=None, federation={"num_rounds": 1})
+    trainer = distillation_trainer(tmp_path, "fedaux", model=model, server_dataset=None, federation={"num_rounds": 1})
     trainer.train()
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
+def test_resume_gives_identical_weights(tmp_path):
     federation = {"num_rounds": 2, "clients_per_round": 2, "local_epochs": 1}
     settings = {"dp_epsilon": 0.5, "dp_delta": 1e-5}
     args = {"save_strategy": "steps", "save_steps": 1}
     record = Recorder()
-    whole = distilled(tmp_path / "a", "fedaux", settings, federation=federation, args=args, record=record)
-    whole.train()
-    asked = [{update.client_id for update in updates(record) if update.round == round} for round in range(2)]
-    # One is asked again, and one for the first time.
-    assert asked[0] & asked[1] and asked[1] - asked[0]
-    resumed = distilled(tmp_path / "b", "fedaux", settings, federation=federation, args=args)
+    uninterrupted = distillation_trainer(tmp_path / "a", "fedaux", settings, federation=federation, args=args, record=record)
+    uninterrupted.train()
+    cohorts = [{update.client_id for update in updates(record) if update.round == round} for round in range(2)]
+    # The second cohort has one client from the first cohort and one new client.
+    assert cohorts[0] & cohorts[1] and cohorts[1] - cohorts[0]
+    resumed = distillation_trainer(tmp_path / "b", "fedaux", settings, federation=federation, args=args)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    assert same_weights(whole.model, resumed.model)
-    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
+    assert same_weights(uninterrupted.model, resumed.model)
+    assert uninterrupted.ledger.to_dict() == resumed.ledger.to_dict()
 
 
-# ---- Refused
+# ---- Rejected input
 
 
-class Altered(Postprocessor):
-    """What client b sends beside its parameters, changed where it leaves the client."""
+class ChangeExtra(Postprocessor):
+    """Change the extra tensors in the update of client `b`, on the client's side."""
 
     def __init__(self, **changes):
         self.changes = changes
@@ -314,8 +316,8 @@ class Altered(Postprocessor):
         return dataclasses.replace(update, extra=extra)
 
 
-class Rejected(FederatedCallback):
-    """Why clients were refused, by round."""
+class RejectionRecorder(FederatedCallback):
+    """Record the rejected clients of each round, with the reasons."""
 
     def __init__(self):
         self.reasons = []
@@ -335,16 +337,16 @@ def in_row(row, number):
 
 @pytest.fixture(scope="module")
 def without_b(tmp_path_factory):
-    """The server's model after a round of the other two clients."""
-    trainer = refusing(tmp_path_factory.mktemp("without"), ["a", "c"])
+    """The server's model after a round with clients `a` and `c` only."""
+    trainer = one_round_trainer(tmp_path_factory.mktemp("without"), ["a", "c"])
     trainer.train()
     return trainer.model
 
 
-def refusing(directory, client_ids=tuple(SIZES), **others):
+def one_round_trainer(directory, client_ids=tuple(SIZES), **kwargs):
     federation = {"num_rounds": 1, "local_epochs": 1}
     clients = {client_id: rows(SIZES[client_id], seed=ord(client_id)) for client_id in client_ids}
-    return distilled(directory, "fedaux", federation=federation, train_dataset=clients, **others)
+    return distillation_trainer(directory, "fedaux", federation=federation, train_dataset=clients, **kwargs)
 
 
 RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
@@ -374,9 +376,9 @@ RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
         ({"certainty": torch.Tensor.double}, "'certainty' is torch.float64, expected torch.float32"),
     ],
 )
-def test_scores_that_cannot_be_used_are_refused_by_name_and_the_round_goes_on(tmp_path, without_b, changes, words):
-    rejected = Rejected()
-    trainer = refusing(tmp_path, postprocessors=[Altered(**changes)])
+def test_client_with_invalid_scores_is_left_out_and_the_round_continues(tmp_path, without_b, changes, words):
+    rejected = RejectionRecorder()
+    trainer = one_round_trainer(tmp_path, postprocessors=[ChangeExtra(**changes)])
     trainer.add_callback(rejected)
     trainer.train()
     (reasons,) = rejected.reasons
@@ -385,14 +387,14 @@ def test_scores_that_cannot_be_used_are_refused_by_name_and_the_round_goes_on(tm
     assert same_weights(trainer.model, without_b)
 
 
-def test_a_round_of_refused_scores_alone_fails(tmp_path):
-    trainer = refusing(tmp_path, ["b"], postprocessors=[Altered(certainty=torch.zeros_like)])
+def test_round_fails_when_all_scores_are_invalid(tmp_path):
+    trainer = one_round_trainer(tmp_path, ["b"], postprocessors=[ChangeExtra(certainty=torch.zeros_like)])
     with pytest.raises(RoundFailedError, match="0 of 1 clients .*Client 'b', round 0, .*score of public row 0 is 0"):
         trainer.train()
 
 
 @pytest.mark.parametrize(("offset", "dtype"), [(0.0045, torch.bfloat16), (1e-8, torch.float32)])
-def test_the_largest_score_there_can_be_is_accepted_as_it_travels(offset, dtype):
+def test_largest_possible_score_is_accepted_after_the_cast(offset, dtype):
     public = torch.tensor([[1.0]], dtype=torch.float64)
     score = certainty(torch.tensor([1e3], dtype=torch.float64), public, offset).to(dtype).to(torch.float32)
     FedAUX(score_offset=offset).check_extra({"certainty": score})
@@ -414,16 +416,16 @@ def test_the_largest_score_there_can_be_is_accepted_as_it_travels(offset, dtype)
         ({"client_epochs": 2}, "`client_epochs` would have no effect on FedAUX"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(settings, words):
+def test_invalid_settings_are_rejected(settings, words):
     with pytest.raises(ValueError, match=words):
         FedAUX(**settings)
 
 
-def test_streams_of_private_rows_are_refused(tmp_path):
+def test_streaming_train_dataset_is_rejected(tmp_path):
     stream = rows(8).to_iterable_dataset()
     assert isinstance(stream, IterableDataset)
     with pytest.raises(ValueError, match=r"Client 'b' has a stream .*'fedaux' compares all rows"):
-        distilled(
+        distillation_trainer(
             tmp_path,
             "fedaux",
             train_dataset={"a": rows(8), "b": stream},
@@ -432,7 +434,7 @@ def test_streams_of_private_rows_are_refused(tmp_path):
 
 
 class Bare(nn.Module):
-    """A classifier that transformers does not know."""
+    """A classifier that is no `PreTrainedModel`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,12 +444,12 @@ class Bare(nn.Module):
         return {"logits": self.embedding(input_ids).mean(1)}
 
 
-def test_a_model_without_a_base_is_refused(tmp_path):
+def test_model_without_a_base_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="Bare is no PreTrainedModel"):
-        distilled(tmp_path, "fedaux", model=Bare())
+        distillation_trainer(tmp_path, "fedaux", model=Bare())
 
 
-def test_hidden_states_that_have_no_positions_are_refused():
+def test_hidden_states_without_positions_are_rejected():
     class Odd(nn.Module):
         def forward(self, input_ids, attention_mask):
             return (torch.zeros(len(input_ids), 16),)
@@ -458,15 +460,15 @@ def test_hidden_states_that_have_no_positions_are_refused():
         pooled_features(model, {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3).long()})
 
 
-def test_scores_without_scikit_learn_are_refused_when_the_trainer_is_built(tmp_path, monkeypatch):
+def test_missing_scikit_learn_is_reported_when_the_trainer_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"FedAUX needs scikit-learn.*hf-federated\[metrics\]"):
         FedAUX().check_model(tiny_model())
 
 
-def test_a_run_with_other_scores_is_not_resumed(tmp_path):
+def test_resume_with_other_score_settings_is_rejected(tmp_path):
     args = {"save_strategy": "steps", "save_steps": 1}
-    distilled(tmp_path, "fedaux", federation={"num_rounds": 1}, args=args).train()
-    other = distilled(tmp_path, "fedaux", {"regularization": 0.1}, federation={"num_rounds": 2}, args=args)
+    distillation_trainer(tmp_path, "fedaux", federation={"num_rounds": 1}, args=args).train()
+    other = distillation_trainer(tmp_path, "fedaux", {"regularization": 0.1}, federation={"num_rounds": 2}, args=args)
     with pytest.raises(ValueError, match=r"distillation: here 'FedAUX\(regularization=0.1\)', there 'FedAUX\(\)'"):
         other.train(resume_from_checkpoint=True)

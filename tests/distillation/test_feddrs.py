@@ -1,4 +1,4 @@
-"""FedDRS: the average learns from what clients sent, on samples that it makes itself."""
+"""FedDRS: the averaged model learns from the clients' models on pseudo-samples that the server generates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from distilled import SIZES, Recorder
-from feddrs_runs import EMBEDDINGS, SMALL, Watch, trainer_of
+from distillation_setup import SIZES, Recorder
+from feddrs_runs import EMBEDDINGS, SMALL, WeightsRecorder, feddrs_trainer
 from peft import LoraConfig, get_peft_model
 from test_pseudo_samples import TokensAlone, tiny_llama, tiny_roberta, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
@@ -25,21 +25,21 @@ from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
 from hf_federated.trainer.federation import Federation
 
 
-def test_task_parameters_learn_and_word_embeddings_stay_as_averaged(tmp_path):
-    watch = Watch()
-    trainer_of(tmp_path, callbacks=[watch], server_lr=1e-3, post_num_iterations=0).train()
-    for averaged, distilled in zip(watch.averaged, watch.distilled, strict=True):
-        assert torch.equal(averaged[EMBEDDINGS], distilled[EMBEDDINGS])
-        assert not torch.equal(averaged["classifier.weight"], distilled["classifier.weight"])
+def test_distillation_trains_task_parameters_and_keeps_averaged_embeddings(tmp_path):
+    recorder = WeightsRecorder()
+    feddrs_trainer(tmp_path, callbacks=[recorder], server_learning_rate=1e-3, post_num_iterations=0).train()
+    for averaged, after in zip(recorder.averaged, recorder.distilled, strict=True):
+        assert torch.equal(averaged[EMBEDDINGS], after[EMBEDDINGS])
+        assert not torch.equal(averaged["classifier.weight"], after["classifier.weight"])
         assert not torch.equal(
-            averaged["bert.encoder.layer.0.output.dense.weight"], distilled["bert.encoder.layer.0.output.dense.weight"]
+            averaged["bert.encoder.layer.0.output.dense.weight"], after["bert.encoder.layer.0.output.dense.weight"]
         )
-    # The next round's clients begin from what was learned, with embeddings that train.
-    assert not torch.equal(watch.averaged[1][EMBEDDINGS], watch.distilled[0][EMBEDDINGS])
+    # The clients of the next round start from the distilled model and train its embeddings.
+    assert not torch.equal(recorder.averaged[1][EMBEDDINGS], recorder.distilled[0][EMBEDDINGS])
 
 
-def test_one_client_teaches_its_own_average_nothing(tmp_path):
-    trainer = trainer_of(
+def test_distillation_loss_of_a_single_client_is_zero(tmp_path):
+    trainer = feddrs_trainer(
         tmp_path, data={"a": rows(8)}, model=tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
     trainer.train()
@@ -48,36 +48,36 @@ def test_one_client_teaches_its_own_average_nothing(tmp_path):
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Whose samples were made, in order, with the weight of the adversary."""
+def sampling_calls(monkeypatch):
+    """Client id and weight of the adversary of each call that generates samples, in order."""
     calls: list[tuple[str, float]] = []
     sample = PseudoSampler.sample
 
-    def noted(self, teachers, client_id, weight, seed):
+    def recorded(self, teachers, client_id, weight, seed):
         calls.append((client_id, weight))
         return sample(self, teachers, client_id, weight, seed)
 
-    monkeypatch.setattr(PseudoSampler, "sample", noted)
+    monkeypatch.setattr(PseudoSampler, "sample", recorded)
     return calls
 
 
-def test_samples_are_made_i_times_a_round_and_then_for_everybody(tmp_path, made):
-    trainer_of(
+def test_samples_are_generated_in_each_round_and_finally_for_all_clients(tmp_path, sampling_calls):
+    feddrs_trainer(
         tmp_path,
         federation={"num_rounds": 3, "clients_per_round": 2, "federation_seed": 0},
         num_iterations=2,
         post_num_iterations=3,
         post_adversarial_weight=0.5,
     ).train()
-    in_rounds, post = made[:12], made[12:]
+    in_rounds, after_rounds = sampling_calls[:12], sampling_calls[12:]
     assert {weight for _, weight in in_rounds} == {0.1}
     assert all(in_rounds[i : i + 2] == in_rounds[i + 2 : i + 4] for i in (0, 4, 8))
-    assert post == [(client_id, 0.5) for client_id in sorted(SIZES)] * 3
+    assert after_rounds == [(client_id, 0.5) for client_id in sorted(SIZES)] * 3
 
 
-def test_post_only_is_fedavg_until_the_last_round(tmp_path, made):
-    watch, plain = Watch(), Watch()
-    trainer_of(tmp_path / "a", callbacks=[watch], post_only=True, server_lr=1e-3).train()
+def test_post_only_equals_fedavg_until_the_last_round(tmp_path, sampling_calls):
+    recorder, plain = WeightsRecorder(), WeightsRecorder()
+    feddrs_trainer(tmp_path / "a", callbacks=[recorder], post_only=True, server_learning_rate=1e-3).train()
     FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path / "b"),
@@ -86,32 +86,32 @@ def test_post_only_is_fedavg_until_the_last_round(tmp_path, made):
         callbacks=[plain],
     ).train()
     for name, value in plain.averaged[1].items():
-        assert torch.equal(watch.averaged[1][name], value)
-    assert all(torch.equal(value, watch.distilled[0][name]) for name, value in plain.distilled[0].items())
-    assert not torch.equal(watch.distilled[1]["classifier.weight"], plain.distilled[1]["classifier.weight"])
-    assert [client_id for client_id, _ in made] == sorted(SIZES) * 3
+        assert torch.equal(recorder.averaged[1][name], value)
+    assert all(torch.equal(value, recorder.distilled[0][name]) for name, value in plain.distilled[0].items())
+    assert not torch.equal(recorder.distilled[1]["classifier.weight"], plain.distilled[1]["classifier.weight"])
+    assert [client_id for client_id, _ in sampling_calls] == sorted(SIZES) * 3
 
 
 @pytest.mark.parametrize("clients_per_round", [3, 2])
-def test_post_only_keeps_what_it_will_use(tmp_path, clients_per_round):
-    kept, known, everybody = [], [], set()
+def test_post_only_stores_only_the_teachers_that_it_needs(tmp_path, clients_per_round):
+    num_stored, num_seen, seen = [], [], set()
 
-    class Look(FederatedCallback):
+    class CountTeachers(FederatedCallback):
         def on_distill(self, args, state, control, server, **kwargs):
             folder = tmp_path / "teachers"
-            kept.append(len(list(folder.iterdir())) if folder.exists() else 0)
-            everybody.update(server.cohort)
-            known.append(len(everybody))
+            num_stored.append(len(list(folder.iterdir())) if folder.exists() else 0)
+            seen.update(server.cohort)
+            num_seen.append(len(seen))
 
     federation = {"num_rounds": 3, "clients_per_round": clients_per_round, "federation_seed": 0}
-    trainer_of(tmp_path, callbacks=[Look()], federation=federation, post_only=True).train()
-    assert kept == ([0, 0, 3] if clients_per_round == 3 else known)
+    feddrs_trainer(tmp_path, callbacks=[CountTeachers()], federation=federation, post_only=True).train()
+    assert num_stored == ([0, 0, 3] if clients_per_round == 3 else num_seen)
 
 
-def test_post_processing_begins_at_the_mean_of_what_everybody_sent_last(tmp_path, monkeypatch):
+def test_post_processing_starts_from_the_mean_of_the_last_updates_of_all_clients(tmp_path, monkeypatch):
     monkeypatch.setattr(PseudoSampler, "learn", lambda self, samples, seed: 0.0)
     record, sent = Recorder(), {}
-    trainer = trainer_of(
+    trainer = feddrs_trainer(
         tmp_path,
         federation={"num_rounds": 3, "clients_per_round": 2, "federation_seed": 0},
         callbacks=[record],
@@ -128,9 +128,9 @@ def test_post_processing_begins_at_the_mean_of_what_everybody_sent_last(tmp_path
         torch.testing.assert_close(weights[name], mean)
 
 
-def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
+def test_clients_send_a_label_histogram_with_their_update_and_nothing_else(tmp_path):
     record = Recorder()
-    trainer = trainer_of(tmp_path, callbacks=[record])
+    trainer = feddrs_trainer(tmp_path, callbacks=[record])
     record.trainer = trainer
     trainer.train()
     assert {type(message) for message in record.sent} == {Fit}
@@ -142,9 +142,9 @@ def test_clients_add_a_label_histogram_and_nothing_else(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory):
-    """The model that the default settings train."""
-    trainer = trainer_of(tmp_path_factory.mktemp("usual"))
+def default_model(tmp_path_factory):
+    """The model after a run with the default settings."""
+    trainer = feddrs_trainer(tmp_path_factory.mktemp("usual"))
     trainer.train()
     return trainer.model
 
@@ -159,16 +159,16 @@ def usual(tmp_path_factory):
         {"initialization": "gaussian"},
     ],
 )
-def test_every_way_of_sampling_trains(tmp_path, usual, settings):
-    trainer = trainer_of(tmp_path, **settings)
+def test_sampling_settings_train_different_models(tmp_path, default_model, settings):
+    trainer = feddrs_trainer(tmp_path, **settings)
     trainer.train()
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-    assert not same_weights(trainer.model, usual)
+    assert not same_weights(trainer.model, default_model)
 
 
-def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):
-    trainer = trainer_of(tmp_path, pin_cls=True)
-    trainer.processing_class = Texts()
+def test_pin_cls_keeps_the_cls_embedding_at_the_start_of_each_sample(tmp_path):
+    trainer = feddrs_trainer(tmp_path, pin_cls=True)
+    trainer.processing_class = MinimalTokenizer()
     trainer.processing_class.cls_token_id = 3
     trainer.distillation.keeps_samples = True
     trainer.train()
@@ -179,22 +179,22 @@ def test_a_pinned_cls_stays_at_the_beginning_of_every_sample(tmp_path):
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_roberta])
-def test_other_classifiers_than_bert_learn_too(tmp_path, build):
+def test_llama_and_roberta_classifiers_train(tmp_path, build):
     model = build()
-    trainer = trainer_of(tmp_path, model=model, data={"a": rows(6), "b": rows(4, seed=1)}, args={"use_cpu": True})
+    trainer = feddrs_trainer(tmp_path, model=model, data={"a": rows(6), "b": rows(4, seed=1)}, args={"use_cpu": True})
     trainer.train()
     assert "federated/server_distillation_loss" in {name for entry in trainer.state.log_history for name in entry}
 
 
-class Texts:
-    """A tokenizer of four words, as far as FedDRS asks."""
+class MinimalTokenizer:
+    """A minimal tokenizer with the members that FedDRS uses."""
 
     all_special_ids = (0, 1)
     cls_token_id = None
     words = {"yes": [5, 1], "no": [6, 7, 1]}
 
     def __len__(self):
-        return 28  # Of 32 rows of the table.
+        return 28  # The embedding has 32 rows.
 
     def __call__(self, text_target):
         return {"input_ids": [self.words[word] for word in text_target]}
@@ -202,7 +202,10 @@ class Texts:
 
 def text_to_text(num_rows, seed=0):
     tokens = torch.randint(2, 30, (num_rows, 6), generator=torch.Generator().manual_seed(seed))
-    labels = [Texts.words["yes"] + [-100] if row[0] > 15 else Texts.words["no"] for row in tokens.tolist()]
+    labels = [
+        MinimalTokenizer.words["yes"] + [-100] if row[0] > 15 else MinimalTokenizer.words["no"]
+        for row in tokens.tolist()
+    ]
     return Dataset.from_dict({"input_ids": tokens.tolist(), "labels": labels})
 
 
@@ -219,54 +222,56 @@ def t5_trainer(tmp_path, callbacks=(), federation=None, sizes=(8, 6), **kwargs):
             **(federation or {}),
         ),
     )
-    trainer.processing_class = Texts()
+    trainer.processing_class = MinimalTokenizer()
     return trainer
 
 
-def test_embeddings_that_t5_shares_are_constant_though_some_clients_have_other_ones_of_the_first_round(
-    tmp_path, monkeypatch
-):
+def test_shared_t5_embeddings_ignore_outdated_updates_of_the_first_round(tmp_path, monkeypatch):
     monkeypatch.setattr(PseudoSampler, "learn", lambda self, samples, seed: 0.0)
-    # Asked are b and c, then a and b, twice: what c trained in the first round is in the mean of everybody.
-    watch, record = Watch(), Recorder()
-    trainer = t5_trainer(tmp_path, [watch, record], {"clients_per_round": 2, "federation_seed": 4}, (8, 6, 8))
+    # The cohorts are b and c, then twice a and b. The final mean includes the first update of c.
+    recorder, record = WeightsRecorder(), Recorder()
+    trainer = t5_trainer(tmp_path, [recorder, record], {"clients_per_round": 2, "federation_seed": 4}, (8, 6, 8))
     record.trainer = trainer
     trainer.train()
     assert [reply.client_id for reply in record.received] == ["b", "c", "a", "b", "a", "b"]
-    shared = [state["shared.weight"] for state in watch.distilled]
-    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[1], shared[2])
-    # Of the rest the mean is taken.
+    shared_embeddings = [state["shared.weight"] for state in recorder.distilled]
+    assert torch.equal(shared_embeddings[0], shared_embeddings[1]) and torch.equal(
+        shared_embeddings[1], shared_embeddings[2]
+    )
+    # The other parameters are the mean of all clients.
     query = "decoder.block.0.layer.0.SelfAttention.q.weight"
     sent = {reply.client_id: reply.state[query] for reply in record.received}
     mean = (sent["a"] + sent["b"] + sent["c"]) / 3
-    torch.testing.assert_close(watch.distilled[2][query], mean)
+    torch.testing.assert_close(recorder.distilled[2][query], mean)
     assert ((sent["a"] + sent["b"]) / 2 - mean).abs().max() > 1e-3
 
 
-def test_the_embeddings_that_t5_shares_are_constant_after_the_first_round(tmp_path):
-    watch, record = Watch(), Recorder()
-    trainer = t5_trainer(tmp_path, [watch, record], server_lr=1e-3)
+def test_shared_t5_embeddings_are_constant_after_the_first_round(tmp_path):
+    recorder, record = WeightsRecorder(), Recorder()
+    trainer = t5_trainer(tmp_path, [recorder, record], server_learning_rate=1e-3)
     initial = trainer.model.shared.weight.detach().clone()
     record.trainer = trainer
     trainer.train()
-    shared = [state["shared.weight"] for state in watch.distilled]
-    assert not torch.equal(shared[0], initial)
-    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[1], shared[2])
+    shared_embeddings = [state["shared.weight"] for state in recorder.distilled]
+    assert not torch.equal(shared_embeddings[0], initial)
+    assert torch.equal(shared_embeddings[0], shared_embeddings[1]) and torch.equal(
+        shared_embeddings[1], shared_embeddings[2]
+    )
     assert not torch.equal(
-        watch.distilled[1]["decoder.block.0.layer.0.SelfAttention.q.weight"],
-        watch.distilled[2]["decoder.block.0.layer.0.SelfAttention.q.weight"],
+        recorder.distilled[1]["decoder.block.0.layer.0.SelfAttention.q.weight"],
+        recorder.distilled[2]["decoder.block.0.layer.0.SelfAttention.q.weight"],
     )
     counts = {reply.client_id: [reply.metrics[f"{CLASS_COUNT}{n}"] for n in (0, 1)] for reply in record.received}
     assert sum(counts["a"]) == 8 and sum(counts["b"]) == 6 and min(counts["a"]) > 0
 
 
-def test_a_label_that_is_none_of_the_texts_fails_its_client_by_row(tmp_path):
+def test_label_outside_label_texts_raises_an_error_that_names_the_row(tmp_path):
     trainer = t5_trainer(tmp_path, label_texts=("yes",))
     with pytest.raises(RuntimeError, match=r"Row \d has a label.*none of the 1 label texts"):
         trainer.train()
 
 
-def test_teachers_of_an_adapter_share_its_base(tmp_path):
+def test_teachers_of_an_adapter_share_the_base_model(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
     teachers = Teachers(model, "adapter", MemoryStore())
     base = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
@@ -275,36 +280,37 @@ def test_teachers_of_an_adapter_share_its_base(tmp_path):
     copy = teachers.open("a")
     assert base <= {id(parameter) for parameter in copy.parameters()}
     assert not {id(p) for p in model.parameters() if p.requires_grad} & {id(p) for p in copy.parameters()}
-    watch = Watch()
-    trainer_of(tmp_path, model=model, callbacks=[watch], server_lr=1e-2).train()
-    before, after = watch.averaged[0], watch.distilled[0]
+    recorder = WeightsRecorder()
+    feddrs_trainer(tmp_path, model=model, callbacks=[recorder], server_learning_rate=1e-2).train()
+    before, after = recorder.averaged[0], recorder.distilled[0]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any("lora_B" in name for name in moved) and moved <= state.keys()
 
 
-def test_one_teacher_is_in_memory_and_the_others_on_disk(tmp_path):
-    seen = []
+def test_teachers_are_on_disk_and_removed_after_the_run(tmp_path):
+    num_stored = []
 
-    class Look(FederatedCallback):
+    class CountTeachers(FederatedCallback):
         def on_distill(self, args, state, control, **kwargs):
-            seen.append(len(list((tmp_path / "teachers").iterdir())))
+            num_stored.append(len(list((tmp_path / "teachers").iterdir())))
 
-    trainer = trainer_of(tmp_path, callbacks=[Look()])
+    trainer = feddrs_trainer(tmp_path, callbacks=[CountTeachers()])
     trainer.train()
-    assert seen == [len(SIZES)] * 2
+    assert num_stored == [len(SIZES)] * 2
     teachers = trainer._setup.distillation_callback.server.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
 
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-WIDTH = 24  # Of a layer, which no other tensor of the run has.
+WIDTH = 24  # The width of one layer. No other tensor of the run has this size.
 
 
 def most_live_tensors(output_dir, num_clients, monkeypatch):
     """
-    How many tensors of that layer's shape there are at most while the server has a client's model in hand, beside
-    those from before the run.
+    The largest number of tensors with the layer's shape while the server uses a client's model.
+
+    Tensors from before the run do not count.
     """
     counts = []
 
@@ -321,7 +327,7 @@ def most_live_tensors(output_dir, num_clients, monkeypatch):
         return call
 
     data = {f"client {number}": rows(4, seed=number) for number in range(num_clients)}
-    trainer = trainer_of(
+    trainer = feddrs_trainer(
         output_dir,
         model=tiny_model(num_hidden_layers=1, intermediate_size=WIDTH),
         data=data,
@@ -340,15 +346,15 @@ def most_live_tensors(output_dir, num_clients, monkeypatch):
     return max(counts)
 
 
-def test_memory_does_not_grow_with_clients_but_for_their_samples(tmp_path, monkeypatch):
+def test_memory_for_teachers_does_not_grow_with_the_number_of_clients(tmp_path, monkeypatch):
     few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
     assert few == many
-    # So they would be counted, were they there.
+    # If teachers were in memory, the count would include them.
     monkeypatch.setattr(Federation, "_disk_store", lambda self, folder: MemoryStore())
     assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
 
 
-def test_samples_begin_at_tokens_of_the_tokenizer(tmp_path):
+def test_samples_start_from_tokens_of_the_tokenizer(tmp_path):
     trainer = t5_trainer(tmp_path)
     trainer.distillation.keeps_samples = True
     trainer.train()
@@ -358,7 +364,7 @@ def test_samples_begin_at_tokens_of_the_tokenizer(tmp_path):
         assert 2 <= tokens.min() and 24 < tokens.max() < 28
 
 
-def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
+def test_samples_keep_logits_of_labelled_tokens_only(tmp_path):
     trainer = t5_trainer(tmp_path)
     trainer.distillation.keeps_samples = True
     trainer.train()
@@ -369,15 +375,15 @@ def test_of_a_text_the_logits_of_its_tokens_alone_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("clients_per_round", [pytest.param(3, marks=pytest.mark.slow), 2])
-def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per_round):
+def test_resume_gives_identical_weights(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
-    given = {"federation": federation, "args": {"save_strategy": "steps"}, "server_lr": 1e-3}
-    whole = trainer_of(tmp_path / "a", **given)
-    whole.train()
+    settings = {"federation": federation, "args": {"save_strategy": "steps"}, "server_learning_rate": 1e-3}
+    uninterrupted = feddrs_trainer(tmp_path / "a", **settings)
+    uninterrupted.train()
     for step in (1, 3):
-        resumed = trainer_of(tmp_path / str(step), **given)
+        resumed = feddrs_trainer(tmp_path / str(step), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
-        assert same_weights(whole.model, resumed.model)
+        assert same_weights(uninterrupted.model, resumed.model)
 
 
 @pytest.mark.parametrize(
@@ -398,12 +404,12 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(tmp_path, clients_per
         ({"temperature": 2.0}, "`temperature` would have no effect"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         FedDRS(**settings)
 
 
-def test_public_rows_have_no_use(tmp_path):
+def test_public_dataset_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="has no use for public or labelled rows"):
         FederatedTrainer(
             model=tiny_model(),
@@ -414,15 +420,15 @@ def test_public_rows_have_no_use(tmp_path):
         )
 
 
-def test_a_model_that_takes_tokens_alone_is_refused_when_the_trainer_is_built(tmp_path):
-    with pytest.raises(ValueError, match="TokensAlone does not accept them"):
-        trainer_of(tmp_path, model=TokensAlone(BertConfig()))
+def test_model_without_inputs_embeds_is_rejected_when_the_trainer_is_built(tmp_path):
+    with pytest.raises(ValueError, match="TokensAlone does not take such"):
+        feddrs_trainer(tmp_path, model=TokensAlone(BertConfig()))
 
 
-def test_label_texts_belong_to_models_that_write(tmp_path):
+def test_label_texts_and_pin_cls_must_fit_the_model(tmp_path):
     with pytest.raises(ValueError, match="leave them out"):
-        trainer_of(tmp_path, label_texts=["yes", "no"])
+        feddrs_trainer(tmp_path, label_texts=["yes", "no"])
     with pytest.raises(ValueError, match="give them"):
         t5_trainer(tmp_path, label_texts=None)
     with pytest.raises(ValueError, match=r"needs a `processing_class` with a \[CLS\] token"):
-        trainer_of(tmp_path, pin_cls=True).train()
+        feddrs_trainer(tmp_path, pin_cls=True).train()

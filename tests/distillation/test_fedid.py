@@ -1,9 +1,9 @@
-"""FedID end to end: what clients and server learn of one mini-batch, against gradients written down here.
+"""FedID end to end: the gradients of clients and server for one mini-batch, against reference formulas.
 
-Models are in float64, local training has a learning rate of 0, and steps are of plain gradient descent, so that a
-client's change over a round is its learning rate times one gradient. Predictions, their mean and the feedback travel
-as float32: each is rounded by at most 2⁻²⁴ of itself, 6e-8, a few times in a row. So gradients agree within 1e-6 of
-their largest number.
+Models are in float64, local training has a learning rate of 0, and the optimizer is plain gradient descent. A
+client's change over a round is therefore its learning rate times one gradient. Predictions, their mean and the
+feedback are sent as float32. This rounds each value a few times by a relative error of at most 2⁻²⁴, 6e-8. Gradients
+therefore agree within 1e-6 of their largest value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from datasets import Dataset
-from distilled import Recorder, client_weights, distilled
+from distillation_setup import Recorder, client_weights, distillation_trainer
 from tiny import rows, tiny_model
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -29,9 +29,13 @@ SERVER_RATE, CLIENT_RATE, STEP_SIZE = 0.05, 0.2, 0.3
 
 
 def sharp_model(seed=0, **config):
-    """Without dropout, and with predictions that are not all alike; fused attention has no second derivative."""
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
-    return tiny_model(seed, NUM_CLASSES, initializer_range=0.3, **still, **config).double()
+    """
+    A model without dropout whose predictions differ between examples.
+
+    It uses eager attention, since fused attention has no second derivative.
+    """
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    return tiny_model(seed, NUM_CLASSES, initializer_range=0.3, **no_dropout, **config).double()
 
 
 def three_classes(num_rows, seed):
@@ -49,7 +53,7 @@ def client_model(client_id):
 
 @dataclass
 class Run:
-    """A round that is over: the messages and how far the models moved."""
+    """The messages, the parameter changes and the log of a finished round."""
 
     record: Recorder
     server: dict[str, torch.Tensor]
@@ -62,18 +66,18 @@ class Run:
 
     @property
     def public(self) -> torch.Tensor:
-        """The mini-batch in the order in which it was exchanged."""
-        message = self.answer["a"]
+        """The mini-batch in the order of the exchange."""
+        message = self.feedback_messages["a"]
         return torch.tensor(PUBLIC["input_ids"])[public_order(NUM_ROWS, message.order)[message.start : message.stop]]
 
 
 def one_round(tmp_path, server=None, **kwargs) -> Run:
     record = Recorder()
     feedback = kwargs.get("feedback", "chain_rule")
-    others = {} if feedback == "none" else {"server_dataset": LABELLED}
+    server_data = {} if feedback == "none" else {"server_dataset": LABELLED}
     if feedback in ("chain_rule", "per_example"):
         kwargs = {"feedback_step_size": STEP_SIZE, **kwargs}
-    trainer = distilled(
+    trainer = distillation_trainer(
         tmp_path,
         "fedid",
         {
@@ -94,7 +98,7 @@ def one_round(tmp_path, server=None, **kwargs) -> Run:
             "public_dataset": PUBLIC,
             "server_dataset": None,
             "eval_dataset": None,
-            **others,
+            **server_data,
         },
     )
     trainer.train()
@@ -105,8 +109,8 @@ def one_round(tmp_path, server=None, **kwargs) -> Run:
     return Run(record, server, clients, next(entry for entry in trainer.state.log_history if "loss" in entry))
 
 
-def whole_feedback(message: Feedback) -> torch.Tensor:
-    """`∂L_val/∂q`, which travels divided by a power of 2."""
+def full_feedback(message: Feedback) -> torch.Tensor:
+    """`∂L_val/∂q`. The message holds this gradient divided by a power of 2."""
     return message.feedback["values"].double() * 2.0 ** message.settings["exponent"]
 
 
@@ -114,8 +118,8 @@ def changes(before, after):
     return {name: after[name] - value.detach() for name, value in before.named_parameters()}
 
 
-def assert_steps(moved, gradients, rate):
-    """Whether a model moved by minus its rate times these gradients."""
+def check_steps(moved, gradients, rate):
+    """Check that a model moved by `-rate` times the gradients."""
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert largest > 0
     for name, gradient in gradients.items():
@@ -123,14 +127,14 @@ def assert_steps(moved, gradients, rate):
 
 
 def gradients_of(loss, model):
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         loss, list(model.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return dict(zip(dict(model.named_parameters()), found, strict=True))
+    return dict(zip(dict(model.named_parameters()), gradients, strict=True))
 
 
 class Reference:
-    """The round as the paper writes it, in one graph from the clients' parameters to the validation loss."""
+    """The round as in the paper, with one graph from the clients' parameters to the validation loss."""
 
     def __init__(self, public: torch.Tensor) -> None:
         self.models = {client_id: client_model(client_id).eval() for client_id in WEIGHTS}
@@ -152,7 +156,7 @@ class Reference:
         return F.cross_entropy(logits, torch.tensor(LABELLED["labels"]))
 
     def validation_loss_after_step(self) -> torch.Tensor:
-        """With its graph through the server's step of plain gradient descent."""
+        """The validation loss with a graph through the server's step of plain gradient descent."""
         gradients = torch.autograd.grad(
             self.cross_entropy(self.server_logits),
             list(self.parameters.values()),
@@ -171,76 +175,76 @@ class Reference:
 
 
 @pytest.mark.parametrize("clients_distill", [True, False])
-def test_clients_step_down_the_gradient_through_the_servers_step(tmp_path, clients_distill):
+def test_chain_rule_clients_follow_the_gradient_through_the_servers_step(tmp_path, clients_distill):
     run = one_round(tmp_path, clients_distill=clients_distill)
     reference = Reference(run.public)
     validation_loss = reference.validation_loss_after_step()
     for client_id, model in reference.models.items():
         loss = validation_loss + clients_distill * reference.distillation(client_id)
-        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
-    assert_steps(
+        check_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+    check_steps(
         run.server, gradients_of(reference.cross_entropy(reference.server_logits), reference.server), SERVER_RATE
     )
 
 
 @pytest.mark.parametrize("feedback", ["chain_rule", "mpl_sampled"])
-def test_the_loss_on_labelled_rows_is_without_dropout(tmp_path, feedback):
-    dropping = tiny_model(
+def test_validation_loss_is_computed_without_dropout(tmp_path, feedback):
+    dropout_model = tiny_model(
         0, NUM_CLASSES, initializer_range=0.3, hidden_dropout_prob=0.5, attn_implementation="eager"
     ).double()
-    run = one_round(tmp_path, dropping, feedback=feedback)
+    run = one_round(tmp_path, dropout_model, feedback=feedback)
     reference = Reference(run.public)
-    # The server's own step is with it.
+    # The server's own step uses dropout.
     without = gradients_of(reference.cross_entropy(reference.server_logits), reference.server)
     assert not torch.allclose(-run.server["classifier.weight"] / SERVER_RATE, without["classifier.weight"], rtol=0.01)
     if feedback == "mpl_sampled":
         after = reference.validation_loss(reference.moved_server(run.server))
         improvement = float(reference.validation_loss() - after)
-        assert run.answer["a"].settings["improvement"] == pytest.approx(improvement, abs=1e-9)
+        assert run.feedback_messages["a"].settings["improvement"] == pytest.approx(improvement, abs=1e-9)
         return
     for client_id, model in reference.models.items():
         loss = reference.validation_loss_after_step() + reference.distillation(client_id)
-        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+        check_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
 
 
-def test_the_log_says_how_long_the_feedback_is_beside_the_distillation(tmp_path):
+def test_feedback_ratio_compares_the_norms_of_feedback_and_distillation_gradients(tmp_path):
     run = one_round(tmp_path)
     reference = Reference(run.public)
-    validation_loss, lengths = reference.validation_loss_after_step(), []
+    validation_loss, norms = reference.validation_loss_after_step(), []
     for client_id, logits in reference.logits.items():
         for loss in (validation_loss, reference.distillation(client_id)):
-            lengths.append(torch.autograd.grad(loss, logits, retain_graph=True)[0].norm())
-    expected = sum(lengths[::2]) / sum(lengths[1::2])
+            norms.append(torch.autograd.grad(loss, logits, retain_graph=True)[0].norm())
+    expected = sum(norms[::2]) / sum(norms[1::2])
     assert run.log["federated/feedback_ratio"] == pytest.approx(float(expected), rel=1e-5)
     assert "federated/feedback_ratio" not in one_round(tmp_path / "none", feedback="none").log
 
 
-def test_one_client_has_no_distillation_beside_which_the_feedback_could_be_long(tmp_path):
-    trainer = distilled(tmp_path, "fedid", train_dataset={"a": rows(8, seed=1)})
+def test_feedback_ratio_is_not_logged_for_a_single_client(tmp_path):
+    trainer = distillation_trainer(tmp_path, "fedid", train_dataset={"a": rows(8, seed=1)})
     trainer.train()
     assert not any("federated/feedback_ratio" in entry for entry in trainer.state.log_history)
 
 
 @pytest.mark.parametrize("step_size", [1e-6, 1e-9])
-def test_small_feedback_arrives_in_float16_too(tmp_path, step_size):
-    whole = one_round(tmp_path / "a", feedback_step_size=step_size)
-    narrow = one_round(tmp_path / "b", feedback_step_size=step_size, prediction_dtype="float16")
+def test_small_feedback_is_preserved_in_float16(tmp_path, step_size):
+    full = one_round(tmp_path / "a", feedback_step_size=step_size)
+    half = one_round(tmp_path / "b", feedback_step_size=step_size, prediction_dtype="float16")
     for client_id in WEIGHTS:
-        message = narrow.answer[client_id]
+        message = half.feedback_messages[client_id]
         assert message.feedback["values"].dtype == torch.float16
-        expected = whole_feedback(whole.answer[client_id])
-        assert 0 < expected.abs().max() < 6e-5  # what float16 begins to round
-        error = (whole_feedback(message) - expected).abs().max()
-        assert error < 0.01 * expected.abs().max()  # the ensemble is rounded too
+        expected = full_feedback(full.feedback_messages[client_id])
+        assert 0 < expected.abs().max() < 6e-5  # The smallest normal number of float16 is about 6e-5.
+        error = (full_feedback(message) - expected).abs().max()
+        assert error < 0.01 * expected.abs().max()  # float16 rounds the ensemble too.
 
 
-def test_without_feedback_clients_learn_the_ensemble_and_nothing_else_travels(tmp_path):
+def test_without_feedback_clients_receive_and_learn_the_ensemble_only(tmp_path):
     run = one_round(tmp_path, feedback="none")
     reference = Reference(run.public)
     for client_id, model in reference.models.items():
-        assert_steps(run.clients[client_id], gradients_of(reference.distillation(client_id), model), CLIENT_RATE)
-        assert run.answer[client_id].feedback == {}
-    for message in run.answer.values():
+        check_steps(run.clients[client_id], gradients_of(reference.distillation(client_id), model), CLIENT_RATE)
+        assert run.feedback_messages[client_id].feedback == {}
+    for message in run.feedback_messages.values():
         torch.testing.assert_close(message.targets["values"], reference.ensemble.detach().float(), atol=1e-6, rtol=0)
 
 
@@ -251,64 +255,65 @@ def drawn_labels(message: Feedback) -> torch.Tensor:
 
 
 def log_likelihoods(reference: Reference, client_id: str, labels: torch.Tensor) -> torch.Tensor:
-    """`log q_{i, ŷ_i}` of the ensemble, in which this client alone has a graph."""
-    others = sum(
-        WEIGHTS[other] * z.softmax(-1).detach() for other, z in reference.logits.items() if other != client_id
-    )
-    ensemble = others + WEIGHTS[client_id] * reference.logits[client_id].softmax(-1)
+    """`log q_{i, ŷ_i}` of the ensemble, with a graph to this client only."""
+    rest = sum(WEIGHTS[other] * z.softmax(-1).detach() for other, z in reference.logits.items() if other != client_id)
+    ensemble = rest + WEIGHTS[client_id] * reference.logits[client_id].softmax(-1)
     return ensemble.gather(1, labels[:, None])[:, 0].log()
 
 
-def test_one_number_a_row_is_that_of_the_label_that_clients_draw(tmp_path):
-    whole, run = one_round(tmp_path / "a"), one_round(tmp_path / "b", feedback="per_example")
+def test_per_example_rewards_are_gradients_at_the_drawn_labels(tmp_path):
+    full, run = one_round(tmp_path / "a"), one_round(tmp_path / "b", feedback="per_example")
     reference = Reference(run.public)
     for client_id, model in reference.models.items():
-        message = run.answer[client_id]
+        message = run.feedback_messages[client_id]
         labels, rewards = drawn_labels(message), message.feedback["rewards"]
         assert rewards.shape == (NUM_ROWS,)
-        # The whole gradient, of which these are a column each.
-        assert torch.equal(rewards, whole_feedback(whole.answer[client_id]).float().gather(1, labels[:, None])[:, 0])
+        # The rewards are the entries of the whole gradient at the drawn labels.
+        assert torch.equal(
+            rewards, full_feedback(full.feedback_messages[client_id]).float().gather(1, labels[:, None])[:, 0]
+        )
         surrogate = (rewards * log_likelihoods(reference, client_id, labels)).sum()
-        assert_steps(
+        check_steps(
             run.clients[client_id],
             gradients_of(reference.distillation(client_id) + surrogate, model),
             CLIENT_RATE,
         )
 
 
-def test_sampled_labels_are_those_that_the_server_learnt(tmp_path):
+def test_mpl_sampled_clients_draw_the_labels_of_the_server(tmp_path):
     run = one_round(tmp_path, feedback="mpl_sampled")
     reference = Reference(run.public)
-    labels = drawn_labels(run.answer["a"])
-    assert_steps(
+    labels = drawn_labels(run.feedback_messages["a"])
+    check_steps(
         run.server, gradients_of(F.cross_entropy(reference.server_logits, labels), reference.server), SERVER_RATE
     )
     improvement = float(reference.validation_loss() - reference.validation_loss(reference.moved_server(run.server)))
     for client_id, model in reference.models.items():
-        message = run.answer[client_id]
+        message = run.feedback_messages[client_id]
         assert message.settings["improvement"] == pytest.approx(improvement, abs=1e-9)
         assert message.feedback == {} and torch.equal(drawn_labels(message), labels)
         loss = reference.distillation(client_id) - improvement * log_likelihoods(reference, client_id, labels).sum()
-        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+        check_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
 
 
-def test_the_published_codes_server_learns_each_clients_likeliest_labels(tmp_path):
+def test_mpl_server_learns_the_most_likely_labels_of_each_client(tmp_path):
+    """This variant of the feedback follows the published code."""
     run = one_round(tmp_path, feedback="mpl")
     reference = Reference(run.public)
     server_loss = sum(
         WEIGHTS[client_id] * F.cross_entropy(reference.server_logits, z.argmax(-1))
         for client_id, z in reference.logits.items()
     )
-    assert_steps(run.server, gradients_of(server_loss, reference.server), SERVER_RATE)
+    check_steps(run.server, gradients_of(server_loss, reference.server), SERVER_RATE)
     improvement = float(reference.validation_loss() - reference.validation_loss(reference.moved_server(run.server)))
     for client_id, model in reference.models.items():
         z = reference.logits[client_id]
         loss = F.cross_entropy(z, reference.ensemble.argmax(-1))
         loss = loss + WEIGHTS[client_id] * improvement * F.cross_entropy(z, z.argmax(-1))
-        assert_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
+        check_steps(run.clients[client_id], gradients_of(loss, model), CLIENT_RATE)
 
 
-def test_an_exchange_is_a_prediction_and_an_answer_about_the_same_rows(tmp_path):
+def test_exchange_is_predictions_and_feedback_for_the_same_examples(tmp_path):
     run = one_round(tmp_path)
     kinds = [type(message) for message in run.record.sent]
     assert kinds == [Fit] * 3 + [Predict] * 3 + [Feedback] * 3

@@ -1,10 +1,10 @@
-"""The server's feedback against double backward through its step, and that it leaves the model as it was."""
+"""The server's feedback against double backward through its step, and the restoration of the model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from server_and_clients import STEP_SIZE, federation, true_gradients
+from server_and_clients import STEP_SIZE, exact_gradients, federation
 from tiny import rows, tiny_model
 from torch import nn
 
@@ -25,9 +25,9 @@ from hf_federated.distillation import (
 
 @pytest.mark.parametrize("method", ["jvp", "finite_difference"])
 @pytest.mark.parametrize("kind", ["mlp", "bert"])
-def test_it_is_the_gradient_by_the_ensembles_probabilities(kind, method):
+def test_chain_rule_feedback_is_the_gradient_by_the_ensembles_probabilities(kind, method):
     case = federation(kind)
-    _, expected = true_gradients(case, "probabilities")
+    _, expected = exact_gradients(case, "probabilities")
     v = case.validation_gradients(case.ensemble("probabilities").detach())
     feedback = chain_rule_feedback(case.server, case.public, v, STEP_SIZE, method=method)
     atol = 1e-10 if method == "jvp" else 1e-6
@@ -38,9 +38,9 @@ def test_it_is_the_gradient_by_the_ensembles_probabilities(kind, method):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "bert"])
-def test_it_is_the_gradient_by_the_ensembles_logits(kind):
+def test_logit_feedback_is_the_gradient_by_the_ensembles_logits(kind):
     case = federation(kind)
-    _, expected = true_gradients(case, "logits")
+    _, expected = exact_gradients(case, "logits")
     q = case.ensemble("logits").detach().softmax(-1)
     feedback = chain_rule_feedback(case.server, case.public, case.validation_gradients(q), STEP_SIZE)
     torch.testing.assert_close(logit_feedback(q, feedback), expected, rtol=0, atol=1e-10)
@@ -49,25 +49,25 @@ def test_it_is_the_gradient_by_the_ensembles_logits(kind):
 
 @pytest.mark.parametrize("method", ["jvp", "finite_difference"])
 @pytest.mark.parametrize("kind", ["mlp", "bert"])
-def test_it_is_the_gradient_by_logits_that_the_server_fits_by_squared_error(kind, method):
+def test_squared_error_feedback_is_the_gradient_by_the_ensembles_logits(kind, method):
     case = federation(kind)
-    _, expected = true_gradients(case, "logits", "mean_squared_error")
+    _, expected = exact_gradients(case, "logits", "mean_squared_error")
     v = case.validation_gradients(case.ensemble("logits").detach(), mean_squared_error)
     feedback = squared_error_feedback(case.server, case.public, v, STEP_SIZE, method=method)
     torch.testing.assert_close(feedback, expected, rtol=0, atol=1e-10 if method == "jvp" else 1e-6)
     assert expected.abs().max() > 1e-3
 
 
-def test_differences_in_float32_are_right_to_a_hundredth():
+def test_finite_difference_in_float32_is_accurate_to_one_percent():
     case = federation("bert")
     v = case.validation_gradients(case.ensemble("probabilities").detach())
     exact = directional_derivative(case.server, case.public, v)
-    narrow = directional_derivative(case.server.float(), case.public, v, method="finite_difference")
-    assert narrow.dtype == torch.float32
-    assert (narrow - exact).norm() < 0.01 * exact.norm()
+    low_precision = directional_derivative(case.server.float(), case.public, v, method="finite_difference")
+    assert low_precision.dtype == torch.float32
+    assert (low_precision - exact).norm() < 0.01 * exact.norm()
 
 
-def test_differences_do_not_depend_on_the_length_of_the_direction():
+def test_finite_difference_does_not_depend_on_the_norm_of_the_direction():
     case = federation()
     v = case.validation_gradients(case.ensemble("probabilities").detach())
     exact = directional_derivative(case.server, case.public, v)
@@ -79,8 +79,8 @@ def test_differences_do_not_depend_on_the_length_of_the_direction():
     assert not directional_derivative(case.server, case.public, zeros, method="finite_difference").any()
 
 
-def test_positions_are_selected_by_compute_logits():
-    """A prediction for each token of a row, two of which count."""
+def test_compute_logits_selects_positions():
+    """The model predicts every token, and the loss uses two of the tokens."""
     model = tiny_model().double().eval()
     inputs = {"input_ids": torch.tensor(rows(3)["input_ids"])}
     selected = torch.zeros(3, 6, dtype=torch.bool)
@@ -99,7 +99,7 @@ def test_positions_are_selected_by_compute_logits():
         directional_derivative(model, inputs, v, compute_logits=lambda m, i: m.bert(**i).last_hidden_state)
 
 
-def test_gradient_checkpointing_is_no_obstacle():
+def test_directional_derivative_works_with_gradient_checkpointing():
     model = tiny_model().double()
     inputs = {"input_ids": torch.tensor(rows(3)["input_ids"])}
     v = random_like(model)
@@ -108,8 +108,8 @@ def test_gradient_checkpointing_is_no_obstacle():
     assert torch.equal(directional_derivative(model.train(), inputs, v), expected)
 
 
-def test_dropout_takes_no_part_and_every_module_keeps_its_mode():
-    model = tiny_model().double().train()  # with dropout of 0.1
+def test_derivative_ignores_dropout_and_restores_training_modes():
+    model = tiny_model().double().train()  # The dropout is 0.1.
     model.bert.encoder.layer[0].eval()
     modes = [module.training for module in model.modules()]
     inputs = {"input_ids": torch.tensor(rows(3)["input_ids"])}
@@ -128,19 +128,19 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit: `torch.equal` would not tell 0 from -0."""
+    """Whether all values are bit-identical. `torch.equal` does not distinguish 0 from -0."""
     now = model.state_dict()
     return all(torch.equal(now[name].view(torch.uint8), value.view(torch.uint8)) for name, value in before.items())
 
 
 def random_like(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A number of its own for every parameter."""
+    """Random values for every parameter."""
     generator = torch.Generator().manual_seed(0)
     return {n: torch.randn(p.shape, generator=generator).to(p.dtype) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_parameters_are_restored_bit_for_bit(dtype):
+def test_virtual_step_restores_parameters_bit_for_bit(dtype):
     model = tiny_model().to(dtype)
     parameters, before = dict(model.named_parameters()), snapshot(model)
     gradients = random_like(model)
@@ -156,7 +156,7 @@ def test_parameters_are_restored_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("method", ["jvp", "finite_difference"])
-def test_a_derivative_leaves_the_model_as_it_was_also_if_it_fails(method):
+def test_derivative_restores_the_model_also_after_an_error(method):
     model = tiny_model()
     before, calls = snapshot(model), []
     inputs = {"input_ids": torch.tensor(rows(3)["input_ids"])}
@@ -175,14 +175,14 @@ def test_a_derivative_leaves_the_model_as_it_was_also_if_it_fails(method):
     assert all(value.requires_grad and value.grad is None for value in model.parameters())
 
 
-def test_parameters_without_a_gradient_do_not_move():
+def test_virtual_step_does_not_move_parameters_without_a_gradient():
     parameters = {"a": torch.ones(2), "b": torch.ones(2)}
     with virtual_step(parameters, {"b": torch.ones(2)}, 1.0):
         assert parameters["a"].tolist() == [1, 1] and parameters["b"].tolist() == [0, 0]
 
 
-def test_an_autocast_around_a_virtual_step_sees_the_step():
-    """It keeps narrow copies of the parameters, which are wrong after a change in place."""
+def test_virtual_step_has_an_effect_under_autocast():
+    """Autocast caches low-precision copies of parameters, which are outdated after a change in place."""
     model = nn.Linear(2, 1, bias=False)
     parameters = {"weight": model.weight}
     ones = torch.ones(1, 2)
@@ -193,7 +193,7 @@ def test_an_autocast_around_a_virtual_step_sees_the_step():
         assert torch.equal(model(ones), before)
 
 
-def test_a_backward_pass_after_the_virtual_step_is_an_error():
+def test_backward_pass_after_the_virtual_step_raises_an_error():
     parameters = {"w": torch.ones(2, requires_grad=True)}
     with virtual_step(parameters, {"w": torch.ones(2)}, 0.5):
         loss = parameters["w"].square().sum()
@@ -201,14 +201,14 @@ def test_a_backward_pass_after_the_virtual_step_is_an_error():
         loss.backward()
 
 
-def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero():
+def test_unused_parameter_has_a_gradient_of_zero():
     parameters = {"used": torch.ones(2, requires_grad=True), "unused": torch.ones(3, requires_grad=True)}
     gradients = loss_gradients(parameters["used"].sum(), parameters)
     assert gradients["used"].tolist() == [1, 1] and gradients["unused"].tolist() == [0, 0, 0]
 
 
 class Opaque(torch.autograd.Function):
-    """An operation that knows its backward pass only, as a kernel of its own would."""
+    """An operation with a backward pass and no forward derivative, as in a custom kernel."""
 
     @staticmethod
     def forward(ctx, x):
@@ -219,7 +219,7 @@ class Opaque(torch.autograd.Function):
         return 2 * gradient
 
 
-def test_an_operation_without_a_forward_derivative_names_the_other_method():
+def test_missing_forward_derivative_raises_an_error_that_suggests_finite_differences():
     model = nn.Linear(4, 3).double()
     inputs = {"input": torch.randn(2, 4, dtype=torch.float64)}
     v = {name: torch.ones_like(value) for name, value in model.named_parameters()}
@@ -234,7 +234,7 @@ def test_an_operation_without_a_forward_derivative_names_the_other_method():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
-def test_what_cannot_be_right_is_refused():
+def test_invalid_arguments_are_rejected():
     model, inputs = nn.Linear(4, 3), {"input": torch.randn(2, 4)}
     v = {name: torch.ones_like(value) for name, value in model.named_parameters()}
     with pytest.raises(ValueError, match="'wieght' names none of the 2 parameters"):
@@ -251,16 +251,16 @@ def test_what_cannot_be_right_is_refused():
         directional_derivative(model.bfloat16(), inputs, v, method="finite_difference")
 
 
-def test_half_precision_has_an_exact_derivative_within_its_rounding():
+def test_bfloat16_derivative_is_exact_within_rounding():
     case = federation("bert")
     v = case.validation_gradients(case.ensemble("probabilities").detach())
     exact = directional_derivative(case.server, case.public, v)
-    narrow = directional_derivative(case.server.bfloat16(), case.public, v)
-    assert narrow.dtype == torch.float32
-    assert (narrow - exact).norm() < 0.05 * exact.norm()
+    low_precision = directional_derivative(case.server.bfloat16(), case.public, v)
+    assert low_precision.dtype == torch.float32
+    assert (low_precision - exact).norm() < 0.05 * exact.norm()
 
 
-def test_feedback_of_a_row_is_that_of_its_pseudo_label():
+def test_per_example_feedback_is_the_entry_of_the_pseudo_label():
     feedback = torch.arange(6.0).view(2, 3)
     assert per_example_feedback(feedback, torch.tensor([2, 0])).tolist() == [2, 3]
 

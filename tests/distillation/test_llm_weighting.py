@@ -1,4 +1,4 @@
-"""Weights from a language model's reply: what is asked, what counts as an answer, and what happens without one."""
+"""Weights from a language model's reply: the prompt, accepted and rejected replies, retries and the fallback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import transformers
-from distilled import distilled
+from distillation_setup import distillation_trainer
 from language import language_model, tokenizer
 from tiny import same_weights
 from tokenizers import Tokenizer
@@ -27,8 +27,8 @@ REPORTS = [
 ]
 
 
-class Model:
-    """Gives its replies one after the other, the last one again and again, and keeps the prompts."""
+class ScriptedModel:
+    """Return the given replies in order, repeat the last reply, and record the prompts."""
 
     def __init__(self, *replies):
         self.replies = list(replies)
@@ -42,11 +42,11 @@ class Model:
         return reply
 
 
-# ---- What is asked
+# ---- Prompt
 
 
-def test_the_prompt_holds_what_the_reports_hold():
-    model = Model("1,1,1")
+def test_prompt_contains_the_values_of_the_reports():
+    model = ScriptedModel("1,1,1")
     LLMWeighting(model)(REPORTS)
     (prompt,) = model.prompts
     assert prompt.split("\n") == [
@@ -61,16 +61,16 @@ def test_the_prompt_holds_what_the_reports_hold():
     ]
 
 
-def test_neither_ids_nor_rows_of_logits_are_in_the_prompt():
+def test_prompt_contains_neither_client_ids_nor_rows_of_logits():
     logits = torch.tensor([[1.2345, 6.789], [2.3456, 7.891]])
-    model = Model("1")
+    model = ScriptedModel("1")
     LLMWeighting(model)([ClientReport("secret id", 10, 0.2, **summarize_logits(logits))])
     assert "secret" not in model.prompts[0]
     assert not any(f"{value:.4g}" in model.prompts[0] for value in logits.flatten().tolist())
     assert f"[{(1.2345 + 2.3456) / 2:.4g}, {(6.789 + 7.891) / 2:.4g}]" in model.prompts[0]
 
 
-# ---- Replies that count
+# ---- Accepted replies
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_neither_ids_nor_rows_of_logits_are_in_the_prompt():
     ],
     ids=repr,
 )
-def test_numbers_are_normalized(reply, expected, caplog):
-    weigh = LLMWeighting(Model(reply))
+def test_numbers_of_a_reply_are_normalized(reply, expected, caplog):
+    weigh = LLMWeighting(ScriptedModel(reply))
     weights = weigh(REPORTS)
     assert list(weights) == ["alpine", "desert", "forest"]
     assert list(weights.values()) == pytest.approx(expected, abs=1e-15)
@@ -96,9 +96,9 @@ def test_numbers_are_normalized(reply, expected, caplog):
     assert not caplog.records
 
 
-# ---- Replies that do not
+# ---- Rejected replies
 
-REFUSED = {
+REJECTED_REPLIES = {
     "0.2,0.8": "expected 3 numbers separated by commas, got 2 pieces",
     "0.1,0.2,0.3,0.4": "got 4 pieces",
     "": "got 1 pieces",
@@ -119,9 +119,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("reply", REFUSED, ids=repr)
-def test_anything_else_is_refused_and_enwc_takes_over(reply, caplog):
-    model = Model(reply)
+@pytest.mark.parametrize("reply", REJECTED_REPLIES, ids=repr)
+def test_invalid_reply_is_rejected_and_falls_back_to_enwc(reply, caplog):
+    model = ScriptedModel(reply)
     weigh = LLMWeighting(model, retries=1, beta=3.0)
     with caplog.at_level(logging.WARNING):
         weights = weigh(REPORTS)
@@ -129,7 +129,12 @@ def test_anything_else_is_refused_and_enwc_takes_over(reply, caplog):
     assert weigh.fell_back and weigh.num_attempts == len(model.prompts) == 2
     (record,) = caplog.records
     text = record.getMessage()
-    assert REFUSED[reply] in text and repr(reply) in text and "ENWC (beta=3.0)" in text and "2 attempts" in text
+    assert (
+        REJECTED_REPLIES[reply] in text
+        and repr(reply) in text
+        and "ENWC's (beta=3.0)" in text
+        and "2 attempts" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,19 +147,19 @@ def test_anything_else_is_refused_and_enwc_takes_over(reply, caplog):
     ],
     ids=repr,
 )
-def test_an_error_or_something_else_than_text_is_a_refused_reply(reply, reason, caplog):
-    weigh = LLMWeighting(Model(reply))
+def test_error_or_non_text_reply_falls_back_to_enwc(reply, reason, caplog):
+    weigh = LLMWeighting(ScriptedModel(reply))
     assert weigh(REPORTS) == enwc(REPORTS)
     assert weigh.fell_back and weigh.num_attempts == 3
     assert reason in caplog.text
 
 
-def test_a_long_reply_is_shortened_in_the_log(caplog):
-    LLMWeighting(Model("so " * 1000), retries=0)(REPORTS)
+def test_long_reply_is_shortened_in_the_log(caplog):
+    LLMWeighting(ScriptedModel("so " * 1000), retries=0)(REPORTS)
     assert repr(("so " * 1000)[:200]) + "…" in caplog.text and "so " * 67 not in caplog.text
 
 
-def test_an_interrupt_is_not_a_reply():
+def test_keyboard_interrupt_is_not_caught():
     def interrupted(prompt):
         raise KeyboardInterrupt
 
@@ -162,11 +167,11 @@ def test_an_interrupt_is_not_a_reply():
         LLMWeighting(interrupted)(REPORTS)
 
 
-# ---- Again
+# ---- Retries
 
 
-def test_the_model_is_told_what_was_wrong_and_may_mend_it(caplog):
-    model = Model("0.5, 0.5", TimeoutError("busy"), "1,1,2")
+def test_retry_prompt_contains_the_reason_of_the_rejection(caplog):
+    model = ScriptedModel("0.5, 0.5", TimeoutError("busy"), "1,1,2")
     weigh = LLMWeighting(model)
     assert list(weigh(REPORTS).values()) == [0.25, 0.25, 0.5]
     first, second, third = model.prompts
@@ -176,14 +181,14 @@ def test_the_model_is_told_what_was_wrong_and_may_mend_it(caplog):
     assert not caplog.records
 
 
-def test_without_retries_the_model_is_asked_once():
-    model = Model("no")
+def test_zero_retries_call_the_model_once():
+    model = ScriptedModel("no")
     LLMWeighting(model, retries=0)(REPORTS)
     assert len(model.prompts) == 1
 
 
-def test_what_a_call_left_is_of_that_call():
-    weigh = LLMWeighting(Model("no", "1,3"), retries=0)
+def test_attributes_describe_the_last_call():
+    weigh = LLMWeighting(ScriptedModel("no", "1,3"), retries=0)
     assert (weigh.weights, weigh.fell_back, weigh.num_attempts, weigh.prompt_length) == (None,) * 4
     weigh(REPORTS)
     assert weigh.fell_back
@@ -191,16 +196,16 @@ def test_what_a_call_left_is_of_that_call():
     assert not weigh.fell_back and weigh.weights == {"alpine": 0.25, "desert": 0.75}
 
 
-def test_weights_that_were_returned_may_be_changed_without_changing_the_record():
-    weigh = LLMWeighting(Model("1,1,2", "no"), retries=0)
+def test_changing_returned_weights_does_not_change_the_attribute():
+    weigh = LLMWeighting(ScriptedModel("1,1,2", "no"), retries=0)
     weigh(REPORTS).clear()
     assert weigh.weights == {"alpine": 0.25, "desert": 0.25, "forest": 0.5}
     weigh(REPORTS).clear()
     assert weigh.weights == enwc(REPORTS)
 
 
-def test_reports_without_a_usable_loss_are_refused_before_the_model_is_asked():
-    model = Model("1")
+def test_invalid_reports_are_rejected_before_the_model_is_called():
+    model = ScriptedModel("1")
     with pytest.raises(ValueError, match="Client 'a' reports a training loss of nan"):
         LLMWeighting(model)([ClientReport("a", 1, float("nan"))])
     with pytest.raises(ValueError, match="no clients to weigh"):
@@ -208,12 +213,12 @@ def test_reports_without_a_usable_loss_are_refused_before_the_model_is_asked():
     assert not model.prompts
 
 
-def test_negative_retries_are_refused():
+def test_negative_retries_are_rejected():
     with pytest.raises(ValueError, match="`retries` is -1; it must be 0 or more"):
-        LLMWeighting(Model(""), retries=-1)
+        LLMWeighting(ScriptedModel(""), retries=-1)
 
 
-# ---- A model of transformers
+# ---- Models of `transformers`
 
 
 @pytest.fixture
@@ -221,7 +226,7 @@ def pipeline():
     return TextGenerationPipeline(model=language_model(), tokenizer=tokenizer())
 
 
-def test_a_pipeline_replies_the_same_new_text_each_time(pipeline):
+def test_pipeline_returns_the_same_generated_text_on_each_call(pipeline):
     generate = text_generation(pipeline, max_new_tokens=5)
     reply = generate("snow1 snow2 snow3")
     torch.manual_seed(1)
@@ -230,7 +235,7 @@ def test_a_pipeline_replies_the_same_new_text_each_time(pipeline):
     assert reply and full == "snow1 snow2 snow3" + reply
 
 
-def test_a_chat_template_is_used_where_there_is_one(pipeline):
+def test_chat_template_of_the_tokenizer_is_applied(pipeline):
     plain = text_generation(pipeline, max_new_tokens=5)("snow1")
     pipeline.tokenizer.chat_template = "sand5 {{ messages[0]['role'] }} {{ messages[0]['content'] }} sand7"
     reply = text_generation(pipeline, max_new_tokens=5)("snow1")
@@ -238,7 +243,7 @@ def test_a_chat_template_is_used_where_there_is_one(pipeline):
     assert reply == text_generation(pipeline, max_new_tokens=5)("sand5 user snow1 sand7") != plain
 
 
-def test_sampling_is_possible(pipeline):
+def test_pipeline_may_sample(pipeline):
     generate = text_generation(pipeline, max_new_tokens=8, do_sample=True)
     replies = set()
     for seed in range(8):
@@ -247,14 +252,14 @@ def test_sampling_is_possible(pipeline):
     assert len(replies) > 1
 
 
-def test_an_untrained_model_has_no_weights_to_give(pipeline, caplog):
+def test_untrained_model_falls_back_to_enwc(pipeline, caplog):
     weigh = LLMWeighting(text_generation(pipeline, max_new_tokens=4))
     assert weigh(REPORTS) == enwc(REPORTS)
     assert weigh.fell_back and "ENWC" in caplog.text
 
 
-def test_a_model_that_writes_numbers_is_heard():
-    """Llama with attention and feed-forward switched off: its head sends each token to the one after it."""
+def test_numbers_of_a_generating_model_are_used():
+    """The attention and feed-forward layers of this Llama are zero. Its head maps each token to a fixed next token."""
     words = ["<pad>", "<eos>", "<unk>", "ask", "3", ",", "1"]
     tokens = _tokenizer(words)
     model = LlamaForCausalLM(
@@ -278,14 +283,14 @@ def test_a_model_that_writes_numbers_is_heard():
         model.model.embed_tokens.weight.copy_(torch.eye(len(words), 8))
         for before, after in chain:
             model.lm_head.weight[after, before] = 1
-    model.generation_config.max_new_tokens = 1  # would cut the reply short
+    model.generation_config.max_new_tokens = 1  # `text_generation` must override this limit.
     pipeline = TextGenerationPipeline(model=model, tokenizer=tokens)
     weigh = LLMWeighting(text_generation(pipeline))
     assert weigh(REPORTS[:2]) == {"alpine": 0.75, "desert": 0.25}
     assert not weigh.fell_back
 
 
-def test_adafd_takes_the_name_of_a_model_and_loads_it_once(tmp_path, monkeypatch):
+def test_adafd_loads_a_named_model_once(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     language_model().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -296,22 +301,22 @@ def test_adafd_takes_the_name_of_a_model_and_loads_it_once(tmp_path, monkeypatch
         return transformers.pipeline(kind, name)
 
     monkeypatch.setattr(adafd, "pipeline", load)
-    trainer = distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(folder)})
+    trainer = distillation_trainer(tmp_path, "adafd", {"weighting": "llm", "generate": str(folder)})
     trainer.train()
-    by_losses = distilled(tmp_path / "enwc", "adafd", {"weighting": "enwc"})
+    by_losses = distillation_trainer(tmp_path / "enwc", "adafd", {"weighting": "enwc"})
     by_losses.train()
     fell_back = [log["federated/llm_fell_back"] for log in trainer.state.log_history if "federated/weight/a" in log]
-    assert fell_back == [1.0, 1.0] and loaded == [str(folder)]  # it never learnt to write numbers
+    assert fell_back == [1.0, 1.0] and loaded == [str(folder)]  # The untrained model writes no numbers.
     assert same_weights(trainer.model, by_losses.model)
 
 
-def test_a_model_that_is_not_there_is_an_error_before_anybody_trains(tmp_path):
+def test_missing_model_raises_an_error_before_training(tmp_path):
     with pytest.raises(ValueError, match="nothing', and no model is found there"):
-        distilled(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
+        distillation_trainer(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
 
 
 def _tokenizer(words):
-    """One word, one token; words it does not know are `<unk>`."""
+    """A tokenizer with one token per word. Unknown words map to `<unk>`."""
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

@@ -1,10 +1,10 @@
-"""What each distillation method exchanges and learns, and what all of them have in common."""
+"""The messages and targets of each distillation method, and the properties that all methods share."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from distilled import (
+from distillation_setup import (
     METHODS,
     NUM_BATCHES,
     NUM_CLASSES,
@@ -12,7 +12,7 @@ from distilled import (
     SIZES,
     Recorder,
     client_weights,
-    distilled,
+    distillation_trainer,
     same_clients,
 )
 from tiny import rows, same_weights, tiny_model
@@ -22,19 +22,22 @@ from hf_federated.distillation import build_distillation, robust_mean, soft_cros
 from hf_federated.messages import ClientUpdate, Distill, Feedback, Fit, Metrics, Predict, Predictions, public_order
 
 
-def of(messages, kind):
+def select_messages(messages, kind):
+    """Messages of a type."""
     return [message for message in messages if isinstance(message, kind)]
 
 
-def test_every_method_of_the_table_is_tried_here():
+def test_method_list_covers_all_distillations():
     assert {name for name, _ in METHODS} == set(DISTILLATIONS)
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_server_and_clients_learn_and_nothing_but_messages_is_shared(tmp_path, method, kwargs):
-    objects = distilled(tmp_path / "a", method, kwargs)
+def test_training_through_serialized_messages_gives_identical_results(tmp_path, method, kwargs):
+    objects = distillation_trainer(tmp_path / "a", method, kwargs)
     objects.train()
-    through_bytes = distilled(tmp_path / "b", method, kwargs, record=Recorder(serialize=True, separate=True))
+    through_bytes = distillation_trainer(
+        tmp_path / "b", method, kwargs, record=Recorder(serialize=True, separate=True)
+    )
     through_bytes.train()
     assert through_bytes.engine.worker._distillation is not through_bytes.distillation
     assert same_weights(objects.model, through_bytes.model)
@@ -48,26 +51,26 @@ def test_server_and_clients_learn_and_nothing_but_messages_is_shared(tmp_path, m
     ("method", "kwargs", "store"),
     [("fedid", {}, "memory"), ("fedid", {}, "disk"), ("adafd", {}, "disk"), ("feded", {}, "memory")],
 )
-def test_models_that_are_put_away_come_back_as_they_were(tmp_path, method, kwargs, store):
-    resident = distilled(tmp_path / "a", method, kwargs)
+def test_limit_on_resident_clients_does_not_change_the_result(tmp_path, method, kwargs, store):
+    resident = distillation_trainer(tmp_path / "a", method, kwargs)
     resident.train()
     federation = {"max_resident_clients": 1, "client_store": store}
-    put_away = distilled(tmp_path / "b", method, kwargs, federation=federation)
-    put_away.train()
-    assert same_weights(resident.model, put_away.model)
-    assert same_clients(resident, put_away)
-    assert len(put_away.engine.worker.models._resident) == 1
+    limited = distillation_trainer(tmp_path / "b", method, kwargs, federation=federation)
+    limited.train()
+    assert same_weights(resident.model, limited.model)
+    assert same_clients(resident, limited)
+    assert len(limited.engine.worker.models._resident) == 1
 
 
-def test_parameters_do_not_travel_where_predictions_do(tmp_path):
+def test_mhat_sends_no_parameters(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "mhat", record=record).train()
-    assert all(not message.state and not message.returns_state for message in of(record.sent, Fit))
-    assert all(not reply.state for reply in of(record.received, ClientUpdate))
+    distillation_trainer(tmp_path, "mhat", record=record).train()
+    assert all(not message.state and not message.returns_state for message in select_messages(record.sent, Fit))
+    assert all(not reply.state for reply in select_messages(record.received, ClientUpdate))
 
 
-class SpoilsClient(FederatedCallback):
-    """Makes a client sure of one class, after the first round."""
+class SetClientBiases(FederatedCallback):
+    """Set the biases of a client so that it strongly prefers one class, after the first round."""
 
     def on_round_end(self, args, state, control, server, **kwargs):
         if server.round == 0:
@@ -76,23 +79,25 @@ class SpoilsClient(FederatedCallback):
                 model.classifier.bias.copy_(torch.tensor([50.0, -50.0]))
 
 
-def test_clients_go_on_from_their_own_models(tmp_path):
+def test_clients_continue_from_their_own_models(tmp_path):
     losses = []
-    for callbacks in ([], [SpoilsClient()]):
+    for callbacks in ([], [SetClientBiases()]):
         record = Recorder()
-        trainer = distilled(tmp_path, "dsfl", record=record, federation={"local_epochs": 1})
+        trainer = distillation_trainer(tmp_path, "dsfl", record=record, federation={"local_epochs": 1})
         for callback in callbacks:
             callback.trainer = trainer
             trainer.add_callback(callback)
         trainer.train()
         weights = client_weights(trainer)
         assert len(weights["a"]) > len(weights["b"])
-        losses.append({(u.round, u.client_id): u.metrics["loss"] for u in of(record.received, ClientUpdate)})
-    plain, spoilt = losses
-    assert all(spoilt[0, client_id] == plain[0, client_id] for client_id in SIZES)
-    # About half of its rows are of the other class, at a distance of 100 between the logits.
-    assert spoilt[1, "a"] > plain[1, "a"] + 10
-    assert spoilt[1, "b"] == pytest.approx(plain[1, "b"], abs=1)
+        losses.append(
+            {(u.round, u.client_id): u.metrics["loss"] for u in select_messages(record.received, ClientUpdate)}
+        )
+    plain, changed = losses
+    assert all(changed[0, client_id] == plain[0, client_id] for client_id in SIZES)
+    # About half of the client's examples have the other class, and the logits differ by 100.
+    assert changed[1, "a"] > plain[1, "a"] + 10
+    assert changed[1, "b"] == pytest.approx(plain[1, "b"], abs=1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_clients_go_on_from_their_own_models(tmp_path):
         ("fedid", "train_on_labelled", True),
     ],
 )
-def test_a_setting_without_effect_is_refused(method, name, value):
+def test_setting_without_effect_is_rejected(method, name, value):
     with pytest.raises(ValueError, match=f"`{name}` would have no effect"):
         build_distillation(method, {name: value})
 
@@ -125,58 +130,60 @@ def test_a_setting_without_effect_is_refused(method, name, value):
         ("fedid", {"feedback": "mpl_sampled", "feedback_step_size": 0.2}, "feedback_step_size"),
     ],
 )
-def test_a_setting_without_effect_beside_another_is_refused(method, kwargs, name):
+def test_setting_without_effect_in_combination_is_rejected(method, kwargs, name):
     with pytest.raises(ValueError, match=f"`{name}` would have no effect on {DISTILLATIONS[method].__name__} with"):
         build_distillation(method, kwargs)
 
 
-def test_allowed_settings_are_those_with_an_effect():
-    with pytest.raises(ValueError) as refused:
+def test_error_lists_only_settings_with_an_effect():
+    with pytest.raises(ValueError) as error:
         build_distillation("fedid", {"epochs": 3})
-    assert "public_epochs" in str(refused.value) and "server_epochs" not in str(refused.value)
+    assert "public_epochs" in str(error.value) and "server_epochs" not in str(error.value)
 
 
-def test_feddf_follows_scaffold_too(tmp_path):
-    trainer = distilled(tmp_path, "feddf", federation={"aggregation": "scaffold"})
+def test_feddf_works_with_scaffold(tmp_path):
+    trainer = distillation_trainer(tmp_path, "feddf", federation={"aggregation": "scaffold"})
     trainer.train()
     record = Recorder()
-    plain = distilled(tmp_path, "feddf", record=record)
+    plain = distillation_trainer(tmp_path, "feddf", record=record)
     plain.train()
     assert not same_weights(trainer.model, plain.model)
     controls = trainer.aggregation.state_dict()["control"]
     assert "public_logits" not in controls and any(value.abs().sum() > 0 for value in controls.values())
-    assert all(set(update.extra) == {"public_logits"} for update in of(record.received, ClientUpdate))
+    assert all(set(update.extra) == {"public_logits"} for update in select_messages(record.received, ClientUpdate))
 
 
-def test_feded_sends_the_servers_parameters_and_gets_none_back(tmp_path):
+def test_feded_sends_server_parameters_and_receives_none(tmp_path):
     record = Recorder()
-    trainer = distilled(tmp_path, "feded", record=record)
+    trainer = distillation_trainer(tmp_path, "feded", record=record)
     trainer.train()
-    second_round = [message for message in of(record.sent, Fit) if message.round == 1]
+    second_round = [message for message in select_messages(record.sent, Fit) if message.round == 1]
     assert all(message.state and not message.returns_state for message in second_round)
-    assert all(not reply.state for reply in of(record.received, ClientUpdate))
-    assert not of(record.sent, (Distill, Feedback))
+    assert all(not reply.state for reply in select_messages(record.received, ClientUpdate))
+    assert not select_messages(record.sent, (Distill, Feedback))
 
 
-def test_fedkd_is_one_upload_a_client_and_no_downlink(tmp_path):
+def test_fedkd_has_one_upload_per_client_and_no_download(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "fedkd", record=record).train()
+    distillation_trainer(tmp_path, "fedkd", record=record).train()
     assert [type(message) for message in record.sent].count(Predict) == len(SIZES)
-    assert len(of(record.received, Predictions)) == len(SIZES)
-    assert not of(record.sent, (Distill, Feedback))
+    assert len(select_messages(record.received, Predictions)) == len(SIZES)
+    assert not select_messages(record.sent, (Distill, Feedback))
 
 
-def test_fedkd_of_more_rounds_is_refused(tmp_path):
+def test_fedkd_with_several_rounds_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="num_rounds=1"):
-        distilled(tmp_path, "fedkd", federation={"num_rounds": 2}).train()
+        distillation_trainer(tmp_path, "fedkd", federation={"num_rounds": 2}).train()
 
 
 @pytest.mark.parametrize("weighting", ["class_counts", "size"])
-def test_fedkd_weighs_each_class_by_what_clients_have_of_it_or_all_by_rows(tmp_path, weighting):
+def test_fedkd_weights_predictions_by_class_counts_or_size(tmp_path, weighting):
     record = Recorder()
-    trainer = distilled(tmp_path, "fedkd", {"weighting": weighting}, record=record)
-    before, taught = trainer.distillation.train_server, []
-    trainer.distillation.train_server = lambda targets, *args: taught.append(targets) or before(targets, *args)
+    trainer = distillation_trainer(tmp_path, "fedkd", {"weighting": weighting}, record=record)
+    train_server, server_targets = trainer.distillation.train_server, []
+    trainer.distillation.train_server = lambda targets, *args: (
+        server_targets.append(targets) or train_server(targets, *args)
+    )
     trainer.train()
     counts = {}
     for client_id in SIZES:
@@ -184,36 +191,40 @@ def test_fedkd_weighs_each_class_by_what_clients_have_of_it_or_all_by_rows(tmp_p
         counts[client_id] = torch.tensor([labels.count(label) for label in range(NUM_CLASSES)]).double()
     shares = {client_id: count / sum(counts.values()) for client_id, count in counts.items()}
     by_size = {client_id: count.sum() / sum(SIZES.values()) for client_id, count in counts.items()}
-    # The two weightings really differ here, and neither is uniform.
+    # The two weightings differ for this data, and neither weighting is uniform.
     assert all((shares[client_id] - by_size[client_id]).abs().max() > 0.02 for client_id in "ab")
     weights = shares if weighting == "class_counts" else by_size
     sent = {client_id: logits.double() for client_id, logits in sent_predictions(record).items()}
     expected = sum(weights[client_id] * logits for client_id, logits in sent.items())
-    torch.testing.assert_close(taught[0], expected.float())
-    for update in of(record.received, ClientUpdate):
-        told = [update.metrics.get(f"class_count_{label}") for label in range(NUM_CLASSES)]
-        assert told == (counts[update.client_id].tolist() if weighting == "class_counts" else [None] * NUM_CLASSES)
+    torch.testing.assert_close(server_targets[0], expected.float())
+    for update in select_messages(record.received, ClientUpdate):
+        reported = [update.metrics.get(f"class_count_{label}") for label in range(NUM_CLASSES)]
+        assert reported == (counts[update.client_id].tolist() if weighting == "class_counts" else [None] * NUM_CLASSES)
     assert not any("class_count" in name for entry in trainer.state.log_history for name in entry)
 
 
 def sent_predictions(record, round=0):
     return {
-        reply.client_id: reply.values["values"] for reply in of(record.received, Predictions) if reply.round == round
+        reply.client_id: reply.values["values"]
+        for reply in select_messages(record.received, Predictions)
+        if reply.round == round
     }
 
 
-def broadcast(record, round=0):
-    """What went to the clients, which is the same for all."""
-    targets = [message.targets["values"] for message in of(record.sent, Distill) if message.round == round]
+def broadcast_targets(record, round=0):
+    """The targets of a round, which are the same for all clients."""
+    targets = [
+        message.targets["values"] for message in select_messages(record.sent, Distill) if message.round == round
+    ]
     assert len(targets) == len(SIZES) and all(torch.equal(targets[0], other) for other in targets)
     return targets[0]
 
 
 def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "dsfl", record=record).train()
+    distillation_trainer(tmp_path, "dsfl", record=record).train()
     mean = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()]).mean(0)
-    sharpened = broadcast(record)
+    sharpened = broadcast_targets(record)
     torch.testing.assert_close(sharpened, (mean / 0.1).softmax(-1))
 
     def entropy(distribution):
@@ -222,8 +233,8 @@ def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(tmp_path):
     assert (entropy(sharpened) < entropy(mean)).all()
 
 
-def test_dsfl_learns_soft_targets(tmp_path):
-    algorithm = distilled(tmp_path, "dsfl").distillation
+def test_dsfl_trains_with_soft_cross_entropy(tmp_path):
+    algorithm = distillation_trainer(tmp_path, "dsfl").distillation
     logits, targets = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.4]])
     for loss in (algorithm.server_loss(logits, targets), algorithm.client_loss(logits, targets, {})):
         torch.testing.assert_close(loss, soft_cross_entropy(logits, targets))
@@ -231,45 +242,45 @@ def test_dsfl_learns_soft_targets(tmp_path):
 
 def test_mhat_broadcasts_the_logits_of_the_servers_model(tmp_path):
     record = Recorder()
-    trainer = distilled(tmp_path, "mhat", record=record, federation={"num_rounds": 1})
+    trainer = distillation_trainer(tmp_path, "mhat", record=record, federation={"num_rounds": 1})
     trainer.train()
     trainer.model.eval()
     with torch.no_grad():
         inputs = torch.tensor(trainer._setup.participants.public_dataset["input_ids"])
-        torch.testing.assert_close(broadcast(record), trainer.model(input_ids=inputs).logits)
+        torch.testing.assert_close(broadcast_targets(record), trainer.model(input_ids=inputs).logits)
 
 
-def test_fedmd_broadcasts_the_mean_of_the_scores(tmp_path):
+def test_fedmd_broadcasts_the_mean_of_logits(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "fedmd", record=record).train()
-    torch.testing.assert_close(broadcast(record), torch.stack(list(sent_predictions(record).values())).mean(0))
+    distillation_trainer(tmp_path, "fedmd", record=record).train()
+    torch.testing.assert_close(broadcast_targets(record), torch.stack(list(sent_predictions(record).values())).mean(0))
 
 
 def test_cronus_broadcasts_a_robust_mean_of_probabilities(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "cronus", {"robust_method": "median"}, record=record).train()
+    distillation_trainer(tmp_path, "cronus", {"robust_method": "median"}, record=record).train()
     probabilities = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()])
     median = robust_mean(probabilities, "median")
-    torch.testing.assert_close(broadcast(record), median / median.sum(-1, keepdim=True))
+    torch.testing.assert_close(broadcast_targets(record), median / median.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("method", ["filter", "trimmed"])
-def test_cronus_takes_the_robust_mean_that_it_is_given(tmp_path, method):
+def test_cronus_uses_the_configured_robust_mean(tmp_path, method):
     record = Recorder()
-    distilled(tmp_path, "cronus", {"robust_method": method, "outlier_share": 0.34}, record=record).train()
+    distillation_trainer(tmp_path, "cronus", {"robust_method": method, "outlier_share": 0.34}, record=record).train()
     probabilities = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()])
     means = {
         name: mean / mean.sum(-1, keepdim=True)
         for name, mean in ((name, robust_mean(probabilities, name, 0.34)) for name in ("filter", "trimmed"))
     }
-    torch.testing.assert_close(broadcast(record), means[method].float())
-    none = robust_mean(probabilities, method, 0.0)
-    assert not torch.allclose(broadcast(record), none.float(), atol=1e-5)
+    torch.testing.assert_close(broadcast_targets(record), means[method].float())
+    plain_mean = robust_mean(probabilities, method, 0.0)
+    assert not torch.allclose(broadcast_targets(record), plain_mean.float(), atol=1e-5)
 
 
 @pytest.mark.parametrize(("method", "steps"), [("dsfl", 2 * NUM_BATCHES), ("fedid", 2 * NUM_BATCHES)])
-def test_optimizers_of_distillation_last_for_the_run(tmp_path, method, steps):
-    trainer = distilled(tmp_path, method)
+def test_distillation_optimizers_persist_over_rounds(tmp_path, method, steps):
+    trainer = distillation_trainer(tmp_path, method)
     trainer.train()
     models = trainer.engine.worker.models
     students = [trainer._setup.distillation_callback.server.student]
@@ -280,118 +291,124 @@ def test_optimizers_of_distillation_last_for_the_run(tmp_path, method, steps):
         assert student.state_dict()["scheduler"]["last_epoch"] == steps
 
 
-def test_an_interactive_round_asks_for_every_mini_batch_once(tmp_path):
+def test_interactive_round_requests_every_mini_batch_once(tmp_path):
     record = Recorder()
-    distilled(tmp_path, "fedid", record=record, federation={"num_rounds": 1}).train()
-    asked = [message for message in of(record.sent, Predict) if message.client_id == "a"]
-    answered = [message for message in of(record.sent, Feedback) if message.client_id == "a"]
-    assert [(m.order, m.start, m.stop, m.seed) for m in asked] == [
-        (m.order, m.start, m.stop, m.seed) for m in answered
+    distillation_trainer(tmp_path, "fedid", record=record, federation={"num_rounds": 1}).train()
+    predictions = [message for message in select_messages(record.sent, Predict) if message.client_id == "a"]
+    feedback = [message for message in select_messages(record.sent, Feedback) if message.client_id == "a"]
+    assert [(m.order, m.start, m.stop, m.seed) for m in predictions] == [
+        (m.order, m.start, m.stop, m.seed) for m in feedback
     ]
-    seen = torch.cat([public_order(NUM_PUBLIC, m.order)[m.start : m.stop] for m in asked])
+    seen = torch.cat([public_order(NUM_PUBLIC, m.order)[m.start : m.stop] for m in predictions])
     assert sorted(seen.tolist()) == list(range(NUM_PUBLIC))
-    assert len(of(record.received, Metrics)) == len(SIZES) * NUM_BATCHES
+    assert len(select_messages(record.received, Metrics)) == len(SIZES) * NUM_BATCHES
 
 
-def test_every_mini_batch_has_labelled_rows_and_drawn_labels_of_its_own(tmp_path):
+def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
     record = Recorder()
     kwargs, labelled = {"feedback": "mpl_sampled"}, rows(12, seed=6)
-    trainer = distilled(tmp_path, "fedid", kwargs, record=record, server_dataset=labelled)
+    trainer = distillation_trainer(tmp_path, "fedid", kwargs, record=record, server_dataset=labelled)
     batches: list[frozenset[tuple[int, ...]]] = []
 
-    class Notes(FederatedCallback):
+    class BatchRecorder(FederatedCallback):
         def on_round_begin(self, args, state, control, server, **_):
             if server.round > 0:
                 return
-            of_server = trainer._setup.distillation_callback.server
-            drawn = of_server.labelled_batch
+            distillation_server = trainer._setup.distillation_callback.server
+            labelled_batch = distillation_server.labelled_batch
 
-            def noted(size, *purpose):
-                batch = drawn(size, *purpose)
+            def recorded(size, *purpose):
+                batch = labelled_batch(size, *purpose)
                 batches.append(frozenset(map(tuple, batch["input_ids"].tolist())))
                 return batch
 
-            of_server.labelled_batch = noted
+            distillation_server.labelled_batch = recorded
 
-    trainer.add_callback(Notes())
+    trainer.add_callback(BatchRecorder())
     trainer.train()
     assert len(batches) == 2 * NUM_BATCHES
-    # Of 12 rows 4 each time: 495 sets, of which none comes twice here, and six of which leave one row out on average.
+    # A batch draws 4 of 12 examples, which gives 495 possible batches. No batch repeats here. On average, six batches
+    # leave one example out.
     assert len(set(batches)) == len(batches) and all(len(batch) == 4 for batch in batches)
     assert len(frozenset.union(*batches)) >= 10
     seeds: dict[tuple[int, ...], set[int]] = {}
-    for message in of(record.sent, Feedback):
+    for message in select_messages(record.sent, Feedback):
         seeds.setdefault((message.round, message.start), set()).add(message.settings["labels"])
-    assert len(seeds) == 2 * NUM_BATCHES and all(len(of_batch) == 1 for of_batch in seeds.values())
+    assert len(seeds) == 2 * NUM_BATCHES and all(len(batch_seeds) == 1 for batch_seeds in seeds.values())
     assert len(set.union(*seeds.values())) == len(seeds)
 
 
 @pytest.mark.parametrize("prediction", [{"prediction_dtype": "float16"}, {"prediction_dtype": "int8"}, {"top_k": 1}])
 @pytest.mark.parametrize("method", ["adafd", "cronus", "dsfl", "fedid"])
-def test_predictions_that_travel_smaller_are_learnt_from_as_well(tmp_path, method, prediction):
-    whole, smaller = Recorder(), Recorder(serialize=True)
-    distilled(tmp_path / "a", method, record=whole, federation={"num_rounds": 1}).train()
-    trainer = distilled(tmp_path / "b", method, prediction, record=smaller, federation={"num_rounds": 1})
+def test_methods_train_with_compressed_predictions(tmp_path, method, prediction):
+    uncompressed, compressed = Recorder(), Recorder(serialize=True)
+    distillation_trainer(tmp_path / "a", method, record=uncompressed, federation={"num_rounds": 1}).train()
+    trainer = distillation_trainer(tmp_path / "b", method, prediction, record=compressed, federation={"num_rounds": 1})
     trainer.train()
-    for record in (whole, smaller):
-        assert len(of(record.received, Predictions)) == len(of(whole.received, Predictions))
+    for record in (uncompressed, compressed):
+        assert len(select_messages(record.received, Predictions)) == len(
+            select_messages(uncompressed.received, Predictions)
+        )
     if prediction != {"top_k": 1}:
-        a, b = (next(iter(of(record.received, Predictions))) for record in (whole, smaller))
+        a, b = (next(iter(select_messages(record.received, Predictions))) for record in (uncompressed, compressed))
         decoded = trainer.distillation.decode(b.values, NUM_CLASSES)
         torch.testing.assert_close(decoded, a.values["values"], atol=2e-2, rtol=0)
         assert b.values["values"].element_size() < a.values["values"].element_size()
 
 
-def test_feddf_learns_the_mean_of_the_clients_logits_after_averaging(tmp_path):
+def test_feddf_server_targets_are_the_mean_of_client_logits(tmp_path):
     record = Recorder()
-    trainer = distilled(tmp_path, "feddf", record=record, federation={"num_rounds": 1})
-    learnt, models = [], []
+    trainer = distillation_trainer(tmp_path, "feddf", record=record, federation={"num_rounds": 1})
+    server_targets, models = [], []
 
     def server_loss(logits, targets):
-        learnt.append(targets)
+        server_targets.append(targets)
         models.append({name: value.clone() for name, value in trainer.exchange.read().items()})
         return logits.sum() * 0
 
     trainer._setup.distillation_callback.algorithm.server_loss = server_loss
     trainer.train()
-    updates = of(record.received, ClientUpdate)
+    updates = select_messages(record.received, ClientUpdate)
     assert len({float(update.state["classifier.weight"][0, 0]) for update in updates}) == len(SIZES)
-    for name, value in models[0].items():  # where the server's distillation begins
+    for name, value in models[0].items():  # The server's distillation starts from these parameters.
         mean = sum(SIZES[update.client_id] / sum(SIZES.values()) * update.state[name] for update in updates)
         torch.testing.assert_close(value, mean)
     logits = [update.extra["public_logits"] for update in updates]
     mean = torch.stack(logits).mean(0)
-    assert all(any(torch.allclose(row, other) for other in mean) for row in torch.cat(learnt))
-    assert not of(record.sent, (Predict, Distill, Feedback))
+    assert all(any(torch.allclose(row, other) for other in mean) for row in torch.cat(server_targets))
+    assert not select_messages(record.sent, (Predict, Distill, Feedback))
 
 
-def test_the_server_learns_its_labelled_rows_where_it_shall(tmp_path):
-    without = distilled(tmp_path / "a", "mhat")
+def test_train_on_labelled_trains_the_server_on_labelled_examples(tmp_path):
+    without = distillation_trainer(tmp_path / "a", "mhat")
     without.train()
-    trainer = distilled(tmp_path / "b", "mhat", {"train_on_labelled": True, "server_epochs": 2})
+    trainer = distillation_trainer(tmp_path / "b", "mhat", {"train_on_labelled": True, "server_epochs": 2})
     trainer.train()
     assert not same_weights(without.model, trainer.model)
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
-    # 3 batches of public rows and 2 of labelled ones, twice a round.
+    # Each round has two epochs, each with 3 batches of public examples and 2 batches of labelled examples.
     student = trainer._setup.distillation_callback.server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
 
 
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
-def test_a_client_that_was_not_asked_is_where_the_others_are_on_the_curve(tmp_path, method):
+def test_scheduler_advances_for_rounds_without_the_client(tmp_path, method):
+    """A client's learning rate depends on the round, not on the number of rounds in which it participated."""
     record = Recorder()
     federation = {"num_rounds": 4, "clients_per_round": 2, "local_epochs": 1}
-    trainer = distilled(tmp_path, method, record=record, federation=federation)
+    trainer = distillation_trainer(tmp_path, method, record=record, federation=federation)
     trainer.train()
-    asked = {
-        client_id: [update.round for update in of(record.received, ClientUpdate) if update.client_id == client_id]
+    rounds_of_client = {
+        client_id: [
+            update.round for update in select_messages(record.received, ClientUpdate) if update.client_id == client_id
+        ]
         for client_id in SIZES
     }
-    assert any(0 < len(rounds) < rounds[-1] + 1 for rounds in asked.values())
+    assert any(0 < len(rounds) < rounds[-1] + 1 for rounds in rounds_of_client.values())
     models = trainer.engine.worker.models
-    for client_id, rounds in asked.items():
+    for client_id, rounds in rounds_of_client.items():
         if rounds:
             schedule = models.open(client_id).student.state_dict()["scheduler"]
             assert schedule["last_epoch"] == (rounds[-1] + 1) * NUM_BATCHES

@@ -1,7 +1,7 @@
-"""Clients whose tokenizers number words differently: row i of the predictions is about text i, whoever makes them.
+"""Clients with own tokenizers: row `i` of the predictions of every client belongs to text `i`.
 
-The sharpest check: a client gets the server's model with the rows of its embedding in the order in which its own
-tokenizer numbers words. It is then the same function of a text, and must predict, bit for bit, the same.
+In the strictest test, each client has the server's model, with the rows of the embedding reordered for the client's
+tokenizer. Both models are then the same function of a text, and their predictions must be bit-identical.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
-from distilled import Recorder, client_weights
+from distillation_setup import Recorder, client_weights
 from tiny import arguments, same_weights, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -40,7 +40,7 @@ CLIENTS = ("a", "b", "c")
 
 
 def word_tokenizer(seed: int | None = None) -> PreTrainedTokenizerFast:
-    """One word, one token, numbered in an order of its own; padding stays 0."""
+    """A tokenizer with one token per word. `seed` shuffles the ids of the words, and padding keeps the id 0."""
     words = ["<unk>", *WORDS]
     if seed is not None:
         random.Random(seed).shuffle(words)
@@ -51,7 +51,7 @@ def word_tokenizer(seed: int | None = None) -> PreTrainedTokenizerFast:
 
 
 def texts(num_rows: int, seed: int) -> Dataset:
-    """Texts of one to six words; the label says whether the first stands in the second half of the words."""
+    """Texts of one to six words, labelled by whether the first word is in the second half of `WORDS`."""
     generator = random.Random(seed)
     drawn = [generator.choices(range(len(WORDS)), k=generator.randint(1, 6)) for _ in range(num_rows)]
     return Dataset.from_dict(
@@ -66,21 +66,21 @@ def labelled_model(seed: int = 0, **config):
     return tiny_model(seed, id2label={0: "low", 1: "high"}, label2id={"low": 0, "high": 1}, **config)
 
 
-def renumbered(model, theirs: PreTrainedTokenizerFast):
-    """The server's model for a tokenizer that numbers words differently."""
-    ours = word_tokenizer().get_vocab()
+def renumbered(model, tokenizer: PreTrainedTokenizerFast):
+    """A copy of the server's model for a tokenizer with other token ids."""
+    server_vocab = word_tokenizer().get_vocab()
     model = copy.deepcopy(model)
     embedding = model.get_input_embeddings().weight.data
     before = embedding.clone()
-    for word, number in theirs.get_vocab().items():
-        embedding[number] = before[ours[word]]
+    for word, number in tokenizer.get_vocab().items():
+        embedding[number] = before[server_vocab[word]]
     return model
 
 
 PUBLIC = texts(10, seed=5)
 
 
-def federation(tmp_path, method, clients, record=None, **others) -> FederatedTrainer:
+def own_tokenizer_trainer(tmp_path, method, clients, record=None, **trainer_kwargs) -> FederatedTrainer:
     trainer = FederatedTrainer(
         **{
             "model": labelled_model(),
@@ -96,7 +96,7 @@ def federation(tmp_path, method, clients, record=None, **others) -> FederatedTra
             "clients": clients,
             "federation": FederatedConfig(num_rounds=2, distillation=method),
             "callbacks": [] if record is None else [record],
-            **others,
+            **trainer_kwargs,
         }
     )
     if record is not None:
@@ -105,12 +105,12 @@ def federation(tmp_path, method, clients, record=None, **others) -> FederatedTra
 
 
 def own_tokenizers(**model):
-    """Each client with its own tokenizer, and the server's model for it."""
-    found = {}
+    """Each client with its own tokenizer and a copy of the server's model for this tokenizer."""
+    specs = {}
     for number, name in enumerate(CLIENTS):
         tokenizer = word_tokenizer(seed=number + 1)
-        found[name] = ClientSpec(model=renumbered(labelled_model(**model), tokenizer), processing_class=tokenizer)
-    return found
+        specs[name] = ClientSpec(model=renumbered(labelled_model(**model), tokenizer), processing_class=tokenizer)
+    return specs
 
 
 def sent_predictions(record):
@@ -122,13 +122,13 @@ def sent_predictions(record):
 
 
 @pytest.mark.parametrize("method", ["mhat", "fedid"])
-def test_clients_that_number_words_differently_predict_and_learn_the_same(tmp_path, method):
-    """Same function, same private texts, same draws: the predictions of the whole run are the same bytes."""
+def test_clients_with_other_token_ids_predict_and_learn_the_same(tmp_path, method):
+    """Functions, private texts and random draws are the same, so all predictions of the run are bit-identical."""
     same, different = Recorder(), Recorder()
     plain = {name: ClientSpec(model=labelled_model()) for name in CLIENTS}
     trainers = [
-        federation(tmp_path / "a", method, plain, same),
-        federation(tmp_path / "b", method, own_tokenizers(), different),
+        own_tokenizer_trainer(tmp_path / "a", method, plain, same),
+        own_tokenizer_trainer(tmp_path / "b", method, own_tokenizers(), different),
     ]
     for trainer in trainers:
         trainer.train()
@@ -136,22 +136,22 @@ def test_clients_that_number_words_differently_predict_and_learn_the_same(tmp_pa
     assert a.keys() == b.keys() and len(a) >= 6
     for key in a:
         assert torch.equal(a[key][1], b[key][1])
-    ours, theirs = (client_weights(trainer) for trainer in trainers)
+    first, second = (client_weights(trainer) for trainer in trainers)
     name = "bert.embeddings.word_embeddings.weight"
     for client_id in CLIENTS:
-        assert not torch.equal(ours[client_id][name], theirs[client_id][name])
-        assert torch.equal(ours[client_id]["classifier.weight"], theirs[client_id]["classifier.weight"])
+        assert not torch.equal(first[client_id][name], second[client_id][name])
+        assert torch.equal(first[client_id]["classifier.weight"], second[client_id]["classifier.weight"])
     assert trainers[0].evaluate()["eval_loss"] == trainers[1].evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
-def test_each_prediction_is_about_the_text_in_its_place(tmp_path, method):
+def test_each_prediction_belongs_to_the_text_at_its_index(tmp_path, method):
     record = Recorder()
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    trainer = federation(
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    trainer = own_tokenizer_trainer(
         tmp_path,
         method,
-        own_tokenizers(**still),
+        own_tokenizers(**no_dropout),
         record,
         args=arguments(tmp_path, learning_rate=0.0),
         federation=FederatedConfig(num_rounds=1, distillation=method),
@@ -171,30 +171,30 @@ def test_each_prediction_is_about_the_text_in_its_place(tmp_path, method):
         assert sorted(sum(map(list, orders), [])) == list(range(len(PUBLIC))) and (0, 1, 2, 3) not in orders
 
 
-def test_what_users_see_of_their_rows_stays_raw(tmp_path):
-    trainer = federation(tmp_path, "dsfl", own_tokenizers())
+def test_public_attributes_keep_raw_datasets(tmp_path):
+    trainer = own_tokenizer_trainer(tmp_path, "dsfl", own_tokenizers())
     trainer.train()
     assert trainer.train_dataset["a"].column_names == ["text", "label"]
     assert trainer.clients["b"].column_names == ["text", "label"]
     assert PUBLIC.column_names == ["text", "label"]
 
 
-def test_public_texts_without_a_label_column_do(tmp_path):
+def test_public_dataset_needs_no_label_column(tmp_path):
     with_labels, without = (
-        federation(tmp_path / name, "dsfl", own_tokenizers(), public_dataset=public)
+        own_tokenizer_trainer(tmp_path / name, "dsfl", own_tokenizers(), public_dataset=public)
         for name, public in (("a", PUBLIC), ("b", PUBLIC.remove_columns("label")))
     )
     with_labels.train()
     without.train()
-    ours, theirs = client_weights(with_labels), client_weights(without)
-    assert all(torch.equal(ours["a"][name], theirs["a"][name]) for name in ours["a"])
+    weights, expected = client_weights(without), client_weights(with_labels)
+    assert all(torch.equal(weights["a"][name], expected["a"][name]) for name in expected["a"])
 
 
-def test_arguments_of_a_clients_own(tmp_path):
+def test_client_may_have_its_own_training_arguments(tmp_path):
     record = Recorder()
     clients = own_tokenizers()
     clients["b"].args = arguments(tmp_path, per_device_train_batch_size=2, learning_rate=1e-3, max_steps=7)
-    trainer = federation(tmp_path, "dsfl", clients, record)
+    trainer = own_tokenizer_trainer(tmp_path, "dsfl", clients, record)
     trainer.train()
     updates = {reply.client_id: reply for reply in record.received if isinstance(reply, ClientUpdate)}
     assert {client_id: update.num_steps for client_id, update in updates.items()} == {"a": 2, "b": 6, "c": 1}
@@ -204,13 +204,13 @@ def test_arguments_of_a_clients_own(tmp_path):
         steps = 2 * -(-len(PUBLIC) // size)
         scheduler = student._trainer.lr_scheduler
         assert scheduler.last_epoch == steps
-        # A linear curve that ends with the run, and not before.
+        # The linear schedule ends with the run, and not before.
         assert scheduler.lr_lambdas[0](steps) == 0 and scheduler.lr_lambdas[0](steps - 1) == pytest.approx(1 / steps)
 
 
-def test_clients_evaluate_with_their_own_tokenizers_and_the_tasks_metrics(tmp_path):
+def test_clients_evaluate_with_their_own_tokenizers_and_the_metrics_of_the_task(tmp_path):
     eval_rows = {name: texts(6, seed=30 + number) for number, name in enumerate(CLIENTS)}
-    trainer = federation(
+    trainer = own_tokenizer_trainer(
         tmp_path,
         "dsfl",
         own_tokenizers(),
@@ -233,7 +233,7 @@ def test_clients_evaluate_with_their_own_tokenizers_and_the_tasks_metrics(tmp_pa
 
 
 def classifier(model_class, config_class, tokenizer, seed=1, **config):
-    """Another architecture with the server's labels, for a tokenizer of its own."""
+    """A client with another architecture, with the server's labels and its own tokenizer."""
     labels = {"id2label": {0: "low", 1: "high"}, "label2id": {"low": 0, "high": 1}}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -242,30 +242,30 @@ def classifier(model_class, config_class, tokenizer, seed=1, **config):
 
 
 def llama_classifier(tokenizer, seed=1):
-    """A decoder that learns only from its tokenizer which token is padding."""
+    """A decoder without a pad token in its config. Only its tokenizer defines the pad token."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return classifier(LlamaForSequenceClassification, LlamaConfig, tokenizer, seed, **small)
 
 
-def test_decoders_without_a_pad_token_that_are_put_away_take_part_in_every_round(tmp_path):
+def test_decoders_without_a_pad_token_participate_in_every_round(tmp_path):
     models = []
     for name, resident in (("a", None), ("b", 1)):
         record = Recorder()
         clients = {client: llama_classifier(word_tokenizer(seed=7), number) for number, client in enumerate(CLIENTS)}
         assert all(spec.model.config.pad_token_id is None for spec in clients.values())
         config = FederatedConfig(num_rounds=2, distillation="fedid", max_resident_clients=resident)
-        trainer = federation(tmp_path / name, "fedid", clients, record, federation=config)
+        trainer = own_tokenizer_trainer(tmp_path / name, "fedid", clients, record, federation=config)
         trainer.train()
         assert [entry["federated/num_failed"] for entry in trainer.state.log_history if "loss" in entry] == [0, 0]
-        # 3 mini-batches of the 10 public rows a round.
+        # The 10 public examples are 3 mini-batches per round.
         assert sum(isinstance(reply, Predictions) for reply in record.received) == 2 * 3 * len(CLIENTS)
         models.append(trainer.model)
     assert same_weights(*models)
 
 
-def test_bert_roberta_and_xlnet_take_part_in_a_round_of_fedid(tmp_path):
+def test_bert_roberta_and_xlnet_participate_in_a_round_of_fedid(tmp_path):
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    # RoBERTa counts places from behind the number of its padding.
+    # RoBERTa's position ids start after its pad token id.
     roberta = {**small, "pad_token_id": 0, "max_position_embeddings": 16}
     xlnet = {"d_model": 16, "d_inner": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0}
     clients = {
@@ -274,7 +274,7 @@ def test_bert_roberta_and_xlnet_take_part_in_a_round_of_fedid(tmp_path):
         "c": classifier(XLNetForSequenceClassification, XLNetConfig, word_tokenizer(seed=3), **xlnet),
     }
     record = Recorder()
-    trainer = federation(
+    trainer = own_tokenizer_trainer(
         tmp_path, "fedid", clients, record, federation=FederatedConfig(num_rounds=1, distillation="fedid")
     )
     trainer.train()
@@ -291,12 +291,12 @@ def test_bert_roberta_and_xlnet_take_part_in_a_round_of_fedid(tmp_path):
         assert any(not torch.equal(value, before[name]) for name, value in weights.items())
 
 
-def test_the_tasks_f1_stands_in_the_prompt_of_adafd(tmp_path):
+def test_adafd_prompt_contains_the_f1_of_the_task(tmp_path):
     prompts = []
     settings = {"weighting": "llm", "generate": lambda prompt: prompts.append(prompt) or "1, 1, 1"}
     record = Recorder()
     eval_rows = {name: texts(6, seed=30 + number) for number, name in enumerate(CLIENTS)}
-    trainer = federation(
+    trainer = own_tokenizer_trainer(
         tmp_path,
         "adafd",
         own_tokenizers(),
@@ -307,9 +307,11 @@ def test_the_tasks_f1_stands_in_the_prompt_of_adafd(tmp_path):
         ),
     )
     trainer.train()
-    told = [reply.metrics for reply in record.received if isinstance(reply, Metrics) and "eval_loss" in reply.metrics]
-    assert len(told) == len(CLIENTS)
-    for number, metrics in enumerate(told, start=1):
+    evaluations = [
+        reply.metrics for reply in record.received if isinstance(reply, Metrics) and "eval_loss" in reply.metrics
+    ]
+    assert len(evaluations) == len(CLIENTS)
+    for number, metrics in enumerate(evaluations, start=1):
         (line,) = [line for line in prompts[0].splitlines() if line.startswith(f"Client {number}:")]
         assert f" F1={metrics['eval_f1_weighted']:.4g}," in line
 
@@ -324,14 +326,14 @@ def test_the_tasks_f1_stands_in_the_prompt_of_adafd(tmp_path):
         ({"eval_accuracy": 0.9}, None),
     ],
 )
-def test_a_report_has_the_f1_that_there_is(metrics, f1):
+def test_report_contains_the_available_f1(metrics, f1):
     cohort = Cohort(0, {"a": {"num_examples": 4}}, ask=None, decode=None, seed=0)
     assert reports(cohort, evaluations={"a": metrics})[0].f1 == f1
 
 
-def test_a_row_without_text_is_named(tmp_path):
+def test_example_without_text_raises_an_error_that_names_the_row(tmp_path):
     bad = texts(8, seed=1).add_item({"text": " ", "label": 0})
-    trainer = federation(
+    trainer = own_tokenizer_trainer(
         tmp_path,
         "dsfl",
         {},
@@ -342,13 +344,13 @@ def test_a_row_without_text_is_named(tmp_path):
         trainer.train()
 
 
-def test_predictions_come_from_every_client(tmp_path):
+def test_every_client_sends_predictions(tmp_path):
     record = Recorder()
-    federation(tmp_path, "adafd", own_tokenizers(), record).train()
+    own_tokenizer_trainer(tmp_path, "adafd", own_tokenizers(), record).train()
     assert sum(isinstance(reply, Predictions) for reply in record.received) == 2 * len(CLIENTS)
 
 
-def test_a_task_knows_its_label_column_by_any_name(tmp_path):
+def test_task_with_another_label_column_trains(tmp_path):
     clients = {name: texts(6, seed=number).rename_column("label", "mood") for number, name in enumerate(CLIENTS)}
     trainer = FederatedTrainer(
         model=tiny_model(vocab_size=64),

@@ -1,4 +1,4 @@
-"""What predictions lose on the way, what never gets through, and how many bytes it takes."""
+"""Encoded predictions: rounding errors, rejected values and number of bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def logits(num_rows: int, num_classes: int, seed: int = 0, scale: float = 5.0) -
 
 
 def sent(codec: PredictionCodec, predictions: torch.Tensor) -> torch.Tensor:
-    """Encoded, through bytes, decoded."""
+    """Predictions that were encoded, converted to bytes and back, and decoded."""
     return codec.decode(unpack(pack(codec.encode(predictions))), predictions.shape[1])
 
 
 def rounding(dtype: str, predictions: torch.Tensor) -> torch.Tensor:
-    """How far each number may be off, shape `(N, 1)`."""
+    """The largest allowed error of each value, of shape `(N, 1)`."""
     largest = predictions.abs().amax(1, keepdim=True)
     if dtype == "int8":
         steps = (predictions.amax(1, keepdim=True) - predictions.amin(1, keepdim=True)) / 255
@@ -34,7 +34,7 @@ def rounding(dtype: str, predictions: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_comes_back_within_the_rounding_of_its_dtype(dtype, seed):
+def test_row_is_restored_within_the_rounding_of_the_dtype(dtype, seed):
     num_classes = [1, 2, 3, 256, 257, 1000][seed]
     predictions = logits(17, num_classes, seed, scale=10.0 ** (seed - 2)) + 3 * seed
     codec = PredictionCodec(dtype)
@@ -43,7 +43,7 @@ def test_a_row_comes_back_within_the_rounding_of_its_dtype(dtype, seed):
     assert ((result - predictions).abs() <= rounding(dtype, predictions)).all()
 
 
-def test_float32_comes_back_bit_for_bit_and_wider_or_narrower_dtypes_are_accepted():
+def test_float32_is_restored_bit_for_bit_and_other_input_dtypes_are_accepted():
     predictions = logits(5, 9)
     assert torch.equal(sent(PredictionCodec(), predictions), predictions)
     assert torch.equal(sent(PredictionCodec(), predictions.double()), predictions)
@@ -56,7 +56,7 @@ def test_constant_rows_are_exact_in_int8(value):
     assert torch.equal(sent(PredictionCodec("int8"), predictions), predictions)
 
 
-def test_int8_keeps_the_ends_of_a_row_and_its_order():
+def test_int8_keeps_the_extremes_and_the_order_of_a_row():
     predictions = logits(20, 30).sort(dim=1).values
     result = sent(PredictionCodec("int8"), predictions)
     assert torch.equal(result[:, 0], predictions[:, 0])
@@ -64,7 +64,7 @@ def test_int8_keeps_the_ends_of_a_row_and_its_order():
     assert (result.diff(dim=1) >= 0).all()
 
 
-def test_probabilities_and_gradients_travel_without_top_k():
+def test_dense_codec_encodes_probabilities_and_gradients_without_top_k():
     codec = PredictionCodec("int8", top_k=2)
     assert codec.dense == PredictionCodec("int8")
     probabilities = logits(8, 5).softmax(1)
@@ -76,22 +76,22 @@ def test_probabilities_and_gradients_travel_without_top_k():
 
 @pytest.mark.parametrize("num_classes", [5, 300, 50_000])
 @pytest.mark.parametrize("top_k", [1, 4])
-def test_top_k_keeps_the_probability_of_its_classes_and_spreads_the_rest_evenly(num_classes, top_k):
+def test_top_k_keeps_the_top_probabilities_and_spreads_the_rest_evenly(num_classes, top_k):
     predictions = logits(6, num_classes)
     expected = predictions.double().softmax(1)
     result = sent(PredictionCodec(top_k=top_k), predictions).double().softmax(1)
     kept = expected.topk(top_k, dim=1).indices
     torch.testing.assert_close(result.gather(1, kept), expected.gather(1, kept), rtol=1e-5, atol=0)
-    others = torch.ones_like(expected, dtype=torch.bool).scatter(1, kept, False)
+    rest = torch.ones_like(expected, dtype=torch.bool).scatter(1, kept, False)
     share = (1 - expected.gather(1, kept).sum(1)) / (num_classes - top_k)
     torch.testing.assert_close(
-        result[others].view(6, -1), share.unsqueeze(1).expand(-1, num_classes - top_k), rtol=1e-5, atol=0
+        result[rest].view(6, -1), share.unsqueeze(1).expand(-1, num_classes - top_k), rtol=1e-5, atol=0
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 300.0, -70_000.0])
-def test_what_all_logits_of_a_row_have_in_common_costs_the_kept_ones_no_digits(dtype, offset):
+def test_common_offset_of_a_row_does_not_reduce_the_precision_of_top_k(dtype, offset):
     predictions = torch.tensor([[2.0, 0.0, 1.0, -1.0, 0.5]]) + offset
     result = sent(PredictionCodec(dtype, top_k=3), predictions)
     torch.testing.assert_close(
@@ -101,7 +101,7 @@ def test_what_all_logits_of_a_row_have_in_common_costs_the_kept_ones_no_digits(d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_top_k_of_all_classes_or_more_is_no_compression(dtype):
+def test_top_k_of_all_classes_or_more_equals_the_dense_encoding(dtype):
     predictions = logits(3, 4)
     for top_k in (4, 100):
         encoded, plain = PredictionCodec(dtype, top_k).encode(predictions), PredictionCodec(dtype).encode(predictions)
@@ -110,7 +110,7 @@ def test_top_k_of_all_classes_or_more_is_no_compression(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3])
-def test_masked_classes_stay_masked_or_are_refused(dtype, top_k):
+def test_masked_classes_stay_masked_or_are_rejected(dtype, top_k):
     predictions = logits(4, 6)
     predictions[:, 2:] = -torch.inf
     codec = PredictionCodec(dtype, top_k)
@@ -119,7 +119,7 @@ def test_masked_classes_stay_masked_or_are_refused(dtype, top_k):
             sent(codec, predictions)
     else:
         result = sent(codec, predictions)
-        if top_k == 1:  # the two that are not masked keep their share of the mass, but it is spread
+        if top_k == 1:  # The rest of the probability is spread over all other classes.
             expected = predictions.amax(1).double().sub(predictions.double().logsumexp(1)).exp()
             torch.testing.assert_close(result.double().softmax(1).amax(1), expected, rtol=0, atol=0.02)
         else:
@@ -129,7 +129,7 @@ def test_masked_classes_stay_masked_or_are_refused(dtype, top_k):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_k", [None, 2, 20])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_and_infinity_are_refused_by_row(dtype, top_k, bad):
+def test_nan_and_infinity_are_rejected_with_their_row(dtype, top_k, bad):
     predictions = logits(6, 9)
     predictions[4, 3] = bad
     predictions[5, :] = bad
@@ -138,14 +138,14 @@ def test_nan_and_infinity_are_refused_by_row(dtype, top_k, bad):
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_a_row_that_is_masked_throughout_is_refused(top_k):
+def test_fully_masked_row_is_rejected(top_k):
     predictions = logits(3, 5)
     predictions[1] = -torch.inf
     with pytest.raises(ValueError, match="the first is row 1"):
         sent(PredictionCodec(top_k=top_k), predictions)
 
 
-def test_what_float16_cannot_hold_is_refused_and_not_clipped():
+def test_float16_overflow_is_rejected_and_not_clipped():
     with pytest.raises(ValueError, match="float16 ends at 65504"):
         sent(PredictionCodec("float16"), torch.tensor([[1e5, 0.0]]))
 
@@ -154,7 +154,7 @@ def test_what_float16_cannot_hold_is_refused_and_not_clipped():
     ("num_classes", "expected"),
     [(256, torch.uint8), (257, torch.uint16), (65_536, torch.uint16), (65_537, torch.int32)],
 )
-def test_indices_are_of_the_narrowest_dtype_that_holds_the_last_class(num_classes, expected):
+def test_indices_have_the_smallest_dtype_that_holds_the_last_class(num_classes, expected):
     predictions = torch.zeros(1, num_classes)
     predictions[0, -1] = 4.0
     codec = PredictionCodec(top_k=1)
@@ -165,18 +165,18 @@ def test_indices_are_of_the_narrowest_dtype_that_holds_the_last_class(num_classe
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_k", [None, 3, 7])
 @pytest.mark.parametrize("num_classes", [5, 300, 70_000])
-def test_the_bytes_of_a_row_are_those_of_its_tensors(dtype, top_k, num_classes):
+def test_number_of_bytes_per_row_matches_the_tensors(dtype, top_k, num_classes):
     codec = PredictionCodec(dtype, top_k)
     encoded = codec.encode(torch.zeros(11, num_classes))
     assert sum(tensor.nbytes for tensor in encoded.values()) == 11 * codec.num_bytes_per_row(num_classes)
 
 
-def test_no_rows_are_no_rows():
+def test_empty_predictions_are_restored():
     for codec in (PredictionCodec(), PredictionCodec("int8", top_k=2)):
         assert sent(codec, torch.zeros(0, 5)).shape == (0, 5)
 
 
-def test_encoding_leaves_the_predictions_and_their_graph_alone():
+def test_encoding_does_not_change_predictions_and_keeps_no_graph():
     predictions = logits(3, 5).requires_grad_()
     before = predictions.detach().clone()
     encoded = PredictionCodec(top_k=2).encode(predictions)
@@ -190,12 +190,12 @@ def test_encoding_leaves_the_predictions_and_their_graph_alone():
 @pytest.mark.parametrize(
     "predictions", [torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 0), torch.ones(2, 3).long()]
 )
-def test_what_is_no_row_of_numbers_for_each_prediction_is_not_encoded(predictions):
+def test_predictions_of_wrong_shape_or_dtype_are_rejected(predictions):
     with pytest.raises(ValueError, match="expected a floating tensor with a row for each prediction"):
         PredictionCodec().encode(predictions)
 
 
-def test_unknown_settings_are_refused():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ValueError, match="`dtype` is 'int4'; .* float32, float16, bfloat16, int8"):
         PredictionCodec("int4")
     with pytest.raises(ValueError, match="`top_k` is 0; it must be at least 1"):
@@ -229,12 +229,12 @@ def tampered(**changes: object) -> dict[str, object]:
         ([1], "are a list; expected a mapping"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_was_expected(encoded, message):
+def test_malformed_encoding_is_rejected_with_the_expected_format(encoded, message):
     with pytest.raises(ValueError, match=message):
         PredictionCodec("int8", top_k=2).decode(encoded, num_classes=5)
 
 
-def test_another_number_of_classes_is_refused():
+def test_wrong_number_of_classes_is_rejected():
     with pytest.raises(ValueError, match=r"shape \(3, 5\); .* of shape \(3, 6\)"):
         PredictionCodec().decode(PredictionCodec().encode(logits(3, 5)), num_classes=6)
     codec = PredictionCodec(top_k=2)
@@ -244,7 +244,7 @@ def test_another_number_of_classes_is_refused():
         codec.decode(codec.encode(logits(3, 5)), num_classes=2)
 
 
-def test_a_negative_index_does_not_count_from_the_end():
+def test_negative_index_is_rejected():
     codec = PredictionCodec(top_k=1)
     encoded = codec.encode(logits(1, 70_000))
     encoded["indices"] = torch.tensor([[-1]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Pseudo-samples begin among the word embeddings, have the client's labels, and move as their loss says."""
+"""Pseudo-samples: initial embeddings, labels, losses and gradient steps, and models that accept embeddings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits_of(model):
     return logits
 
 
-def test_samples_begin_as_rows_of_the_word_embeddings_at_no_special_token():
+def test_initial_samples_are_word_embeddings_without_special_tokens():
     weight = torch.arange(20.0).view(10, 2)
     samples = initial_embeddings(weight, (50, 7), generator(), special_ids=[0, 3, 99])
     assert samples.shape == (50, 7, 2)
@@ -63,21 +63,21 @@ def test_samples_begin_as_rows_of_the_word_embeddings_at_no_special_token():
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-def test_rows_that_fill_the_table_up_are_not_drawn(gaussian):
+def test_padding_rows_of_the_embedding_are_not_drawn(gaussian):
     weight = torch.randn(10, 2, generator=generator(1))
-    filled_up = torch.cat([weight, torch.full((6, 2), 1e6)])
-    samples = initial_embeddings(filled_up, (50, 7), generator(), [0], gaussian, num_tokens=10)
+    padded = torch.cat([weight, torch.full((6, 2), 1e6)])
+    samples = initial_embeddings(padded, (50, 7), generator(), [0], gaussian, num_tokens=10)
     assert torch.equal(samples, initial_embeddings(weight, (50, 7), generator(), [0], gaussian))
 
 
-def test_gaussian_samples_have_the_embeddings_moments():
+def test_gaussian_samples_have_the_mean_and_deviation_of_the_embeddings():
     weight = torch.randn(1000, 3, generator=generator(1)) * torch.tensor([1.0, 2.0, 5.0]) + torch.tensor([0.0, 1, -4])
     samples = initial_embeddings(weight, (100, 100), generator(), gaussian=True).view(-1, 3)
     torch.testing.assert_close(samples.mean(0), weight.mean(0), rtol=0, atol=0.15)
     torch.testing.assert_close(samples.std(0), weight.std(0), rtol=0.03, atol=0)
 
 
-def test_labels_follow_the_clients_histogram():
+def test_labels_follow_the_label_histogram():
     counts = [10, 0, 30, 60]
     drawn = draw_labels(counts, 5000, generator())
     shares = torch.bincount(drawn, minlength=4) / 5000
@@ -86,12 +86,12 @@ def test_labels_follow_the_clients_histogram():
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [1, -1], [float("nan"), 1], [float("inf"), 1], []])
-def test_a_histogram_without_rows_is_refused(counts):
+def test_invalid_label_histogram_is_rejected(counts):
     with pytest.raises(ValueError, match="label histogram"):
         draw_labels(counts, 4, generator())
 
 
-def test_descent_is_plain_gradient_descent_on_the_sum():
+def test_descend_is_plain_gradient_descent_on_the_summed_loss():
     start = torch.randn(3, 4, 2, generator=generator(), dtype=torch.float64)
     # The gradient of Σ θ² / 2 is θ itself.
     moved = descend(start, lambda theta: theta.square().sum() / 2, num_steps=3, step_size=0.1)
@@ -101,58 +101,60 @@ def test_descent_is_plain_gradient_descent_on_the_sum():
     assert torch.equal(pinned[:, 0], start[:, 0]) and torch.equal(pinned[:, 1:], moved[:, 1:])
 
 
-def test_a_hundred_steps_lower_the_loss_and_change_no_parameter():
+def test_descent_lowers_the_loss_and_changes_no_parameter():
     teacher, student = tiny_model(seed=1, initializer_range=0.3), tiny_model(seed=2, initializer_range=0.3)
     before = [parameter.clone() for model in (teacher, student) for parameter in model.parameters()]
     labels = draw_labels([3, 5], 16, generator())
     start = initial_embeddings(word_embeddings(student), (16, 6), generator())
-    ask, theirs = logits_of(teacher), logits_of(student)
+    teacher_logits, student_logits = logits_of(teacher), logits_of(student)
     moved = {
         weight: descend(
             start,
-            lambda theta, w=weight: adversarial_loss(theta, labels, ask, theirs, w),
+            lambda theta, w=weight: adversarial_loss(theta, labels, teacher_logits, student_logits, w),
             num_steps=100,
             step_size=0.1,
         )
         for weight in (0.0, 0.1)
     }
     with torch.no_grad():
-        loss = {weight: label_loss(ask(theta, labels), labels) for weight, theta in moved.items()}
-        theirs_loss = {weight: label_loss(theirs(theta, labels), labels) for weight, theta in moved.items()}
-        assert max(loss.values()) < 0.5 * label_loss(ask(start, labels), labels)
-    # The adversary finds samples that the student knows less well.
-    assert theirs_loss[0.1] > theirs_loss[0.0]
+        teacher_loss = {weight: label_loss(teacher_logits(theta, labels), labels) for weight, theta in moved.items()}
+        student_loss = {weight: label_loss(student_logits(theta, labels), labels) for weight, theta in moved.items()}
+        assert max(teacher_loss.values()) < 0.5 * label_loss(teacher_logits(start, labels), labels)
+    # With the adversary, the student has a higher loss on the samples.
+    assert student_loss[0.1] > student_loss[0.0]
     after = [parameter for model in (teacher, student) for parameter in model.parameters()]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
 
 
-def test_without_weight_adversarial_samples_are_target_samples():
+def test_adversarial_loss_with_weight_zero_is_the_target_loss():
     teacher = tiny_model(seed=1)
     labels = draw_labels([1, 1], 4, generator())
     theta = initial_embeddings(word_embeddings(teacher), (4, 6), generator())
 
     def never(embeddings, labels):
-        raise AssertionError("The student is not asked.")
+        raise AssertionError("The student is not called.")
 
     target = F.cross_entropy(logits_of(teacher)(theta, labels), labels, reduction="sum")
     torch.testing.assert_close(adversarial_loss(theta, labels, logits_of(teacher), never, 0.0), target)
 
 
 @pytest.mark.parametrize("adversary", ["ce", "kl"])
-def test_the_adversarial_loss_is_equation_7(adversary):
+def test_adversarial_loss_matches_equation_7(adversary):
     teacher, student = tiny_model(seed=1).double(), tiny_model(seed=2).double()
     labels = draw_labels([1, 1], 5, generator())
     theta = initial_embeddings(word_embeddings(teacher), (5, 6), generator())
-    ours, theirs = logits_of(teacher)(theta, labels), logits_of(student)(theta, labels)
-    other = F.cross_entropy(theirs, labels, reduction="sum")
+    teacher_logits, student_logits = logits_of(teacher)(theta, labels), logits_of(student)(theta, labels)
+    adversary_loss = F.cross_entropy(student_logits, labels, reduction="sum")
     if adversary == "kl":
-        other = F.kl_div(theirs.log_softmax(-1), ours.log_softmax(-1), reduction="sum", log_target=True)
-    expected = F.cross_entropy(ours, labels, reduction="sum") - 0.3 * other
-    got = adversarial_loss(theta, labels, logits_of(teacher), logits_of(student), 0.3, adversary)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        adversary_loss = F.kl_div(
+            student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="sum", log_target=True
+        )
+    expected = F.cross_entropy(teacher_logits, labels, reduction="sum") - 0.3 * adversary_loss
+    logits = adversarial_loss(theta, labels, logits_of(teacher), logits_of(student), 0.3, adversary)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_positions_without_a_label_do_not_count():
+def test_positions_without_a_label_are_ignored():
     logits = torch.randn(2, 3, 5, generator=generator())
     labels = torch.tensor([[1, IGNORED, IGNORED], [0, 4, IGNORED]])
     kept = torch.stack([logits[0, 0], logits[1, 0], logits[1, 1]])
@@ -194,12 +196,12 @@ def tiny_llama() -> LlamaForSequenceClassification:
 
 
 def tiny_gemma() -> GemmaForSequenceClassification:
-    """Its embedding module multiplies by the square root of the hidden size."""
+    """A Gemma classifier. Its embedding module multiplies by the square root of the hidden size."""
     return GemmaForSequenceClassification(GemmaConfig(**DECODER, num_key_value_heads=1, head_dim=8))
 
 
 def tiny_roberta() -> RobertaForSequenceClassification:
-    """Its positions are counted from behind its padding id, of tokens by where padding is."""
+    """A RoBERTa classifier. Its position ids start after the pad token id and, for tokens, depend on the padding."""
     config = RobertaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=16,
@@ -214,7 +216,7 @@ def tiny_roberta() -> RobertaForSequenceClassification:
 
 
 class TokensAlone(PreTrainedModel):
-    """A classifier that takes no embeddings, as some of `transformers` do."""
+    """A classifier that takes no embeddings, as some models of `transformers`."""
 
     config_class = BertConfig
 
@@ -246,21 +248,21 @@ def tiny_pair() -> EncoderDecoderModel:
     [tiny_model(), tiny_roberta(), tiny_t5(), tiny_llama(), tiny_gemma(), tiny_pair()],
     ids=lambda model: type(model).__name__,
 )
-def test_embeddings_of_tokens_give_the_tokens_logits(model):
+def test_embeddings_of_tokens_give_the_same_logits_as_the_tokens(model):
     check_takes_embeddings(model, length=7)
     model.eval()
-    # Padding is none of them, of RoBERTa neither.
+    # The tokens contain no padding. RoBERTa's pad token is 1.
     tokens = torch.randint(2, VOCAB_SIZE, (3, 5), generator=generator())
-    further = {"attention_mask": torch.ones_like(tokens)}
+    inputs = {"attention_mask": torch.ones_like(tokens)}
     if model.config.is_encoder_decoder:
-        further["labels"] = torch.tensor([[4, 5], [6, IGNORED], [7, 8]])
+        inputs["labels"] = torch.tensor([[4, 5], [6, IGNORED], [7, 8]])
     with torch.no_grad():
-        expected = model(input_ids=tokens, **further).logits
-        got = model(inputs_embeds=token_embeddings(model)[tokens], **further).logits
-    torch.testing.assert_close(got, expected)
+        expected = model(input_ids=tokens, **inputs).logits
+        logits = model(inputs_embeds=token_embeddings(model)[tokens], **inputs).logits
+    torch.testing.assert_close(logits, expected)
 
 
-def test_a_model_that_does_more_with_tokens_than_embed_them_is_refused():
+def test_model_with_other_results_for_embeddings_is_rejected():
     small = {"vocab_size": VOCAB_SIZE, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
     small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     config = MarianConfig(**small, scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
@@ -268,34 +270,34 @@ def test_a_model_that_does_more_with_tokens_than_embed_them_is_refused():
         check_takes_embeddings(MarianMTModel(config), length=7)
 
 
-def test_a_config_may_have_several_end_tokens():
+def test_config_may_have_several_eos_tokens():
     model = tiny_llama()
     model.config.eos_token_id = [1, 2]
     check_takes_embeddings(model, length=7)
 
 
 @pytest.mark.parametrize("model", [tiny_model(), tiny_roberta(), tiny_pair()], ids=lambda model: type(model).__name__)
-def test_samples_longer_than_the_model_has_positions_are_refused(model):
+def test_sample_length_beyond_the_positions_of_the_model_is_rejected(model):
     limit = getattr(model.config, "encoder", model.config).max_position_embeddings
     with pytest.raises(ValueError, match=f"`sample_length` is {limit + 1}, but .* has {limit} positions"):
         check_takes_embeddings(model, limit + 1)
-    if isinstance(model, RobertaForSequenceClassification):  # two of its positions are before the first
+    if isinstance(model, RobertaForSequenceClassification):  # RoBERTa reserves two positions.
         with pytest.raises(ValueError, match=f"cannot read pseudo-samples of `sample_length` {limit}"):
             check_takes_embeddings(model, limit)
 
 
-def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
+def test_position_ids_of_roberta_embeddings_start_after_the_pad_token_id():
     model = tiny_roberta().eval()
     embeddings = torch.randn(3, 5, 16, generator=generator())
     first = model.config.pad_token_id + 1
     with torch.no_grad():
-        got = model(inputs_embeds=embeddings).logits
+        logits = model(inputs_embeds=embeddings).logits
         torch.testing.assert_close(
-            got, model(inputs_embeds=embeddings, position_ids=torch.arange(first, first + 5).expand(3, 5)).logits
+            logits, model(inputs_embeds=embeddings, position_ids=torch.arange(first, first + 5).expand(3, 5)).logits
         )
-        # Elsewhere they would be other ones.
-        others = model(inputs_embeds=embeddings, position_ids=torch.arange(5).expand(3, 5)).logits
-    assert (got - others).abs().max() > 1e-2
+        # Other position ids give other logits.
+        shifted = model(inputs_embeds=embeddings, position_ids=torch.arange(5).expand(3, 5)).logits
+    assert (logits - shifted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_embeddings_given_to_roberta_have_positions_behind_its_padding_id():
     ],
     ids=["no transformers model", "transformers model", "with an adapter"],
 )
-def test_a_model_that_takes_tokens_alone_is_refused(model):
+def test_model_without_inputs_embeds_is_rejected(model):
     name = "Linear" if isinstance(model, nn.Linear) else "TokensAlone"
     with pytest.raises(ValueError, match=rf"{name} does not accept them.*inputs_embeds"):
         check_takes_embeddings(model, length=7)

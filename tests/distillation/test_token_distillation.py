@@ -1,7 +1,7 @@
-"""Distillation of tokens: a vocabulary travels as its likely words, and all speak of one vocabulary.
+"""Distillation of language models: clients share a vocabulary and send the `top_k` most likely tokens.
 
-Reference losses are in float64, from each model's logits of one text at a time. With a learning rate of 0 a run's
-models are those it began with.
+Reference losses are in float64, from each model's logits of one text at a time. With a learning rate of 0, a run does
+not change its models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from distilled import Recorder, same_clients
+from distillation_setup import Recorder, same_clients
 from language import WORDS, language_model, texts, tokenizer
 from tiny import arguments, same_weights
 from tokenizers.processors import TemplateProcessing
@@ -28,7 +28,7 @@ from hf_federated.tasks import LanguageModeling, Seq2Seq
 
 
 VOCABULARY, TOP_K = 27, 8
-# The last text has one token, after which nothing is predicted, and the one before has a single place.
+# The texts have 2, 1, 4, 1 and 0 predicted tokens: the first token of a text is not predicted.
 PUBLIC = Dataset.from_dict(
     {"text": ["snow1 snow2 sand3", "sand1 sand0", "snow4 sand5 sand6 snow7 snow8", "snow9 snow3", "sand2"]}
 )
@@ -40,9 +40,9 @@ def models():
     return {"north": language_model(8), "south": language_model(24)}
 
 
-def federation(tmp_path, method, kwargs=None, record=None, args=None, rounds=1, **others):
+def language_model_trainer(tmp_path, method, kwargs=None, record=None, args=None, rounds=1, **trainer_kwargs):
     settings = {"learning_rate": 0.0, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 2}
-    given = {
+    defaults = {
         "model": language_model(),
         "processing_class": tokenizer(),
         "task": LanguageModeling(),
@@ -50,22 +50,22 @@ def federation(tmp_path, method, kwargs=None, record=None, args=None, rounds=1, 
         "public_dataset": PUBLIC,
         "server_dataset": texts("north", 4),
         "clients": {client_id: ClientSpec(model=model) for client_id, model in models().items()},
-        **others,
+        **trainer_kwargs,
     }
     if method in ("feddf", "feded"):
-        del given["clients"]
+        del defaults["clients"]
     trainer = FederatedTrainer(
         args=arguments(tmp_path, **{**settings, **(args or {})}),
         federation=FederatedConfig(num_rounds=rounds, distillation=method, distillation_kwargs=kwargs),
         callbacks=[] if record is None else [record],
-        **given,
+        **defaults,
     )
     if record is not None:
         record.trainer = trainer
     return trainer
 
 
-def by_hand(model):
+def reference_logits(model):
     """Logits of every next token of the public texts, of shape `(positions, vocabulary)`."""
     numbers = tokenizer().get_vocab()
     found = []
@@ -77,12 +77,12 @@ def by_hand(model):
 
 
 def as_received(logits):
-    """The eight likeliest tokens, and for each of the others the log of their mean exponential."""
+    """Logits as received: the eight most likely tokens, and the log of the mean exponential for all other tokens."""
     rows = []
     for row in logits.tolist():
         kept = sorted(range(VOCABULARY), key=lambda number: -row[number])[:TOP_K]
-        others = [row[number] for number in range(VOCABULARY) if number not in kept]
-        rest = math.log(sum(map(math.exp, others)) / len(others))
+        other_logits = [row[number] for number in range(VOCABULARY) if number not in kept]
+        rest = math.log(sum(map(math.exp, other_logits)) / len(other_logits))
         rows.append([row[number] if number in kept else rest for number in range(VOCABULARY)])
     return torch.tensor(rows, dtype=torch.float64)
 
@@ -96,7 +96,8 @@ def kl(logits, teacher):
     return cross_entropy(logits, q) + (q * q.log()).sum(-1).mean()
 
 
-def of(messages, kind, client_id=None):
+def select_messages(messages, kind, client_id=None):
+    """Messages of a type, optionally of one client only."""
     return [m for m in messages if isinstance(m, kind) and client_id in (None, m.client_id)]
 
 
@@ -118,52 +119,52 @@ def logged(trainer, name):
         ("fedid", {"feedback": "none"}),
     ],
 )
-def test_a_vocabulary_travels_as_its_likely_tokens(tmp_path, monkeypatch, method, kwargs):
-    monkeypatch.setattr(lazy_rows, "BLOCK_SIZE", 3)
+def test_predictions_are_sent_as_the_top_k_tokens(tmp_path, monkeypatch, method, kwargs):
+    monkeypatch.setattr(packed, "BLOCK", 3)
     record = Recorder(serialize=True)
-    trainer = federation(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
+    trainer = language_model_trainer(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
     trainer.train()
     codec = PredictionCodec(top_k=TOP_K)
-    # Eight logits, eight numbers of one byte, and one number for the others.
+    # Eight logits, eight token ids of one byte, and one value for all other tokens.
     assert codec.num_bytes_per_row(VOCABULARY) == 8 * 4 + 8 * 1 + 4
-    own = {client_id: by_hand(model) for client_id, model in models().items()}
-    received = {client_id: as_received(logits) for client_id, logits in own.items()}
-    servers = by_hand(language_model())
+    client_logits = {client_id: reference_logits(model) for client_id, model in models().items()}
+    received = {client_id: as_received(logits) for client_id, logits in client_logits.items()}
+    server_logits = reference_logits(language_model())
     by_size = sum(SIZES[client_id] / 9 * received[client_id].softmax(-1) for client_id in SIZES)
     if method == "mhat":
-        server_loss, client_loss = cross_entropy(servers, by_size), lambda z: kl(z, as_received(servers))
+        server_loss, client_loss = cross_entropy(server_logits, by_size), lambda z: kl(z, as_received(server_logits))
     elif method == "dsfl":
         q = (sum(logits.softmax(-1) for logits in received.values()) / 2 / 0.1).softmax(-1)
         server_loss, client_loss = (
-            cross_entropy(servers, q),
+            cross_entropy(server_logits, q),
             lambda z: cross_entropy(z, as_received(q.log()).softmax(-1)),
         )
     elif method == "fedmd":
         mean = sum(received.values()) / 2
-        server_loss, client_loss = (servers - mean).abs().mean(), lambda z: (z - as_received(mean)).abs().mean()
+        server_loss, client_loss = (server_logits - mean).abs().mean(), lambda z: (z - as_received(mean)).abs().mean()
     elif method == "adafd":
         mean = sum(SIZES[client_id] / 9 * received[client_id] for client_id in SIZES)
-        server_loss, client_loss = (servers - mean).square().mean(), lambda z: kl(z, as_received(servers))
+        server_loss, client_loss = (server_logits - mean).square().mean(), lambda z: kl(z, as_received(server_logits))
     else:
         q = as_received(by_size.log()).softmax(-1)
-        server_loss, client_loss = cross_entropy(servers, q), lambda z: cross_entropy(z, q)
+        server_loss, client_loss = cross_entropy(server_logits, q), lambda z: cross_entropy(z, q)
     assert logged(trainer, "server_distillation_loss") == pytest.approx(float(server_loss), rel=1e-4)
     assert logged(trainer, "public_positions") == NUM_POSITIONS
     for client_id in SIZES:
-        (reply,) = of(record.received, Predictions, client_id)
-        (message,) = of(record.sent, (Distill, Feedback), client_id)
+        (reply,) = select_messages(record.received, Predictions, client_id)
+        (message,) = select_messages(record.sent, (Distill, Feedback), client_id)
         for tensors in (reply.values, message.targets):
             assert tensor_bytes(tensors) == NUM_POSITIONS * codec.num_bytes_per_row(VOCABULARY)
             assert set(tensors) == {"values", "indices", "rest"}
-        loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
-        assert loss == pytest.approx(float(client_loss(own[client_id])), rel=1e-4, abs=1e-6)
+        loss = select_messages(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
+        assert loss == pytest.approx(float(client_loss(client_logits[client_id])), rel=1e-4, abs=1e-6)
         if method != "fedid":
             decoded = codec.decode(reply.values, VOCABULARY).double()
             torch.testing.assert_close(decoded, received[client_id], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["mhat", "fedid"])
-def test_a_vocabulary_of_fifty_thousand_travels_in_a_thousandth_of_its_bytes(tmp_path, method):
+def test_top_k_of_a_large_vocabulary_takes_a_thousandth_of_the_bytes(tmp_path, method):
     def large(hidden_size=16):
         model = language_model(hidden_size)
         model.resize_token_embeddings(50_000)
@@ -171,7 +172,7 @@ def test_a_vocabulary_of_fifty_thousand_travels_in_a_thousandth_of_its_bytes(tmp
 
     record = Recorder(serialize=True)
     kwargs = {"top_k": 16, "prediction_dtype": "float16"}
-    trainer = federation(
+    trainer = language_model_trainer(
         tmp_path,
         method,
         kwargs | ({"feedback": "none"} if method == "fedid" else {}),
@@ -183,25 +184,25 @@ def test_a_vocabulary_of_fifty_thousand_travels_in_a_thousandth_of_its_bytes(tmp
     )
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
-    replies = of(record.received, Predictions)
-    # Sixteen logits and the numbers of sixteen tokens in two bytes each, and one number for the 49 984 others.
+    replies = select_messages(record.received, Predictions)
+    # Sixteen logits and sixteen token ids of two bytes each, and one value for the other 49 984 tokens.
     num_bytes = 16 * 2 + 16 * 2 + 4
-    assert sum(tensor_bytes(own.values) for own in replies) == 2 * 2 * NUM_POSITIONS * num_bytes
+    assert sum(tensor_bytes(reply.values) for reply in replies) == 2 * 2 * NUM_POSITIONS * num_bytes
     assert num_bytes < 50_000 * 2 / 1000
-    assert {str(own.values["indices"].dtype) for own in replies} == {"torch.uint16"}
+    assert {str(reply.values["indices"].dtype) for reply in replies} == {"torch.uint16"}
     losses = [
-        own["federated/server_distillation_loss"]
-        for own in trainer.state.log_history
-        if "federated/server_distillation_loss" in own
+        entry["federated/server_distillation_loss"]
+        for entry in trainer.state.log_history
+        if "federated/server_distillation_loss" in entry
     ]
     assert len(losses) == 2 and all(map(math.isfinite, losses))
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_a_mini_batch_in_which_nothing_is_predicted_is_left_out(tmp_path):
+def test_mini_batch_without_predicted_tokens_is_skipped(tmp_path):
     record = Recorder()
     public = Dataset.from_dict({"text": ["sand2", "snow1 snow2", "snow3"]})
-    trainer = federation(
+    trainer = language_model_trainer(
         tmp_path,
         "fedid",
         {"feedback": "per_example", "top_k": TOP_K},
@@ -211,8 +212,8 @@ def test_a_mini_batch_in_which_nothing_is_predicted_is_left_out(tmp_path):
         rounds=2,
     )
     trainer.train()
-    assert len(of(record.sent, Feedback)) == 2 * 2
-    for message in of(record.sent, Feedback):
+    assert len(select_messages(record.sent, Feedback)) == 2 * 2
+    for message in select_messages(record.sent, Feedback):
         assert message.feedback["rewards"].shape == (1,)
         assert tensor_bytes(message.targets) == PredictionCodec(top_k=TOP_K).num_bytes_per_row(VOCABULARY)
     assert all(
@@ -222,47 +223,47 @@ def test_a_mini_batch_in_which_nothing_is_predicted_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["mhat", "feddf", "feded"])
-def test_a_batch_in_which_nothing_is_predicted_is_no_step(tmp_path, method):
+def test_batch_without_predicted_tokens_makes_no_optimizer_step(tmp_path, method):
     public = Dataset.from_dict({"text": ["sand2", "snow1 snow2", "snow3"]})
     args = {"per_device_train_batch_size": 1, "learning_rate": 1e-2}
-    trainer = federation(tmp_path, method, args=args, public_dataset=public)
+    trainer = language_model_trainer(tmp_path, method, args=args, public_dataset=public)
     trainer.train()
     state = trainer._setup.distillation_callback.server.student.state_dict()["optimizer"]["state"]
     assert {int(entry["step"]) for entry in state.values()} == {1}
 
 
-def test_blocks_are_rows(tmp_path):
-    trainer = federation(tmp_path, "mhat", {"top_k": 3}, task=LanguageModeling(block_size=4))
+def test_blocks_of_joined_texts_are_examples(tmp_path):
+    trainer = language_model_trainer(tmp_path, "mhat", {"top_k": 3}, task=LanguageModeling(block_size=4))
     trainer.train()
-    # 13 words and the end after each of five texts are 18 tokens: four blocks of 4, and one of 2.
+    # 13 words and the end tokens of five texts are 18 tokens: four blocks of 4 tokens and one block of 2 tokens.
     assert logged(trainer, "public_positions") == 4 * 3 + 1
 
 
-def test_padding_on_the_left_moves_no_position(tmp_path):
+def test_left_padding_does_not_change_predictions(tmp_path):
     record = Recorder()
     left = tokenizer()
     left.padding_side = "left"
-    federation(tmp_path, "mhat", record=record, processing_class=left).train()
-    (reply,) = of(record.received, Predictions, "north")
-    # Rotary positions are relative: padding before a text changes nothing.
-    expected = by_hand(models()["north"]).float()
+    language_model_trainer(tmp_path, "mhat", record=record, processing_class=left).train()
+    (reply,) = select_messages(record.received, Predictions, "north")
+    # Rotary position embeddings are relative, so padding before a text does not change the logits.
+    expected = reference_logits(models()["north"]).float()
     torch.testing.assert_close(reply.values["values"], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
+def test_resume_gives_identical_weights(tmp_path):
     args = {"save_strategy": "epoch", "learning_rate": 1e-2, "per_device_train_batch_size": 2}
-    whole = federation(tmp_path / "a", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
-    whole.train()
-    resumed = federation(tmp_path / "b", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
+    uninterrupted = language_model_trainer(tmp_path / "a", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
+    uninterrupted.train()
+    resumed = language_model_trainer(tmp_path / "b", "fedid", {"top_k": TOP_K}, args=args, rounds=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    assert same_weights(whole.model, resumed.model) and same_clients(whole, resumed)
-    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
+    assert same_weights(uninterrupted.model, resumed.model) and same_clients(uninterrupted, resumed)
+    assert uninterrupted.ledger.to_dict() == resumed.ledger.to_dict()
 
 
 # ---- Encoder–decoders
 
 
-def translator(seed=0, **config):
+def tiny_t5(seed=0, **config):
     values = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     values |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0, **config}
     with torch.random.fork_rng():
@@ -270,18 +271,18 @@ def translator(seed=0, **config):
         return T5ForConditionalGeneration(T5Config(**values))
 
 
-def test_targets_of_an_encoder_decoder_are_predicted_token_by_token(tmp_path):
+def test_encoder_decoder_predicts_each_target_token(tmp_path):
     record = Recorder()
     pairs = Dataset.from_dict(
         {"source": PUBLIC["text"], "target": ["sand1", "snow1 snow2 snow3", "sand4 sand5", "sand7", "snow1 sand8"]}
     )
-    specs = {"north": ClientSpec(model=translator(1)), "south": ClientSpec(model=translator(2, d_model=12))}
-    trainer = federation(
+    specs = {"north": ClientSpec(model=tiny_t5(1)), "south": ClientSpec(model=tiny_t5(2, d_model=12))}
+    trainer = language_model_trainer(
         tmp_path,
         "mhat",
         {"top_k": TOP_K},
         record,
-        model=translator(),
+        model=tiny_t5(),
         task=Seq2Seq(),
         train_dataset={client_id: pairs.select(range(size)) for client_id, size in (("north", 2), ("south", 4))},
         public_dataset=pairs,
@@ -303,19 +304,19 @@ def test_targets_of_an_encoder_decoder_are_predicted_token_by_token(tmp_path):
 
     received = {client_id: as_received(logits(spec.model)) for client_id, spec in specs.items()}
     q = received["north"].softmax(-1) / 3 + received["south"].softmax(-1) * 2 / 3
-    expected = cross_entropy(logits(translator()), q)
+    expected = cross_entropy(logits(tiny_t5()), q)
     assert len(q) == 9 == logged(trainer, "public_positions")
     assert logged(trainer, "server_distillation_loss") == pytest.approx(float(expected), rel=1e-4)
     for client_id, spec in specs.items():
-        loss = of(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
-        target = as_received(logits(translator()))
+        loss = select_messages(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
+        target = as_received(logits(tiny_t5()))
         assert loss == pytest.approx(float(kl(logits(spec.model), target)), rel=1e-4, abs=1e-6)
 
 
-# ---- Refused
+# ---- Rejected input
 
 
-def renumbered():
+def renumbered_tokenizer():
     words = ["<pad>", "<eos>", "<unk>", *WORDS["south"], *WORDS["north"]]
     other = tokenizer()
     other.backend_tokenizer.model = type(other.backend_tokenizer.model)(
@@ -326,32 +327,32 @@ def renumbered():
     )
 
 
-def test_another_vocabulary_is_refused_by_client(tmp_path):
-    clients = {"south": ClientSpec(model=language_model(24), processing_class=renumbered())}
+def test_different_vocabulary_of_a_client_is_rejected(tmp_path):
+    clients = {"south": ClientSpec(model=language_model(24), processing_class=renumbered_tokenizer())}
     with pytest.raises(ValueError, match=r"client 'south' has another vocabulary.*'s\w+' is number \d+ here"):
-        federation(tmp_path, "mhat", clients=clients)
+        language_model_trainer(tmp_path, "mhat", clients=clients)
 
 
-def test_another_way_to_cut_texts_is_refused_by_client(tmp_path):
+def test_different_tokenization_of_a_client_is_rejected(tmp_path):
     other = tokenizer()
     other.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     clients = {"south": ClientSpec(model=language_model(24), processing_class=other)}
-    trainer = federation(tmp_path, "mhat", clients=clients)
+    trainer = language_model_trainer(tmp_path, "mhat", clients=clients)
     with pytest.raises(ValueError, match="tokenizer of client 'south' makes .* of public row 0, and the server's"):
         trainer.train()
 
 
-def test_a_model_of_another_vocabulary_is_refused_by_client(tmp_path):
+def test_different_vocabulary_size_of_a_client_model_is_rejected(tmp_path):
     larger = language_model(24)
     larger.resize_token_embeddings(VOCABULARY + 5)
-    trainer = federation(tmp_path, "mhat", clients={"south": ClientSpec(model=larger)})
+    trainer = language_model_trainer(tmp_path, "mhat", clients={"south": ClientSpec(model=larger)})
     with pytest.raises(ValueError, match="client 'south' predicts 32 tokens, and the server's 27"):
         trainer.train()
 
 
-def test_an_equal_tokenizer_of_its_own_is_taken(tmp_path):
+def test_equal_tokenizer_of_a_client_is_accepted(tmp_path):
     clients = {"south": ClientSpec(model=language_model(24), processing_class=tokenizer())}
-    federation(tmp_path, "mhat", clients=clients).train()
+    language_model_trainer(tmp_path, "mhat", clients=clients).train()
 
 
 @pytest.mark.parametrize(
@@ -363,32 +364,32 @@ def test_an_equal_tokenizer_of_its_own_is_taken(tmp_path):
         ("fedkd", {}, "one for every token of a row: take weighting='size'"),
     ],
 )
-def test_settings_that_mean_nothing_over_a_vocabulary_are_refused(tmp_path, method, kwargs, words):
+def test_settings_without_a_meaning_for_vocabularies_are_rejected(tmp_path, method, kwargs, words):
     with pytest.raises(ValueError, match=words):
-        federation(tmp_path, method, kwargs, clients=None)
+        language_model_trainer(tmp_path, method, kwargs, clients=None)
 
 
-def test_masked_language_models_are_refused(tmp_path):
+def test_masked_language_models_are_rejected(tmp_path):
     with_mask = tokenizer()
     with_mask.add_special_tokens({"mask_token": "<mask>"})
     task = LanguageModeling(objective="masked")
     with pytest.raises(ValueError, match="objective='masked'.*causal LanguageModeling have"):
-        federation(tmp_path, "mhat", task=task, processing_class=with_mask, clients=None)
+        language_model_trainer(tmp_path, "mhat", task=task, processing_class=with_mask, clients=None)
 
 
-# ---- Clients whose predictions are no use
+# ---- Clients with invalid predictions
 
 
 NUM_CLASSES = 2
 
 
-def cohort_of(replies):
+def cohort_with_replies(replies):
     positions = Positions(torch.tensor([2, 1]))
     return Cohort(
         round=0,
         metrics={client_id: {"num_examples": 1.0} for client_id in replies},
-        ask=lambda phase, asked, message: {
-            client_id: Predictions(0, client_id, replies[client_id]) for client_id in asked
+        ask=lambda phase, client_ids, message: {
+            client_id: Predictions(0, client_id, replies[client_id]) for client_id in client_ids
         },
         decode=lambda values: PredictionCodec().decode(values, NUM_CLASSES),
         seed=0,
@@ -397,9 +398,9 @@ def cohort_of(replies):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_clients_with_predictions_that_are_no_use_are_left_out_by_name(is_packed):
+def test_clients_with_invalid_predictions_are_left_out_and_named(is_packed):
     good = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    cohort = cohort_of(
+    cohort = cohort_with_replies(
         {
             "good": {"values": good},
             "blind": {"values": good[:0], "absent": torch.arange(3, dtype=torch.int32)},
@@ -430,9 +431,9 @@ def test_clients_with_predictions_that_are_no_use_are_left_out_by_name(is_packed
         assert re.search(f"{client_id!r}, round 0.*{words}", cohort.rejected[client_id])
 
 
-def test_words_that_nobody_shares_end_the_round_with_a_reason():
+def test_round_fails_when_no_word_is_kept_by_all_clients():
     one = torch.tensor([[1.0, 2.0]])
-    cohort = cohort_of(
+    cohort = cohort_with_replies(
         {
             "a": {"values": one, "absent": torch.tensor([1, 2], dtype=torch.int32)},
             "b": {"values": one, "absent": torch.tensor([0, 2], dtype=torch.int32)},
