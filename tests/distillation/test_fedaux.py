@@ -247,9 +247,7 @@ def test_scores_use_the_initial_model_also_for_clients_that_join_later(tmp_path)
     distillation_trainer(tmp_path / "a", "fedaux", settings, record=all_clients, federation=once).train()
     federation = {"num_rounds": 3, "clients_per_round": 1, "local_epochs": 1}
     distillation_trainer(tmp_path / "b", "fedaux", settings, record=one_client, federation=federation).train()
-    trainer = distillation_trainer(
-        tmp_path / "c", "fedaux", settings, record=cleared, federation={"local_epochs": 1}
-    )
+    trainer = distillation_trainer(tmp_path / "c", "fedaux", settings, record=cleared, federation={"local_epochs": 1})
     callback = ClearClientStates()
     callback.trainer = trainer
     trainer.add_callback(callback)
@@ -289,7 +287,9 @@ def test_resume_gives_identical_weights(tmp_path):
     settings = {"dp_epsilon": 0.5, "dp_delta": 1e-5}
     args = {"save_strategy": "steps", "save_steps": 1}
     record = Recorder()
-    uninterrupted = distillation_trainer(tmp_path / "a", "fedaux", settings, federation=federation, args=args, record=record)
+    uninterrupted = distillation_trainer(
+        tmp_path / "a", "fedaux", settings, federation=federation, args=args, record=record
+    )
     uninterrupted.train()
     cohorts = [{update.client_id for update in updates(record) if update.round == round} for round in range(2)]
     # The second cohort has one client from the first cohort and one new client.

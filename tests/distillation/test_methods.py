@@ -328,7 +328,7 @@ def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
     trainer.train()
     assert len(batches) == 2 * NUM_BATCHES
     # A batch draws 4 of 12 examples, which gives 495 possible batches. No batch repeats here. On average, six batches
-    # leave one example out.
+    # together leave one example out.
     assert len(set(batches)) == len(batches) and all(len(batch) == 4 for batch in batches)
     assert len(frozenset.union(*batches)) >= 10
     seeds: dict[tuple[int, ...], set[int]] = {}

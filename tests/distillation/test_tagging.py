@@ -48,7 +48,11 @@ def word_logits(model, words, limit=99):
     """
     if model.config.model_type == "distilbert":
         pieces = {letter: 2 + i for i, letter in enumerate(LETTERS)}
-        ids = [pieces[letter] + (len(LETTERS) if position else 0) for word in words for position, letter in enumerate(word)]
+        ids = [
+            pieces[letter] + (len(LETTERS) if position else 0)
+            for word in words
+            for position, letter in enumerate(word)
+        ]
         first = [sum(map(len, words[:number])) for number in range(len(words))]
     else:
         ids, first = [2 + WORDS.index(word) for word in words], range(len(words))
@@ -337,7 +341,9 @@ def test_padding_does_not_change_the_result(tmp_path, method):
         # Plain gradient descent, because Adam's first step would follow the sign of rounding errors.
         args = {"optim": "sgd", "learning_rate": 0.5}
         settings = {"model": SERVER, "clients": {}, "processing_class": tokenizer, "data_collator": collator}
-        trainer = tagging_trainer(tmp_path / name, method, kwargs, args=args, **{**settings, "model": bert(**NO_DROPOUT)})
+        trainer = tagging_trainer(
+            tmp_path / name, method, kwargs, args=args, **{**settings, "model": bert(**NO_DROPOUT)}
+        )
         trainer.train()
         runs.append(trainer)
     first, second = (dict(trainer.model.named_parameters()) for trainer in runs)
