@@ -61,7 +61,7 @@ class Run:
     log: dict[str, float]
 
     @property
-    def answer(self) -> dict[str, Feedback]:
+    def feedback_messages(self) -> dict[str, Feedback]:
         return {message.client_id: message for message in self.record.sent if isinstance(message, Feedback)}
 
     @property
