@@ -12,6 +12,7 @@ SMALL = {"num_samples": 6, "sample_length": 5, "num_steps": 3}
 
 
 def feddrs_trainer(output_dir, *, model=None, federation=None, args=None, callbacks=(), data=None, **kwargs):
+    """Build a trainer for a small run of FedDRS. `kwargs` are settings of `FedDRS`."""
     settings = {"num_rounds": 2, "aggregation_kwargs": {"weighting": "uniform"}, **(federation or {})}
     return FederatedTrainer(
         model=tiny_model() if model is None else model,

@@ -54,6 +54,7 @@ class SetBiasesToNaN(FederatedCallback):
 
 
 def trainer_with_nan_clients(tmp_path, method, *client_ids, **kwargs):
+    """Build a trainer whose given clients predict NaN. Returns the trainer and the callback."""
     callback = SetBiasesToNaN(*client_ids)
     trainer = distillation_trainer(tmp_path, method, record=callback, **kwargs)
     return trainer, callback

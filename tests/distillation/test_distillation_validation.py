@@ -12,6 +12,7 @@ from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer, Postproc
 
 
 def model_with_labels(*labels, **config):
+    """A tiny model with the given label names."""
     maps = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     return tiny_model(num_labels=len(labels), **maps, **config)
 

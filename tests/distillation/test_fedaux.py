@@ -344,6 +344,7 @@ def without_b(tmp_path_factory):
 
 
 def one_round_trainer(directory, client_ids=tuple(SIZES), **kwargs):
+    """Build a trainer for one round with the given clients."""
     federation = {"num_rounds": 1, "local_epochs": 1}
     clients = {client_id: rows(SIZES[client_id], seed=ord(client_id)) for client_id in client_ids}
     return distillation_trainer(directory, "fedaux", federation=federation, train_dataset=clients, **kwargs)

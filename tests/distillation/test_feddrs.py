@@ -210,6 +210,7 @@ def text_to_text(num_rows, seed=0):
 
 
 def t5_trainer(tmp_path, callbacks=(), federation=None, sizes=(8, 6), **kwargs):
+    """Build a trainer for a small T5. `kwargs` are settings of `FedDRS`."""
     trainer = FederatedTrainer(
         model=tiny_t5(),
         args=arguments(tmp_path),

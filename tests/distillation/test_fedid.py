@@ -72,6 +72,7 @@ class Run:
 
 
 def one_round(tmp_path, server=None, **kwargs) -> Run:
+    """Train one round of FedID. `kwargs` are settings of `FedID`."""
     record = Recorder()
     feedback = kwargs.get("feedback", "chain_rule")
     server_data = {} if feedback == "none" else {"server_dataset": LABELLED}

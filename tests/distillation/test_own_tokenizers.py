@@ -81,6 +81,7 @@ PUBLIC = texts(10, seed=5)
 
 
 def own_tokenizer_trainer(tmp_path, method, clients, record=None, **trainer_kwargs) -> FederatedTrainer:
+    """Build a trainer with the given clients. `trainer_kwargs` override the defaults here."""
     trainer = FederatedTrainer(
         **{
             "model": labelled_model(),

@@ -41,6 +41,7 @@ def models():
 
 
 def language_model_trainer(tmp_path, method, kwargs=None, record=None, args=None, rounds=1, **trainer_kwargs):
+    """Build a trainer for language models with a learning rate of 0. `trainer_kwargs` override the defaults here."""
     settings = {"learning_rate": 0.0, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 2}
     defaults = {
         "model": language_model(),
