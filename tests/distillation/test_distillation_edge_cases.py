@@ -195,9 +195,7 @@ def test_client_model_is_restored_when_local_training_diverges(tmp_path):
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize(
-    ("method", "kwargs"), [("fedmd", {"client_learning_rate": 1e30}), ("fedid", {"client_learning_rate": 1e30})]
-)
+@pytest.mark.parametrize(("method", "kwargs"), [("fedmd", {"client_lr": 1e30}), ("fedid", {"client_lr": 1e30})])
 def test_client_weights_stay_finite_when_distillation_diverges(tmp_path, method, kwargs):
     args = {"optim": "sgd", "max_grad_norm": 0.0}
     trainer = distillation_trainer(tmp_path, method, kwargs, args=args, client_model_init=client_model)
@@ -227,10 +225,8 @@ def test_non_finite_gradient_changes_neither_model_nor_optimizer(tmp_path):
 
 
 def test_diverging_server_raises_an_error(tmp_path):
-    trainer = distillation_trainer(
-        tmp_path, "mhat", {"server_learning_rate": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0}
-    )
-    with pytest.raises(FloatingPointError, match="`server_learning_rate`"):
+    trainer = distillation_trainer(tmp_path, "mhat", {"server_lr": 1e30}, args={"optim": "sgd", "max_grad_norm": 0.0})
+    with pytest.raises(FloatingPointError, match="`server_lr`"):
         trainer.train()
 
 

@@ -27,7 +27,7 @@ from hf_federated.trainer.federation import Federation
 
 def test_distillation_trains_task_parameters_and_keeps_averaged_embeddings(tmp_path):
     recorder = WeightsRecorder()
-    feddrs_trainer(tmp_path, callbacks=[recorder], server_learning_rate=1e-3, post_num_iterations=0).train()
+    feddrs_trainer(tmp_path, callbacks=[recorder], server_lr=1e-3, post_num_iterations=0).train()
     for averaged, after in zip(recorder.averaged, recorder.distilled, strict=True):
         assert torch.equal(averaged[EMBEDDINGS], after[EMBEDDINGS])
         assert not torch.equal(averaged["classifier.weight"], after["classifier.weight"])
@@ -77,7 +77,7 @@ def test_samples_are_generated_in_each_round_and_finally_for_all_clients(tmp_pat
 
 def test_post_only_equals_fedavg_until_the_last_round(tmp_path, sampling_calls):
     recorder, plain = WeightsRecorder(), WeightsRecorder()
-    feddrs_trainer(tmp_path / "a", callbacks=[recorder], post_only=True, server_learning_rate=1e-3).train()
+    feddrs_trainer(tmp_path / "a", callbacks=[recorder], post_only=True, server_lr=1e-3).train()
     FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path / "b"),
@@ -249,7 +249,7 @@ def test_shared_t5_embeddings_ignore_outdated_updates_of_the_first_round(tmp_pat
 
 def test_shared_t5_embeddings_are_constant_after_the_first_round(tmp_path):
     recorder, record = WeightsRecorder(), Recorder()
-    trainer = t5_trainer(tmp_path, [recorder, record], server_learning_rate=1e-3)
+    trainer = t5_trainer(tmp_path, [recorder, record], server_lr=1e-3)
     initial = trainer.model.shared.weight.detach().clone()
     record.trainer = trainer
     trainer.train()
@@ -282,7 +282,7 @@ def test_teachers_of_an_adapter_share_the_base_model(tmp_path):
     assert base <= {id(parameter) for parameter in copy.parameters()}
     assert not {id(p) for p in model.parameters() if p.requires_grad} & {id(p) for p in copy.parameters()}
     recorder = WeightsRecorder()
-    feddrs_trainer(tmp_path, model=model, callbacks=[recorder], server_learning_rate=1e-2).train()
+    feddrs_trainer(tmp_path, model=model, callbacks=[recorder], server_lr=1e-2).train()
     before, after = recorder.averaged[0], recorder.distilled[0]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any("lora_B" in name for name in moved) and moved <= state.keys()
@@ -378,7 +378,7 @@ def test_samples_keep_logits_of_labelled_tokens_only(tmp_path):
 @pytest.mark.parametrize("clients_per_round", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_resume_gives_identical_weights(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
-    settings = {"federation": federation, "args": {"save_strategy": "steps"}, "server_learning_rate": 1e-3}
+    settings = {"federation": federation, "args": {"save_strategy": "steps"}, "server_lr": 1e-3}
     uninterrupted = feddrs_trainer(tmp_path / "a", **settings)
     uninterrupted.train()
     for step in (1, 3):
@@ -422,7 +422,7 @@ def test_public_dataset_is_rejected(tmp_path):
 
 
 def test_model_without_inputs_embeds_is_rejected_when_the_trainer_is_built(tmp_path):
-    with pytest.raises(ValueError, match="TokensAlone does not take such"):
+    with pytest.raises(ValueError, match="TokensAlone does not accept them"):
         feddrs_trainer(tmp_path, model=TokensAlone(BertConfig()))
 
 

@@ -130,10 +130,7 @@ def test_invalid_reply_is_rejected_and_falls_back_to_enwc(reply, caplog):
     (record,) = caplog.records
     text = record.getMessage()
     assert (
-        REJECTED_REPLIES[reply] in text
-        and repr(reply) in text
-        and "ENWC's (beta=3.0)" in text
-        and "2 attempts" in text
+        REJECTED_REPLIES[reply] in text and repr(reply) in text and "ENWC (beta=3.0)" in text and "2 attempts" in text
     )
 
 

@@ -16,20 +16,20 @@ def test_blocks_decode_to_the_same_values_as_the_whole(num_classes, dtype):
     codec = PredictionCodec(dtype, top_k=4)
     logits = torch.randn(7, num_classes, generator=torch.Generator().manual_seed(0))
     encoded = codec.encode(logits)
-    parts = joined([codec.encode(part) for part in logits.split(3)])
+    parts = concatenate_encoded([codec.encode(part) for part in logits.split(3)])
     assert parts.keys() == encoded.keys()
     for name, value in encoded.items():
         assert parts[name].dtype == value.dtype and torch.equal(parts[name].float(), value.float())
-    rows = packed(encoded, lambda values: codec.decode(values, num_classes))
+    rows = decode_lazily(encoded, lambda values: codec.decode(values, num_classes))
     indices = torch.tensor([6, 0, 6])
     assert torch.equal(rows[indices], codec.decode(encoded, num_classes)[indices])
-    assert torch.equal(rows.only(torch.tensor([1, 5, 6]))[torch.tensor([2])], rows[torch.tensor([6])])
+    assert torch.equal(rows.select(torch.tensor([1, 5, 6]))[torch.tensor([2])], rows[torch.tensor([6])])
     assert torch.equal(torch.cat(list(rows.blocks())), codec.decode(encoded, num_classes))
 
 
 def test_rows_are_decoded_on_demand():
     num_decoded = []
-    rows = PackedRows(600, lambda indices: num_decoded.append(len(indices)) or indices.unsqueeze(1).float())
+    rows = LazyRows(600, lambda indices: num_decoded.append(len(indices)) or indices.unsqueeze(1).float())
     assert len(rows) == 600 and not num_decoded
     assert sum(len(block) for block in rows.blocks()) == 600
     assert num_decoded == [256, 256, 88]

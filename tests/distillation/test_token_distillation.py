@@ -121,7 +121,7 @@ def logged(trainer, name):
     ],
 )
 def test_predictions_are_sent_as_the_top_k_tokens(tmp_path, monkeypatch, method, kwargs):
-    monkeypatch.setattr(packed, "BLOCK", 3)
+    monkeypatch.setattr(lazy_rows, "BLOCK_SIZE", 3)
     record = Recorder(serialize=True)
     trainer = language_model_trainer(tmp_path, method, {**kwargs, "top_k": TOP_K}, record)
     trainer.train()
