@@ -1,4 +1,4 @@
-"""Engines: where the clients of a federation run. An engine executes a plan and decides nothing."""
+"""Engines, which run the clients of a federation. An engine executes plans and contains no algorithm."""
 
 from .base import Engine, EngineContext, Plan
 from .local import LocalEngine

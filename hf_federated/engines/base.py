@@ -35,15 +35,15 @@ class Plan:
         cohort (`tuple[str, ...]`):
             Ids of the clients to ask, in order.
         message_for (`Callable[[str], Message]`):
-            Builds the message of a client. An engine calls it when it sends the message, so that the messages of a
-            large cohort are never in memory together.
+            Builds the message of a client. An engine calls this function when it sends the message, so that the
+            messages of a large cohort are never in memory together.
         phase (`str`, *optional*, defaults to `"training"`):
-            Name of the phase, for errors.
+            Name of the phase, for error messages.
         deadline (`float`, *optional*):
             Seconds after which the engine stops waiting for replies, once `min_replies` replies have arrived. By
             default the engine waits for all clients.
         min_replies (`int`, *optional*, defaults to `0`):
-            Number of replies that the engine waits for beyond the deadline.
+            Number of replies that the engine waits for, even beyond the deadline.
     """
 
     round: int
@@ -60,10 +60,11 @@ class Plan:
         Args:
             started (`float`): Start of the plan, as `time.monotonic()` measures it.
             num_replies (`int`): Replies so far.
-            min_replies (`int`, *optional*): Replaces `min_replies` of the plan, for a part of the cohort.
+            min_replies (`int`, *optional*): Replaces `min_replies` of the plan, for an engine that runs a part of the
+                cohort.
         """
-        needed = self.min_replies if min_replies is None else min_replies
-        return self.deadline is not None and num_replies >= needed and time.monotonic() - started >= self.deadline
+        num_needed = self.min_replies if min_replies is None else min_replies
+        return self.deadline is not None and num_replies >= num_needed and time.monotonic() - started >= self.deadline
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        # The exception behind the last `ClientFailure`, if the engine has it. A failed round shows it as its cause.
+        # The exception behind the last `ClientFailure`, if it is known. A failed round shows this exception as its
+        # cause.
         self.last_error: Exception | None = None
 
     def check_launch(self, num_processes: int) -> None:  # noqa: B027 - most engines support every launch
@@ -111,7 +113,7 @@ class Engine(ABC):
 
     def start(self, context: EngineContext) -> None:
         """
-        Begin a new run: the client states and the ledger are empty afterwards.
+        Start a new run with empty client states and an empty ledger.
 
         Args:
             context ([`EngineContext`]): The federation to run.
@@ -124,13 +126,13 @@ class Engine(ABC):
         Execute a plan.
 
         Args:
-            plan ([`Plan`]): The work.
+            plan ([`Plan`]): The plan to execute.
             on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message is sent.
 
         Yields:
-            [`Message`]: One reply for each client, in any order; a [`ClientFailure`] for a client that failed. Clients
-            without a reply yield nothing. An engine of several processes yields some of the replies in each process;
-            [`~Engine.gather`] and [`~Engine.reduce`] combine the results of the processes.
+            [`Message`]: One reply of each client, in any order. The reply of a client that failed is a
+            [`ClientFailure`]. A client that did not reply is left out. An engine with several processes yields a part
+            of the replies in each process. [`~Engine.gather`] and [`~Engine.reduce`] combine the results.
         """
 
         def dispatch(client_id: str) -> Message:
@@ -143,14 +145,14 @@ class Engine(ABC):
         for client_id, reply in self._execute(plan, dispatch):
             self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
             yield reply
-            del reply  # The next client trains before its reply takes this name.
+            del reply  # Free the memory before the next client trains.
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         """
         Execute a plan and return all replies, in every process.
 
         Args:
-            plan ([`Plan`]): The work.
+            plan ([`Plan`]): The plan to execute.
             on_dispatch (`Callable[[str], None]`, *optional*): As in [`~Engine.run`].
 
         Returns:
@@ -165,7 +167,7 @@ class Engine(ABC):
 
         Args:
             plan ([`Plan`]): The plan that was executed.
-            results (`Mapping[str, T]`): Results of this process by client id; scalars and containers of scalars.
+            results (`Mapping[str, T]`): Results of this process by client id, as scalars and containers of scalars.
 
         Returns:
             `dict[str, T]`: Results of all processes by client id, in the order of the cohort.
@@ -183,7 +185,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        """Yield each client's id and reply. Call `dispatch` for a client's message exactly when it is sent."""
+        """Yield the id and the reply of each client. Call `dispatch` for a message exactly when it is sent."""
 
     @abstractmethod
     def save(self, directory: Path) -> dict[str, str]:

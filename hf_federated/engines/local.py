@@ -1,4 +1,4 @@
-"""`LocalEngine`: every client in this process, one after the other."""
+"""`LocalEngine`: all clients run one after another in this process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .base import Engine, EngineContext, Plan
 
 class LocalEngine(Engine):
     """
-    Runs the clients one after the other on one resident model. Only the exchanged values are swapped.
+    Runs the clients one after another on one model in memory. Only the exchanged parameters are swapped.
 
     Args:
         serialize (`bool`, *optional*, defaults to `False`):
-            Convert every message to bytes and back, as a network does. Results are the same and take longer.
+            Whether to convert every message to bytes and back, as a network does. The results are the same, but the
+            run takes longer.
 
     Example:
 
@@ -38,7 +39,7 @@ class LocalEngine(Engine):
     def check_launch(self, num_processes: int) -> None:
         if num_processes > 1:
             raise ValueError(
-                f"engine=LocalEngine() runs in one process, and the launch has {num_processes} processes. Leave "
+                f"engine=LocalEngine() runs in one process, but the launch has {num_processes} processes. Leave "
                 "`engine` out, or pass RankEngine()."
             )
 
@@ -56,7 +57,7 @@ class LocalEngine(Engine):
             reply = self._deliver(message)
             self.last_error = self.worker.last_error
             yield client_id, reply
-            del message, reply  # Not kept while the next client trains.
+            del message, reply  # Free the memory before the next client trains.
 
     def _is_over(self, plan: Plan, started: float, num_replies: int) -> bool:
         return plan.is_over(started, num_replies)

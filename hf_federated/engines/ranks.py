@@ -1,9 +1,9 @@
 """`RankEngine`: a federation over the processes of one `accelerate launch`.
 
 Every process runs the same rounds and holds the same global state. With `parallelism="data"` the processes train each
-client together: its batches are spread over the processes and gradients are averaged at every step, as accelerate
-trains any model. With `parallelism="clients"` each process trains whole clients, and the processes reduce one payload
-a round.
+client together: the client's batches are split over the processes, and gradients are averaged at every step, as in any
+training with accelerate. With `parallelism="clients"` each process trains whole clients, and the processes reduce one
+payload per round.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class RankEngine(LocalEngine):
     """
     Runs the clients on the ranks of a launch, which share the work as `parallelism` of [`FederatedConfig`] defines.
 
-    A client that keeps a state between rounds stays on its rank, so the ranks exchange one payload a round and a few
-    numbers a client.
+    A client that keeps a state between rounds stays on its rank. The ranks therefore exchange one payload per round
+    and a few numbers per client.
 
     Args:
         serialize (`bool`, *optional*, defaults to `False`): As in [`LocalEngine`].
@@ -131,13 +131,13 @@ class RankEngine(LocalEngine):
     def _deliver(self, message: Message) -> Message:
         if not self._spreads_clients:
             return super()._deliver(message)
-        # Without this the ranks would average gradients at every step, which is centralized training.
+        # Otherwise the ranks would average gradients at every step, which is centralized training.
         with self.processes.independent(as_main=True):
             return super()._deliver(message)
 
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         for client_id, reply in super()._execute(plan, dispatch):
-            # The ranks cannot continue without a client that failed in the middle of a common step.
+            # If a client fails in the middle of a common step, the ranks are out of step and cannot continue.
             if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
                 if lost := self.processes.to_peer_failed_error(self.last_error):
                     raise lost from self.last_error

@@ -1,4 +1,4 @@
-"""The server's side of a round: the round loop, the state it works on, and the events that callbacks receive."""
+"""The server side of a round: the round loop, the server state, and the events that callbacks receive."""
 
 from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState, call_event
 from .client_metrics import RoundSummary, spread_over_clients

@@ -1,7 +1,7 @@
-"""Events of a round, and the callbacks through which algorithms run.
+"""Events of a round, and the callbacks that run the algorithms.
 
-A [`FederatedCallback`] is a `TrainerCallback` with six more events. An ordinary `TrainerCallback` keeps working: its
-events fire once a round.
+A [`FederatedCallback`] is a `TrainerCallback` with six additional events. The events of a plain `TrainerCallback` fire
+once a round.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from ..messages.validation import CheckExtra
 
 
 def _no_engine(phase: str, client_ids: Sequence[str], message_for: Any) -> dict[str, Any]:
-    raise RuntimeError(f"The {phase} needs an engine; a ServerState gets one when its round loop is built.")
+    raise RuntimeError(f"The {phase} phase needs an engine. Build a RoundLoop with this ServerState first.")
 
 
 @dataclass
 class ServerState:
     """
-    What the server knows in a round. Callbacks may change `weights`.
+    State of the server in a round. Callbacks may change `weights`.
 
     Args:
-        weights (`dict[str, torch.Tensor]`): The global values of what is exchanged, by parameter name.
-        round (`int`): The round that is running, from 0.
-        num_rounds (`int`): Rounds of the run.
-        client_ids (`tuple[str, ...]`): All clients.
-        cohort (`tuple[str, ...]`): The clients sampled this round.
-        rejected (`dict[str, str]`): This round's clients that failed or whose update was refused, with the reason.
-        returns_state (`bool`): Whether updates hold the trained values of `weights`.
-        fit_settings (`dict[str, Any]`): Goes into the `settings` of this round's `Fit` messages.
-        fit_extra (`dict[str, torch.Tensor]`): Goes into their `extra`.
-        expected_extra (`dict[str, torch.Tensor]`): What an update's `extra` must look like.
-        extra_checks (`list[Callable]`): Functions of an update's `extra`. Each raises `ValueError` for values that an
-            algorithm cannot use; the update is then refused.
-        accumulators (`list[Accumulator]`): What this round's updates are added up in. Those that are listed here hold
-            the updates of all processes when `on_aggregate` fires, and are dropped after it.
-        client_metrics (`dict[str, dict[str, float]]`): What each accepted client reported of its training, with
-            `num_examples`, `num_tokens` and `num_steps`; known from `on_aggregate` on.
-        min_clients (`int`): Number of clients that a round needs.
-        device (`torch.device`, *optional*): Device of `weights` and of the sums of updates; the model's by default.
+        weights (`dict[str, torch.Tensor]`): The global values of the exchanged parameters, by name.
+        round (`int`): Number of the current round, from 0.
+        num_rounds (`int`): Number of rounds of the run.
+        client_ids (`tuple[str, ...]`): Ids of all clients.
+        cohort (`tuple[str, ...]`): Ids of the clients that are sampled in this round.
+        rejected (`dict[str, str]`): Clients of this round that failed or whose update was rejected, with the reason.
+        returns_state (`bool`): Whether updates contain the trained values of `weights`.
+        fit_settings (`dict[str, Any]`): `settings` of the `Fit` messages of this round.
+        fit_extra (`dict[str, torch.Tensor]`): `extra` of the `Fit` messages of this round.
+        expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
+        extra_checks (`list[Callable]`): Functions of an update's `extra`. A function raises `ValueError` if an
+            algorithm cannot use the values. The update is then rejected.
+        accumulators (`list[Accumulator]`): Sums of the updates of this round. When `on_aggregate` fires, each listed
+            accumulator contains the updates of all processes. The list is emptied after `on_aggregate`.
+        client_metrics (`dict[str, dict[str, float]]`): Reported metrics of each accepted client, including
+            `num_examples`, `num_tokens` and `num_steps`. Available from `on_aggregate` on.
+        min_clients (`int`): Minimum number of clients of a round.
+        device (`torch.device`, *optional*): Device of `weights` and of the sums of updates. Defaults to the
+            device of the model.
         aggregated (`dict[str, torch.Tensor]`, *optional*): `weights` after this round's aggregation.
-        ask (`Callable`): `ask(phase, client_ids, message_for)` sends clients further messages and returns their
-            replies by client.
+        ask (`Callable`): `ask(phase, client_ids, message_for)` sends additional messages to clients and returns the
+            replies by client id.
 
     Example:
 
@@ -82,14 +83,14 @@ class ServerState:
     ask: Ask = field(default_factory=lambda: _no_engine)
 
     def begin_round(self, round: int, cohort: tuple[str, ...]) -> None:
-        """Set the round and its cohort, and forget the previous round."""
+        """Set the round and its cohort, and reset the state of the previous round."""
         self.round, self.cohort = round, cohort
         self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
         self.extra_checks, self.accumulators = [], []
         self.aggregated = None
 
     def read(self, exchange: Exchange) -> dict[str, torch.Tensor]:
-        """A copy of a model's exchanged values on the server's device."""
+        """Copy the exchanged parameters of a model to the server's device."""
         if self.device is None:
             return exchange.read()
         return {name: value.to(self.device, copy=True) for name, value in exchange.tensors.items()}
@@ -104,8 +105,9 @@ class FederatedCallback(TrainerCallback):
     """
     A `TrainerCallback` with the events of a round.
 
-    Each event gets `args`, `state` and `control` as every callback does, `server` (a [`ServerState`]) and `model` by
-    keyword, and what is named below. It may return a changed `control`.
+    Each event receives `args`, `state` and `control` like the events of `TrainerCallback`. `server` (a
+    [`ServerState`]), `model` and the arguments of the event are passed by keyword. An event may return a changed
+    `control`.
 
     Example:
 
@@ -129,7 +131,7 @@ class FederatedCallback(TrainerCallback):
         server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """Before the cohort's messages are made; `server.cohort` is known."""
+        """Called before the messages of the cohort are built. `server.cohort` is set."""
 
     def on_client_begin(
         self,
@@ -141,7 +143,7 @@ class FederatedCallback(TrainerCallback):
         server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """When a client's message goes out."""
+        """Called when the message of a client is sent."""
 
     def on_client_end(
         self,
@@ -154,10 +156,10 @@ class FederatedCallback(TrainerCallback):
         **kwargs: Any,
     ) -> TrainerControl | None:
         """
-        For each accepted update. An update must not be kept: memory would grow with the cohort.
+        Called for each accepted update. Do not keep a reference to the update, or memory grows with the cohort.
 
-        With several processes and `parallelism="clients"` it fires where the client was trained, and nowhere else.
-        What it sets in `control` counts for all processes at the end of the round.
+        With several processes and `parallelism="clients"`, the event fires only in the process that trained the
+        client. Changes of `control` apply to all processes at the end of the round.
         """
 
     def on_aggregate(
@@ -169,7 +171,7 @@ class FederatedCallback(TrainerCallback):
         server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """When all updates are in; whoever aggregates sets `server.weights`."""
+        """Called when all updates have arrived. The aggregating callback sets `server.weights`."""
 
     def on_distill(
         self,
@@ -180,7 +182,7 @@ class FederatedCallback(TrainerCallback):
         server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """After aggregation; the model holds `server.weights`."""
+        """Called after aggregation, when the model contains `server.weights`."""
 
     def on_round_end(
         self,
@@ -191,7 +193,7 @@ class FederatedCallback(TrainerCallback):
         server: ServerState,
         **kwargs: Any,
     ) -> TrainerControl | None:
-        """After the round was evaluated, logged and saved as the arguments say."""
+        """Called after the logging, evaluation and saving of the round, as the training arguments define them."""
 
 
 def call_event(
@@ -202,7 +204,7 @@ def call_event(
     control: TrainerControl,
     **kwargs: Any,
 ) -> TrainerControl:
-    """Fire an event of a round on those callbacks that know it, in order."""
+    """Fire an event of a round on all instances of [`FederatedCallback`], in order."""
     for callback in callbacks:
         if isinstance(callback, FederatedCallback):
             control = getattr(callback, event)(args, state, control, **kwargs) or control
@@ -211,7 +213,7 @@ def call_event(
 
 class AggregationCallback(FederatedCallback):
     """
-    Runs an averaging algorithm over the events of a round. `aggregation=` of [`FederatedConfig`] installs it.
+    Runs an averaging algorithm. The trainer adds this callback for `aggregation` of [`FederatedConfig`].
 
     Args:
         algorithm ([`Aggregation`]): The algorithm.
@@ -226,7 +228,7 @@ class AggregationCallback(FederatedCallback):
     ```
     """
 
-    # This round's means, from `on_round_begin` to `on_aggregate`.
+    # The means of this round, from `on_round_begin` to `on_aggregate`.
     _accumulator: Accumulator
 
     def __init__(self, algorithm: Aggregation) -> None:
@@ -235,7 +237,7 @@ class AggregationCallback(FederatedCallback):
     def on_round_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        # `expected_extra` is complete after this event, when every algorithm of the round has added to it.
+        # Every algorithm adds its tensors to `expected_extra` in this event, so the dictionary is complete afterwards.
         self._accumulator = self.algorithm.accumulator(server.expected_state, server.expected_extra)
         server.accumulators.append(self._accumulator)
         server.extra_checks.append(self.algorithm.check_extra)
@@ -263,8 +265,9 @@ class AggregationCallback(FederatedCallback):
 
 class DistillationCallback(FederatedCallback):
     """
-    Runs a distillation algorithm after the clients' local training. `distillation=` of [`FederatedConfig`] installs
-    it.
+    Runs a distillation algorithm after the clients' local training.
+
+    The trainer adds this callback for `distillation` of [`FederatedConfig`].
 
     Args:
         algorithm ([`Distillation`]): The algorithm.
@@ -279,7 +282,7 @@ class DistillationCallback(FederatedCallback):
     ```
     """
 
-    # The server's side of the distillation, from `start` on.
+    # The server side of the distillation, set by `start`.
     server: DistillationServer
 
     def __init__(self, algorithm: Distillation) -> None:
@@ -289,7 +292,7 @@ class DistillationCallback(FederatedCallback):
 
     def start(self, server: DistillationServer, run_on_main: RunOnMain) -> None:
         """
-        Begin a run.
+        Start a run.
 
         Args:
             server ([`DistillationServer`]): The server's model and examples.
@@ -327,7 +330,7 @@ class DistillationCallback(FederatedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
         student = self.server.student
-        # Fails here, by name, if the server's model does not predict classes.
+        # Raises an error with the name of the model if the server's model does not predict classes.
         num_classes = student.num_classes
         cohort = Cohort(
             round=server.round,
@@ -347,13 +350,13 @@ class DistillationCallback(FederatedCallback):
         cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self.server)
         if student.positions is not None:
-            # Lower than the number of positions if a tokenizer of the cohort drops some words.
+            # Less than the number of positions if a tokenizer of the cohort drops words.
             self.logs["public_positions"] = self.server.num_agreed(self.server.all_rows)
         self._extra = None
         server.weights = server.read(self.server.exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the server keeps between rounds in addition to its model, as scalars and tensors."""
+        """State that the server keeps between rounds in addition to its model, as scalars and tensors."""
         return {"algorithm": self.algorithm.state_dict(), "student": self.server.student.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

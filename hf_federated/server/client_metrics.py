@@ -1,4 +1,4 @@
-"""Metrics of the clients, summarized over clients."""
+"""Summaries of metrics over clients."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from dataclasses import dataclass, field
 from ..messages import CLASS_COUNT
 
 
-# Of these, less is better; of everything else more is, unless the training arguments say so for their metric.
-_LESS_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "wer", "cer")
-# What `Trainer` adds about speed says nothing of a client.
-_NOT_A_RESULT = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
+# Last words of the names of metrics for which lower is better. For all other metrics, higher is better, except for
+# `metric_for_best_model`, whose direction the training arguments set.
+_LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "wer", "cer")
+# Entries of `Trainer` that are no results of a client.
+_IGNORED_SUFFIXES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
 
 
-def less_is_better(metric: str, best_metric: str | None, greater_is_better: bool | None) -> bool:
+def lower_is_better(metric: str, best_metric: str | None, greater_is_better: bool | None) -> bool:
     """
-    Which way a metric improves.
+    Whether lower values of a metric are better.
 
     Args:
-        metric (`str`): Its name, with or without `eval_`.
+        metric (`str`): Name of the metric, with or without the prefix `eval_`.
         best_metric (`str`, *optional*): `metric_for_best_model` of the training arguments.
-        greater_is_better (`bool`, *optional*): Theirs for `best_metric`.
+        greater_is_better (`bool`, *optional*): `greater_is_better` of the training arguments.
     """
     if best_metric is not None and greater_is_better is not None:
         if metric.removeprefix("eval_") == best_metric.removeprefix("eval_"):
             return not greater_is_better
-    return metric.rpartition("_")[2] in _LESS_IS_BETTER
+    return metric.rpartition("_")[2] in _LOWER_IS_BETTER
 
 
 def spread_over_clients(
@@ -36,12 +37,12 @@ def spread_over_clients(
     greater_is_better: bool | None = None,
 ) -> dict[str, float]:
     """
-    Mean, worst, best and spread of each metric over clients, each client counting once.
+    Mean, worst, best and spread of each metric over clients. Every client has the same weight.
 
     Args:
-        client_metrics (`Mapping[str, Mapping[str, float]]`): Each client's metrics.
+        client_metrics (`Mapping[str, Mapping[str, float]]`): Metrics by client id.
         best_metric (`str`, *optional*): `metric_for_best_model` of the training arguments.
-        greater_is_better (`bool`, *optional*): Theirs for `best_metric`.
+        greater_is_better (`bool`, *optional*): `greater_is_better` of the training arguments.
 
     Returns:
         `dict[str, float]`: `federated/<metric>_mean`, `_worst`, `_best`, and `_spread`, the population standard
@@ -57,11 +58,11 @@ def spread_over_clients(
     0.5
     ```
     """
-    names = {name for metrics in client_metrics.values() for name in metrics if not name.endswith(_NOT_A_RESULT)}
+    names = {name for metrics in client_metrics.values() for name in metrics if not name.endswith(_IGNORED_SUFFIXES)}
     summary: dict[str, float] = {}
     for name in sorted(names):
         values = [metrics[name] for metrics in client_metrics.values() if name in metrics]
-        worst, best = (max, min) if less_is_better(name, best_metric, greater_is_better) else (min, max)
+        worst, best = (max, min) if lower_is_better(name, best_metric, greater_is_better) else (min, max)
         summary[f"federated/{name}_mean"] = statistics.fmean(values)
         summary[f"federated/{name}_worst"] = worst(values)
         summary[f"federated/{name}_best"] = best(values)
@@ -69,6 +70,7 @@ def spread_over_clients(
     return summary
 
 
+# Metrics with their own field in `RoundSummary`.
 _SUMMARIZED = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
 
 
@@ -78,16 +80,16 @@ class RoundSummary:
     Sums and means over the accepted updates of a round.
 
     Args:
-        loss (`float`): Mean training loss of the clients, by examples.
+        loss (`float`): Mean training loss of the clients, weighted by the number of examples.
         grad_norm (`float`, *optional*): Mean of the clients' last gradient norms.
         learning_rate (`float`, *optional*): Mean of the clients' last learning rates.
-        num_clients (`int`): Accepted updates.
-        num_failed (`int`): Failed or refused ones.
-        num_examples (`int`): Examples of the accepted clients, each counted once.
-        num_tokens (`int`): Input tokens, where they are counted.
-        total_flos (`float`): Floating point operations.
-        further (`dict[str, float]`): Means over the clients of all other metrics that the clients' trainers log.
-        clients (`dict[str, dict[str, float]]`): Each client's own metrics.
+        num_clients (`int`): Number of accepted updates.
+        num_failed (`int`): Number of clients that failed or whose update was rejected.
+        num_examples (`int`): Number of examples of the accepted clients, each counted once.
+        num_tokens (`int`): Number of input tokens, if the clients count tokens.
+        total_flos (`float`): Number of floating point operations.
+        other_metrics (`dict[str, float]`): Means over the clients of all other metrics that the clients' trainers log.
+        clients (`dict[str, dict[str, float]]`): Metrics by client id.
     """
 
     loss: float = 0.0
@@ -98,30 +100,32 @@ class RoundSummary:
     num_examples: int = 0
     num_tokens: int = 0
     total_flos: float = 0.0
-    further: dict[str, float] = field(default_factory=dict)
+    other_metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def from_clients(cls, rows: dict[str, dict[str, float]], num_failed: int) -> RoundSummary:
+    def from_clients(cls, client_metrics: dict[str, dict[str, float]], num_failed: int) -> RoundSummary:
         """Summarize the clients' metrics, which include `num_examples`, `num_tokens` and `num_steps`."""
 
         def mean(name: str) -> float | None:
-            values = [row[name] for row in rows.values() if name in row]
+            values = [metrics[name] for metrics in client_metrics.values() if name in metrics]
             return statistics.fmean(values) if values else None
 
-        logged = dict.fromkeys(name for row in rows.values() for name in row if name not in _SUMMARIZED)
+        logged = dict.fromkeys(
+            name for metrics in client_metrics.values() for name in metrics if name not in _SUMMARIZED
+        )
         names = [name for name in logged if not name.startswith(CLASS_COUNT)]
-        weights = [max(row["num_examples"], 1) for row in rows.values()]
-        losses = [row.get("loss", 0.0) for row in rows.values()]
+        weights = [max(metrics["num_examples"], 1) for metrics in client_metrics.values()]
+        losses = [metrics.get("loss", 0.0) for metrics in client_metrics.values()]
         return cls(
-            loss=sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights),
+            loss=sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
             grad_norm=mean("grad_norm"),
             learning_rate=mean("learning_rate"),
-            num_clients=len(rows),
+            num_clients=len(client_metrics),
             num_failed=num_failed,
-            num_examples=int(sum(row["num_examples"] for row in rows.values())),
-            num_tokens=int(sum(row["num_tokens"] for row in rows.values())),
-            total_flos=sum(row.get("total_flos", 0.0) for row in rows.values()),
-            further={name: mean(name) or 0.0 for name in names},
-            clients=rows,
+            num_examples=int(sum(metrics["num_examples"] for metrics in client_metrics.values())),
+            num_tokens=int(sum(metrics["num_tokens"] for metrics in client_metrics.values())),
+            total_flos=sum(metrics.get("total_flos", 0.0) for metrics in client_metrics.values()),
+            other_metrics={name: mean(name) or 0.0 for name in names},
+            clients=client_metrics,
         )

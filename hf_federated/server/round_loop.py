@@ -1,4 +1,4 @@
-"""The round: sample, send, collect, check, aggregate. Nothing here depends on an algorithm or a Trainer."""
+"""The round loop: sample, send, collect, check, aggregate. It does not depend on an algorithm or on a `Trainer`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RoundLoop:
                 continue
             self._fire("on_client_end", update=update)
             outcomes[update.client_id] = update.reported_metrics
-            del update, reply  # Not kept while the next client trains.
+            del update, reply  # Free the memory before the next client trains.
         outcomes = self.engine.gather(plan, outcomes)
         accepted = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
         no_reply = f"no reply within round_deadline={config.round_deadline} seconds"
@@ -132,7 +132,7 @@ class RoundLoop:
         return RoundSummary.from_clients(accepted, num_failed=len(server.rejected))
 
     def _fit_messages(self) -> Callable[[str], Fit]:
-        """The messages of this round, which share the tensors of the global state."""
+        """Return the function that builds this round's messages, which share the tensors of the global state."""
         server = self.server
         dtype = exchange_dtype(self._config.exchange_dtype)
         state = cast_floating(server.weights, dtype) if self._sends_state else {}
@@ -144,7 +144,7 @@ class RoundLoop:
         )
 
     def _ask(self, phase: str, client_ids: Sequence[str], message_for: Callable[[str], Message]) -> dict[str, Message]:
-        """Send further messages within a round; the replies in the order of the clients."""
+        """Send additional messages within a round, and return the replies in the order of the clients."""
         return self.engine.collect(Plan(self.server.round, tuple(client_ids), message_for, phase))
 
     def _seed_of(self, client_id: str) -> int:
@@ -155,7 +155,7 @@ class RoundLoop:
         if isinstance(reply, ClientFailure):
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
-            raise TypeError(f"A client answered a Fit with {type(reply).__name__}.")
+            raise TypeError(f"Client {reply.client_id!r} answered a Fit with {type(reply).__name__}.")
         reply = reply.to(server.device)
         update = run_server_side(self._postprocessors, reply, server.expected_state, self._seed_of(reply.client_id))
         check_update(update, server.round, server.expected_state, server.expected_extra, server.extra_checks)
@@ -167,7 +167,7 @@ class RoundLoop:
             return
         reason = next(iter(server.rejected.values()), "the cohort is too small")
         raise RoundFailedError(
-            f"Round {server.round}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, and "
+            f"Round {server.round}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, but "
             f"min_clients={min_clients}. The first failure: {reason}"
         ) from cause
 
@@ -176,7 +176,7 @@ class RoundLoop:
         Evaluate the current global state on each client's own evaluation data.
 
         Args:
-            client_ids (`Sequence[str]`): The clients to ask.
+            client_ids (`Sequence[str]`): Ids of the clients to evaluate.
 
         Returns:
             `dict[str, dict[str, float]]`: Metrics by client id.
@@ -195,11 +195,11 @@ class RoundLoop:
                 if isinstance(reply, Metrics):
                     results[reply.client_id] = reply.metrics
                     continue
-                reason = reply.error if isinstance(reply, ClientFailure) else f"it sent a {type(reply).__name__}"
+                reason = reply.error if isinstance(reply, ClientFailure) else f"the reply is a {type(reply).__name__}"
                 raise RoundFailedError(
                     f"Client {reply.client_id!r} could not be evaluated: {reason}"
                 ) from self.engine.last_error
         finally:
-            # With `exchange_dtype` the clients evaluated a narrower state.
+            # With `exchange_dtype`, the clients evaluated a state of lower precision.
             self._write(server.weights)
         return self.engine.gather(plan, results)

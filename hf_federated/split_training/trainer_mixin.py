@@ -29,7 +29,13 @@ from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
 from ..trainer.checks import as_federated_dataset
-from ..trainer.dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
+from ..trainer.dataset_preparation import (
+    DatasetPlaceholder,
+    Preparation,
+    PreparedClients,
+    PreparingMixin,
+    constructor_data_error,
+)
 from .checks import (
     accepts_model_name,
     as_split_model,
@@ -119,7 +125,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         dataset: Any = None
         if clients is not None:
             first = next(iter(clients))
-            dataset = clients[first] if self.prepares_data() else StandIn(type(self), clients)
+            dataset = clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
         preparation = Preparation(dataset)
         self._preparations = [preparation]
         optional = {
@@ -133,7 +139,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         )
         self._preparations = None
         if self.train_dataset is not preparation.prepared:
-            raise uses_its_data(type(self), "the constructor replaced `train_dataset`")
+            raise constructor_data_error(type(self), "the constructor replaced `train_dataset`")
         check_forward(type(self), model)
         if clients is not None:
             prepared = {first: preparation.prepared}

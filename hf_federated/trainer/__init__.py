@@ -1,4 +1,4 @@
-"""`FederatedTrainer` and `federate()`: the overrides of `transformers.Trainer` and what they hold."""
+"""`FederatedTrainer` and `federate()`: federated versions of `transformers.Trainer` and its subclasses."""
 
 from .federate import FederatedTrainer, federate
 

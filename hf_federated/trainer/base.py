@@ -51,11 +51,11 @@ class LoopArgumentsMixin(_Base):
 
 class RoleMixin(LoopArgumentsMixin):
     """
-    A trainer in one of three roles: the unchanged parent (without a setup), the loop over rounds, or a client's copy.
+    A trainer in one of three roles: the parent trainer (without a setup), the loop over rounds, or a client's copy.
     """
 
     _setup: FederationSetup | None = None
-    # From the start of the rounds, or of the first evaluation of clients, on.
+    # Set when the rounds or the first evaluation of clients start.
     _running: Federation | None = None
     _runs_rounds: bool = False
     # Set on the isolated copy that trains one client.
@@ -69,13 +69,13 @@ class RoleMixin(LoopArgumentsMixin):
     @property
     def _federation_setup(self) -> FederationSetup:
         if self._setup is None:
-            raise AttributeError("This trainer has no federation: pass `federation=` or a FederatedDataset.")
+            raise AttributeError("This trainer has no federation. Pass `federation` or a FederatedDataset.")
         return self._setup
 
     @property
     def _federation(self) -> Federation:
         if self._running is None:
-            raise AttributeError("The federation has not started: call `train()` first.")
+            raise AttributeError("The federation has not started. Call `train()` first.")
         return self._running
 
     @property
@@ -95,7 +95,7 @@ class RoleMixin(LoopArgumentsMixin):
 
     @property
     def exchange(self) -> Exchange:
-        """Reads and writes the exchanged values of the model."""
+        """Reads and writes the exchanged parameters of the model."""
         return self._federation_setup.exchange if self._running is None else self._running.exchange
 
     @property
@@ -110,7 +110,7 @@ class RoleMixin(LoopArgumentsMixin):
 
     @property
     def public_dataset(self) -> Dataset | None:
-        """The public examples of a distillation."""
+        """The public examples of the distillation."""
         return self._federation_setup.participants.public_dataset
 
     @property
@@ -120,7 +120,7 @@ class RoleMixin(LoopArgumentsMixin):
 
     @property
     def ledger(self) -> Ledger:
-        """Bytes per client and round."""
+        """Bytes sent and received, by round and client."""
         return self._federation_setup.engine.ledger
 
     @property
@@ -130,5 +130,5 @@ class RoleMixin(LoopArgumentsMixin):
 
     @property
     def _is_federating(self) -> bool:
-        """Whether this trainer runs the loop over rounds, and is not a client inside it."""
+        """Whether this trainer runs the loop over rounds and is not a client inside the loop."""
         return self._runs_rounds and self.local_training is None

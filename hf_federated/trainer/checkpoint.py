@@ -1,12 +1,13 @@
-"""Checkpoints that are complete or absent.
+"""Checkpoints that are either complete or absent.
 
-A checkpoint is written under another name and gets its own by one rename. What a federation adds to the files of
-`Trainer` lies in `federated/` inside it, all as packed trees (safetensors with a JSON header):
+A checkpoint is written to a staging directory and then renamed, so an interrupted run leaves no partial checkpoint.
+A federation adds a directory `federated/` to the files of `Trainer`. Its files are packed trees (safetensors with a
+JSON header):
 
-- `server.safetensors`: which federation it is, the algorithms' state, the ledger, the digests of the clients' files,
-  and of an adapter the exchanged values themselves, because
-  what PEFT saves of a prompt-learning method cannot be trained further;
-- `clients/`: what clients keep, one file each.
+- `server.safetensors`: the identity of the federation, the state of its algorithms, the ledger and the digests of the
+  clients' files. For a PEFT model, also the exchanged parameters: the files that PEFT saves for a prompt-learning
+  method cannot be trained further.
+- `clients/`: the client states, one file for each client.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 def write_server_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write what the server keeps into a checkpoint that is being made."""
+    """Write the server's state into a staged checkpoint."""
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
     (directory / SERVER_FILE).write_bytes(pack(state))
@@ -44,17 +45,18 @@ def write_server_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     """
-    What `write_server_state` wrote.
+    Read the state that `write_server_state` wrote.
 
     Raises:
-        ValueError: If the directory is not a checkpoint of a federation, or the file is damaged. The message says what
-            is missing.
+        ValueError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message names
+            the missing or damaged file.
     """
     path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
     if not path.is_file():
         raise ValueError(
-            f"{os.fspath(checkpoint)!r} is no checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is missing. "
-            "It may stem from a plain Trainer or have been saved with `save_only_model=True`."
+            f"{os.fspath(checkpoint)!r} is not a checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is "
+            "missing. The checkpoint may have been saved by a plain Trainer or with `save_only_model=True`. Pass a "
+            "checkpoint of a federation."
         )
     try:
         return unpack(path.read_bytes())
@@ -64,10 +66,10 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
 
 def check_weights(checkpoint: str | os.PathLike[str]) -> None:
     """
-    Open the files of the model's weights, without reading them.
+    Open the weight files of a checkpoint without reading the weights.
 
     Raises:
-        ValueError: If one was damaged or cut short. The message names it.
+        ValueError: If a file is damaged or incomplete. The message names the file.
     """
     for path in sorted(Path(checkpoint).glob("*.safetensors")):
         try:
@@ -75,32 +77,37 @@ def check_weights(checkpoint: str | os.PathLike[str]) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(
-                f"{os.fspath(path)!r} was damaged or copied in part ({error}). Copy the checkpoint again, or resume "
-                "from another one."
+                f"{os.fspath(path)!r} is damaged or incomplete ({error}). Copy the checkpoint again, or resume from "
+                "another checkpoint."
             ) from error
 
 
 def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint holds what clients keep."""
+    """Directory of the client states in a checkpoint."""
     return Path(checkpoint) / FEDERATED_DIR / CLIENTS_DIR
 
 
 def clear_staging(output_dir: str | os.PathLike[str]) -> None:
-    """Delete what an earlier, killed run left half written or half deleted."""
+    """Delete the partially written or deleted checkpoints that a killed run left."""
     shutil.rmtree(Path(output_dir) / STAGING_DIR, ignore_errors=True)
 
 
 @contextmanager
 def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) -> Iterator[Path]:
     """
-    An empty directory below `output_dir` to write a checkpoint into; it is removed at the end, and what an earlier,
-    killed run left of its own is removed at the start.
+    Create an empty staging directory below `output_dir` and remove it at the end.
+
+    The staging directory of an earlier, killed run is removed first.
 
     Args:
-        output_dir (`str` or `os.PathLike`): Where the checkpoint will lie.
-        create (`bool`, *optional*, defaults to `True`): `False` only names it: another process makes and removes it.
+        output_dir (`str` or `os.PathLike`): The directory that will contain the checkpoint.
+        create (`bool`, *optional*, defaults to `True`): Whether to create and remove the directory. With `False`,
+            another process does both, and this process only gets the path.
+
+    Yields:
+        `pathlib.Path`: The staging directory.
     """
-    # It carries the name of the output directory, from which trainers derive a model's name.
+    # The staging directory has the name of the output directory, because trainers derive the model name from it.
     parent = Path(output_dir) / STAGING_DIR
     if not create:
         yield parent / Path(output_dir).absolute().name
@@ -115,30 +122,30 @@ def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) ->
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a finished checkpoint its name. One that was there before, from an earlier run, is replaced."""
+    """Rename a finished checkpoint to its final name, and replace a checkpoint that an earlier run left there."""
     if final.exists():
         discard(final)
     os.rename(staged, final)
 
 
 def discard(checkpoint: Path) -> None:
-    """Delete a checkpoint so that no part of it is ever seen under its name."""
+    """Delete a checkpoint. It is renamed first, so a partially deleted checkpoint never has its name."""
     trash = checkpoint.parent / STAGING_DIR / f"old-{checkpoint.name}"
     trash.parent.mkdir(exist_ok=True)
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(checkpoint, trash)
     shutil.rmtree(trash, ignore_errors=True)
-    with suppress(OSError):  # Not empty while another checkpoint is being written.
+    with suppress(OSError):  # Fails while another checkpoint is being written.
         trash.parent.rmdir()
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint that `list_checkpoints` found."""
+    """Step of a checkpoint, from its name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a directory, oldest step first."""
+    """List the checkpoints of a directory in ascending order of steps."""
     found = [(int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.match(path.name))]
     return [path for _, path in sorted(found)]
 
@@ -147,27 +154,34 @@ def checkpoint_to_resume(
     output_dir: str | os.PathLike[str], resume_from_checkpoint: str | os.PathLike[str] | bool | None
 ) -> str | None:
     """
-    The checkpoint that `Trainer.train` is asked to go on from.
+    Find the checkpoint to resume from.
 
     Args:
-        output_dir (`str` or `os.PathLike`): Where `True` looks for the last one.
+        output_dir (`str` or `os.PathLike`): The directory whose last checkpoint is used for `True`.
         resume_from_checkpoint (`str`, `os.PathLike` or `bool`, *optional*): As in `Trainer.train`.
 
+    Returns:
+        `str`, *optional*: Path of the checkpoint. `None` to start a new run.
+
     Raises:
-        ValueError: If there is none in the output directory.
+        ValueError: If the output directory contains no checkpoint.
     """
     if resume_from_checkpoint is True:
         checkpoints = list_checkpoints(output_dir)
         if not checkpoints:
-            raise ValueError(f"No checkpoint found in the output directory {os.fspath(output_dir)!r}.")
+            raise ValueError(
+                f"No checkpoint found in the output directory {os.fspath(output_dir)!r}. Pass the path of a "
+                "checkpoint."
+            )
         resume_from_checkpoint = checkpoints[-1]
     return os.fspath(resume_from_checkpoint) if resume_from_checkpoint else None
 
 
 def name_checkpoint(output_dir: str | os.PathLike[str], state: TrainerState) -> Path:
     """
-    Where the checkpoint of this step will lie, which `state` then knows if it is the best: as it is written aside, the
-    parent would record another path.
+    Return the final path of the checkpoint of the current step, and record it in `state` if it is the best one.
+
+    The parent trainer writes to the staging directory and would record that path.
     """
     final = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     if state.best_global_step == state.global_step:
@@ -176,7 +190,7 @@ def name_checkpoint(output_dir: str | os.PathLike[str], state: TrainerState) -> 
 
 
 def staged_arguments(args: TrainingArguments, staging: Path) -> TrainingArguments:
-    """The arguments under which a trainer writes its checkpoint aside, and pushes nothing yet."""
+    """Copy the arguments with the staging directory as output directory and without pushing to the Hub."""
     staged = copy.copy(args)
     staged.output_dir = os.fspath(staging)
     staged.push_to_hub = False
@@ -185,20 +199,20 @@ def staged_arguments(args: TrainingArguments, staging: Path) -> TrainingArgument
 
 def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, best: str | None, step: int) -> None:
     """
-    Delete the oldest checkpoints beyond a limit, but never the best one or the last.
+    Delete the oldest checkpoints beyond a limit, but never the best or the last checkpoint.
 
-    Those of later steps than the run has come to were left behind by another run: they are older than all of this one.
-    `Trainer` finds the same by the time of files.
+    Checkpoints of later steps than the current step were left by an earlier run, so they count as older than all
+    checkpoints of this run. `Trainer` derives the same order from the modification times of the files.
 
     Args:
-        output_dir (`str` or `os.PathLike`): Where the checkpoints lie.
-        save_total_limit (`int`, *optional*): How many to keep; `None` or less than 1 keeps all.
-        best (`str`, *optional*): The best checkpoint's path.
-        step (`int`): To which the run has come.
+        output_dir (`str` or `os.PathLike`): The directory of the checkpoints.
+        save_total_limit (`int`, *optional*): Number of checkpoints to keep. `None` or less than 1 keeps all.
+        best (`str`, *optional*): Path of the best checkpoint.
+        step (`int`): Current step of the run.
     """
     if save_total_limit is None or save_total_limit < 1:
         return
-    # Sorted already by step, and a sort keeps the order of what is alike.
+    # The sort is stable, so each of the two groups stays ordered by step.
     checkpoints = sorted(list_checkpoints(output_dir), key=lambda path: step_of(path) <= step)
     kept = {checkpoints[-1].resolve()} if checkpoints else set()
     if best is not None:

@@ -1,4 +1,4 @@
-"""What several processes write of a checkpoint: what clients keep, and what they sent and the server still needs."""
+"""The parts of a checkpoint that several processes write: the client states and the teachers of a distillation."""
 
 from __future__ import annotations
 
@@ -15,68 +15,69 @@ TEACHERS_DIR = "teachers"
 
 def save_clients(directory: Path, engine: Engine, processes: ProcessGroup, label: str) -> dict[str, str]:
     """
-    Write what the clients of every process keep. All processes must call it.
+    Write the client states of every process. All processes must call this function.
 
     Args:
-        directory (`Path`): Which the main process has made.
-        engine ([`Engine`]): Whose clients they are.
-        processes ([`ProcessGroup`]): Of the launch.
-        label (`str`): Where in the program this process is.
+        directory (`pathlib.Path`): Directory of the client states, created by the main process.
+        engine ([`Engine`]): The engine that runs the clients.
+        processes ([`ProcessGroup`]): The processes of the launch.
+        label (`str`): Name of this step, for errors.
 
     Returns:
-        `dict[str, str]`: The digests of all processes' files, by client, sorted.
+        `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order.
 
     Raises:
-        FileNotFoundError: If this process does not see the directory.
+        FileNotFoundError: If the directory does not exist in this process.
     """
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"{os.fspath(directory)!r}, which the main process made, is not to be seen from process "
-            f"{processes.rank}: `output_dir` must lie on a file system that all processes share."
+            f"The main process created {os.fspath(directory)!r}, but the directory does not exist in process "
+            f"{processes.rank}. Set `output_dir` to a directory on a file system that all processes share."
         )
-    return _together(processes, label, engine.save(directory))
+    return _gather_digests(processes, label, engine.save(directory))
 
 
 def save_teachers(
     directory: Path, teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
 ) -> dict[str, str]:
     """
-    Write what clients sent and the server still needs. All processes must call it.
+    Write the models that clients sent and that the server still needs. All processes must call this function.
 
     Args:
-        directory (`Path`): That of what clients keep, in which this is a folder.
-        teachers ([`Teachers`], *optional*): Those of this process.
-        processes ([`ProcessGroup`]): Of the launch.
-        spreads_clients (`bool`): Whether each process has teachers of its own, and not all the same.
+        directory (`pathlib.Path`): Directory of the client states. The teachers are written to a folder inside it.
+        teachers ([`Teachers`], *optional*): The teachers of this process.
+        processes ([`ProcessGroup`]): The processes of the launch.
+        spreads_clients (`bool`): Whether each process has different teachers.
 
     Returns:
-        `dict[str, str]`: The digests of all processes' files, by client, sorted; empty without teachers.
+        `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order. Empty without
+        teachers.
     """
     if teachers is None:
         return {}
     writes = spreads_clients or processes.is_main
     (directory / TEACHERS_DIR).mkdir(exist_ok=True)
     own = teachers.save(directory / TEACHERS_DIR) if writes else {}
-    return _together(processes, "what clients sent", own)
+    return _gather_digests(processes, "teachers", own)
 
 
 def load_teachers(
     directory: Path, digests: dict[str, str], teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
 ) -> None:
     """
-    Read what `save_teachers` wrote.
+    Read the teachers that `save_teachers` wrote.
 
     Args:
-        directory, teachers, processes, spreads_clients: As there.
-        digests (`dict[str, str]`): What it returned.
+        directory, teachers, processes, spreads_clients: As in `save_teachers`.
+        digests (`dict[str, str]`): The return value of `save_teachers`.
     """
-    # Of processes that train clients of their own the first has all of them, until they send anew.
+    # If the processes train different clients, the main process holds all teachers until the clients send new ones.
     if teachers is not None and (processes.is_main or not spreads_clients):
         teachers.load(directory / TEACHERS_DIR, digests)
 
 
-def _together(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:
+def _gather_digests(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:
     digests: dict[str, str] = {}
-    for theirs in processes.gather(label, own):
-        digests |= theirs
+    for part in processes.gather(label, own):
+        digests |= part
     return dict(sorted(digests.items()))

@@ -1,12 +1,12 @@
-"""What a trainer does to its data in its constructor, done to every client's data, once.
+"""Repeat the dataset preparation of a trainer's constructor for every client.
 
-Some trainers tokenize, pack or score their rows when they are built: TRL's and those of sentence-transformers. A
-federated trainer is built with one client's rows in the place of all; what the constructor does with them is noted
-and done again with the rows of each other client, when these are first asked for. No second trainer is ever built: its
-constructor would change the shared model.
+Some trainers tokenize, pack or score their examples in the constructor, for example those of TRL and of
+sentence-transformers. Such a trainer is constructed with the dataset of one client. The calls that prepare this
+dataset are recorded, and repeated for the dataset of every other client on first access. No second trainer is
+constructed, because its constructor would change the shared model.
 
-Of other trainers the constructor gets a stand-in for the rows. It may hand it on and no more: what it did with one
-client's rows could not be done again with another's.
+The constructors of all other trainers get a placeholder instead of a dataset. They may pass the placeholder on, but
+not read it: computations on the examples of one client could not be repeated for the other clients.
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ else:
     _Base = object
 
 
-# Methods that take a data set and return it prepared.
+# Methods that take a dataset and return the prepared dataset.
 PREPARATIONS = ("_prepare_dataset", "_precompute_ref_logps", "preprocess_dataset")
-# Those of them that depend on the weights, and so cannot wait until the first round is over.
-USES_WEIGHTS = {"_precompute_ref_logps"}
+# Preparations that depend on the weights of the model and must therefore run before any training.
+WEIGHT_DEPENDENT = {"_precompute_ref_logps"}
 
 
 class Preparation:
     """
-    What became of one data set in a constructor.
+    The preparation of one dataset in a constructor.
 
     Args:
-        example (`Any`): The data set that the constructor gets.
+        dataset (`Any`): The dataset that the constructor gets.
     """
 
-    def __init__(self, example: Any) -> None:
-        self.prepared = example
+    def __init__(self, dataset: Any) -> None:
+        self.prepared = dataset
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     @property
-    def uses_weights(self) -> bool:
-        """Whether it must be done before any training."""
-        return any(name in USES_WEIGHTS for name, _, _ in self.calls)
+    def depends_on_weights(self) -> bool:
+        """Whether the preparation must run before any training."""
+        return any(name in WEIGHT_DEPENDENT for name, _, _ in self.calls)
 
 
-class StandIn:
+class DatasetPlaceholder:
     """
-    In the place of the training data while a trainer is built. It has the type and the number of rows of the clients'
-    data, which `Trainer` looks at, and refuses everything else.
+    Replaces the training dataset while a trainer is constructed.
+
+    It has the type and the number of examples of the clients' datasets, which `Trainer` reads. Every other access
+    raises [`UnsupportedTrainerError`].
 
     Args:
-        trainer_class (`type`): Whose constructor gets it.
-        clients ([`FederatedDataset`]): Whose rows it stands for.
+        trainer_class (`type`): The class that is constructed.
+        clients ([`FederatedDataset`]): The clients' training examples.
     """
 
     def __init__(self, trainer_class: type, clients: FederatedDataset) -> None:
         self._trainer_class = trainer_class
         self._type = type(clients[next(iter(clients))])
-        self._num_rows = sum(rows or 0 for rows in clients.num_rows.values())
+        self._num_examples = sum(number or 0 for number in clients.num_rows.values())
 
-    # Code that asks for a type before it prepares rows would otherwise leave them as they are, without a word.
+    # Constructors that check the type of a dataset would otherwise skip its preparation silently.
     @property  # type: ignore[misc]  # `object` declares an attribute
     def __class__(self) -> Any:
         return self._type
 
     def __len__(self) -> int:
-        # Streams count as none, but `Trainer` refuses data without a length.
-        return self._num_rows
+        # A stream counts as 0 examples, because `Trainer` refuses a dataset without a length.
+        return self._num_examples
 
     def __bool__(self) -> bool:
         return True
@@ -78,50 +80,50 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise uses_its_data(self._trainer_class, f"it asks for {name!r}")
+        raise constructor_data_error(self._trainer_class, f"it accesses {name!r}")
 
     def __getitem__(self, key: Any) -> Any:
-        raise uses_its_data(self._trainer_class, f"it reads {key!r}")
+        raise constructor_data_error(self._trainer_class, f"it reads {key!r}")
 
     def __iter__(self) -> Iterator[Any]:
-        raise uses_its_data(self._trainer_class, "it goes over the rows")
+        raise constructor_data_error(self._trainer_class, "it iterates over the examples")
 
 
-def uses_its_data(trainer_class: type, how: str) -> UnsupportedTrainerError:
-    """The error of a trainer that does something with its data in its constructor."""
+def constructor_data_error(trainer_class: type, reason: str) -> UnsupportedTrainerError:
+    """Build the error for a trainer whose constructor uses its dataset."""
     return UnsupportedTrainerError(
-        f"The constructor of {trainer_class.__name__} does something with its data ({how}), which would reach no "
-        "client: each has rows of its own. Do it to the clients' data before the trainer is built, with "
-        "`FederatedDataset.map` or a `filter` of each client's data set, and pass what follows from the data, such as "
-        "class weights, as an argument."
+        f"The constructor of {trainer_class.__name__} uses its dataset ({reason}). This cannot be repeated for the "
+        "datasets of the clients. Transform the clients' datasets before you build the trainer, with "
+        "`FederatedDataset.map` or with `filter` on the dataset of each client. Pass values that are computed from "
+        "the data, such as class weights, as arguments."
     )
 
 
 class PreparingMixin(_Base):
-    """Notes what a constructor does to its data sets, and does it again."""
+    """Records how a constructor prepares its datasets, and repeats the preparation."""
 
     _preparations: list[Preparation] | None = None
 
     @classmethod
     def prepares_data(cls) -> bool:
-        """Whether the constructor of the trainer does anything to its rows."""
+        """Whether the constructor of the trainer prepares its examples."""
         parents = cls.__mro__[cls.__mro__.index(PreparingMixin) + 1 :]
         return any(name in vars(parent) for parent in parents for name in PREPARATIONS)
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_dataset(dataset, *args, **kwargs)
-        return self._note("_prepare_dataset", dataset, result, args, kwargs)
+        return self._record_call("_prepare_dataset", dataset, result, args, kwargs)
 
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._precompute_ref_logps(dataset, *args, **kwargs)
-        return self._note("_precompute_ref_logps", dataset, result, args, kwargs)
+        return self._record_call("_precompute_ref_logps", dataset, result, args, kwargs)
 
     def preprocess_dataset(self, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The parent's."""
+        """Call `preprocess_dataset` of the parent class and record the call."""
         result = super().preprocess_dataset(dataset, *args, **kwargs)
-        return self._note("preprocess_dataset", dataset, result, args, kwargs)
+        return self._record_call("preprocess_dataset", dataset, result, args, kwargs)
 
-    def _note(self, name: str, dataset: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_call(self, name: str, dataset: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for preparation in self._preparations or ():
             if preparation.prepared is dataset:
                 preparation.prepared = result
@@ -130,7 +132,7 @@ class PreparingMixin(_Base):
         return result
 
     def prepare_client(self, preparation: Preparation, dataset: Any) -> Any:
-        """Do to a client's data set what was done to the example."""
+        """Prepare the dataset of a client with the recorded calls."""
         for name, args, kwargs in preparation.calls:
             dataset = getattr(self, name)(dataset, *args, **kwargs)
         return dataset
@@ -138,13 +140,13 @@ class PreparingMixin(_Base):
 
 class PreparedClients(Mapping[str, Any]):
     """
-    The clients' data sets as the trainer wants them, each prepared once, when it is first asked for.
+    The prepared datasets of the clients. Each dataset is prepared once, on first access.
 
     Args:
-        trainer ([`PreparingMixin`]): Prepares them.
-        preparation ([`Preparation`]): What was done to the first client's.
-        clients ([`FederatedDataset`]): As the user gave them.
-        prepared (`Mapping[str, Any]`, *optional*): Clients that are prepared already.
+        trainer ([`PreparingMixin`]): The trainer that prepares the datasets.
+        preparation ([`Preparation`]): The recorded preparation of the first client's dataset.
+        clients ([`FederatedDataset`]): The datasets that the user passed.
+        prepared (`Mapping[str, Any]`, *optional*): Prepared datasets by client id.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class PreparedClients(Mapping[str, Any]):
         self._preparation = preparation
         self._clients = clients
         self._prepared = dict(prepared or {})
-        if preparation.uses_weights:
+        if preparation.depends_on_weights:
             for client_id in clients:
                 self[client_id]
 

@@ -19,7 +19,7 @@ from ..distributed.process_group import ProcessGroup
 
 # Batches that each rank predicts between two exchanges of predictions.
 BATCHES_PER_EXCHANGE = 4
-# A trainer that overrides one of these methods may do more than predict, so every rank then predicts all batches.
+# An override of one of these methods may do more than predict, so every rank then predicts all batches.
 PREDICTION_METHODS = ("evaluation_loop", "prediction_step", "compute_loss")
 # Packages whose overrides only predict.
 KNOWN_PACKAGES = ("transformers", "hf_federated")
@@ -39,7 +39,7 @@ def can_spread(trainer: Trainer, dataloader: Any) -> bool:
         is_known = base.__module__.partition(".")[0] in KNOWN_PACKAGES
         if not is_known and any(method in vars(base) for method in PREDICTION_METHODS):
             return False
-    # Sampled generations depend on all draws before.
+    # Sampled generations depend on all earlier draws of the random generator.
     samples = vars(trainer).get("_gen_kwargs", {}).get("do_sample")
     if samples is None and getattr(trainer.args, "predict_with_generate", False):
         samples = trainer.model.generation_config.do_sample
@@ -50,8 +50,8 @@ class SpreadLoader(DataLoaderStateMixin):
     """
     A data loader that reads ahead, so that ranks can predict several batches at the same time.
 
-    It replaces the data loader in accelerate's gradient state while its batches are used: the trainer asks that state
-    for the end of the data, which the data loader itself reaches earlier.
+    While its batches are used, it replaces the wrapped data loader in the gradient state of accelerate. The trainer
+    reads the end of the data from this state, and the wrapped data loader reaches the end earlier.
 
     Args:
         dataloader (`Any`): The evaluation's batches, the same in all ranks.
@@ -85,7 +85,7 @@ class SpreadLoader(DataLoaderStateMixin):
 
 class SpreadPredictions:
     """
-    In place of a trainer's `prediction_step`: predicts this rank's share of a window and gathers the predictions.
+    Replacement of `prediction_step` that predicts this rank's share of a window and gathers the predictions.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
@@ -137,8 +137,8 @@ def spread_over_ranks(trainer: Any, processes: ProcessGroup, dataloader: Any) ->
     """
     Share the batches of an evaluation among ranks inside the context.
 
-    The evaluation loop of the parent trainer runs in every rank over all batches, with predictions that each rank
-    made for a share of the batches. Losses and metrics therefore are those of one process, bit for bit.
+    Each rank predicts a share of the batches. The evaluation loop of the parent trainer then runs in every rank over
+    the predictions of all batches, so losses and metrics equal those of one process, bit for bit.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
@@ -151,7 +151,7 @@ def spread_over_ranks(trainer: Any, processes: ProcessGroup, dataloader: Any) ->
     loader = SpreadLoader(dataloader, BATCHES_PER_EXCHANGE * processes.world_size)
     predictions = SpreadPredictions(trainer, processes, loader)
     preprocess = trainer.preprocess_logits_for_metrics
-    # The predictions are preprocessed before they are gathered, as whole logits can be large.
+    # Logits can be large, so they are preprocessed before they are gathered.
     trainer.prediction_step, trainer.preprocess_logits_for_metrics = predictions, None
     try:
         yield loader

@@ -1,4 +1,4 @@
-"""`federate()` and `FederatedTrainer`: the round, around any `Trainer`. Nothing here knows an algorithm."""
+"""`FederatedTrainer`, and `federate()` for any other subclass of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -12,36 +12,43 @@ from .mixin import FederatedMixin
 
 class FederatedTrainer(FederatedMixin, Trainer):
     """
-    `transformers.Trainer` over many clients whose rows never leave them.
+    `transformers.Trainer` for training over many clients. The examples of a client never leave the client.
 
-    It takes everything that `Trainer` takes, with a step that is a round. `train_dataset` is a [`FederatedDataset`],
-    a mapping of client ids to data sets, or a plain data set, which is one client. Without `federation` and with a
-    plain data set it is `Trainer`. What a client's trainer assigns to itself stays with that client and is gone
-    afterwards, as it would be on another machine. What it changes in place (a list on the trainer, the state of a
-    collator of your own) is shared by the clients of a process and cannot be noticed: training must not depend on it,
-    or it must follow from the step.
+    The trainer takes all arguments of `Trainer`, and one step is one round. `train_dataset` is a [`FederatedDataset`],
+    a mapping of client ids to datasets, or a plain dataset, which becomes one client. With a plain dataset and without
+    `federation`, the trainer behaves as `Trainer`.
+
+    Attributes that the trainer of a client sets on itself are dropped after the client's training, as if the client
+    ran on another machine. Objects that it changes in place (a list on the trainer, the state of a custom collator)
+    are shared by the clients of a process, and the trainer cannot detect such changes. Training must not depend on
+    such objects, except for values that follow from the step.
 
     Args:
         federation ([`FederatedConfig`], *optional*):
-            The federation. With several clients and none given: `num_train_epochs` rounds of one local epoch.
+            The configuration of the federation. With several clients, the default is `num_train_epochs` rounds of one
+            local epoch.
+        engine ([`Engine`], *optional*):
+            Where the clients run. By default the launch decides: [`LocalEngine`] in one process, [`RankEngine`] in
+            several.
         postprocessors (`Sequence[Postprocessor]`, *optional*):
-            Steps between a client's training and the aggregate, in the order in which they leave the client.
+            Steps between a client's training and the aggregate, in the order in which a client applies them.
         client_callbacks (`Sequence[TrainerCallback]`, *optional*):
-            Callbacks that run inside clients, with a client's own steps.
+            Callbacks that run inside clients and receive the events of local steps.
         task ([`~hf_federated.tasks.Task`], *optional*):
-            What encodes rows, which are then all raw: each client's with its own tokenizer, the server's with
-            `processing_class`. It brings a collator and metrics where none are given.
+            Encodes the examples, which must then all be raw. The examples of a client are encoded with the client's
+            tokenizer, and the server's examples with `processing_class`. The task provides a data collator and metrics
+            if none are given.
         public_dataset (`datasets.Dataset`, *optional*):
-            For distillation: rows that server and clients have. Labels in them are not read, but for the targets of
-            [`~hf_federated.tasks.Seq2Seq`], which are text that everybody has. Tags and tokens are distilled from raw
-            rows, with `task`.
+            For distillation: examples that the server and all clients have. Their labels are not read, except for the
+            targets of [`~hf_federated.tasks.Seq2Seq`], which are public text. Distillation of tags and tokens needs
+            raw examples and `task`.
         server_dataset (`datasets.Dataset`, *optional*):
-            For distillation that asks for it: the server's own rows, with labels.
+            For distillation algorithms that need it: labelled examples of the server.
         clients (`Mapping[str, ClientSpec]`, *optional*):
-            Clients with a model, tokenizer or training arguments of their own, by id; `model` is then the server's.
-            For methods that exchange predictions.
+            Clients with their own model, tokenizer or training arguments, by client id. `model` is then the server's
+            model. Only for methods that exchange predictions.
         client_model_init (`Callable[[str], PreTrainedModel]`, *optional*):
-            Makes the model of a client from its id, of those that `clients` says nothing of.
+            Builds the model of a client from the client id, for clients without an entry in `clients`.
 
     Raises:
         ValueError: If an argument or a combination is not supported. The message names the alternative.
@@ -54,8 +61,8 @@ class FederatedTrainer(FederatedMixin, Trainer):
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
     >>> from hf_federated import FederatedConfig, FederatedTrainer
 
-    >>> rows = {"input_ids": [[1, 2], [3, 4]], "labels": [0, 1]}
-    >>> clients = {"north": Dataset.from_dict(rows), "south": Dataset.from_dict(rows)}
+    >>> examples = {"input_ids": [[1, 2], [3, 4]], "labels": [0, 1]}
+    >>> clients = {"north": Dataset.from_dict(examples), "south": Dataset.from_dict(examples)}
     >>> config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> trainer = FederatedTrainer(
     ...     model=BertForSequenceClassification(config),
@@ -74,17 +81,18 @@ class FederatedTrainer(FederatedMixin, Trainer):
 @functools.cache
 def federate(trainer_class: type[Trainer]) -> type[Any]:
     """
-    The federated class of any `Trainer` subclass.
+    Create the federated version of a `Trainer` subclass.
 
     Args:
-        trainer_class (`type[transformers.Trainer]`): Also a user's own, with its own `compute_loss`.
+        trainer_class (`type[transformers.Trainer]`): The subclass, which may also be a custom class that overrides
+            methods such as `compute_loss`.
 
     Returns:
-        `type`: A subclass of `trainer_class` that takes what [`FederatedTrainer`] takes beside it. The same class for
-        the same argument.
+        `type`: A subclass of `trainer_class` that also takes the arguments of [`FederatedTrainer`]. Repeated calls
+        with the same argument return the same class.
 
     Raises:
-        TypeError: If it is no `Trainer` class, or federated already.
+        TypeError: If `trainer_class` is not a subclass of `Trainer`, or if it is already federated.
 
     Example:
 
@@ -97,9 +105,9 @@ def federate(trainer_class: type[Trainer]) -> type[Any]:
     ```
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise TypeError(f"federate() takes a subclass of transformers.Trainer, got {trainer_class!r}.")
+        raise TypeError(f"federate() got {trainer_class!r}. Pass a subclass of transformers.Trainer.")
     if issubclass(trainer_class, FederatedMixin):
-        raise TypeError(f"{trainer_class.__name__} is federated already.")
+        raise TypeError(f"{trainer_class.__name__} is already federated. Use the class directly.")
     if trainer_class is Trainer:
         return FederatedTrainer
     return type(

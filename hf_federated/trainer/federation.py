@@ -1,6 +1,6 @@
-"""`Federation`: a running federation of one trainer, from the start of its rounds to the last checkpoint.
+"""`Federation`: a running federation of one trainer, from the start of the rounds to the last checkpoint.
 
-The overrides of the trainer stay thin: each decides its role and asks the federation.
+The method overrides of the trainer only choose between roles. The work of the federated role is done here.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Federation:
     """
 
     def __init__(self, setup: FederationSetup, args: TrainingArguments, checkpoint: str | None) -> None:
-        setup.check_agreement("start of the rounds", args, checkpoint)
+        setup.check_consistency("start of the rounds", args, checkpoint)
         self._setup, self._args, self._trainer = setup, args, setup.trainer
         model = self._trainer.model
         if setup.spreads_clients:
-            # As in DistributedDataParallel: a process may have initialized a head or an adapter without a seed.
+            # As in DistributedDataParallel. A process may have initialized a head or an adapter without a seed.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], setup.identity(args), checkpoint)
         self.exchange = Exchange(model, setup.config.exchange)
-        # The exchanged values before the first round, if clients need these values later.
+        # The exchanged parameters before the first round, if clients need them later.
         self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
         self.student = self._build_student()
         self._row_limit = RowLimit(setup.clients.num_rows, setup.config.balance, setup.config.max_rows_per_round)
@@ -75,7 +75,7 @@ class Federation:
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.decay_parameter_names: list[str] | None = None
         self._flos_per_token: int | None = None
-        # Each client's trainer would compute these values again.
+        # Computed once here, so that no client's trainer computes the columns again.
         self._trainer._set_signature_columns_if_needed()
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
@@ -87,8 +87,10 @@ class Federation:
     @property
     def _needs_initial(self) -> bool:
         """
-        Whether clients need the initial model whenever they first train: clients with their own models, which may
-        start as copies of it, and clients that compute features with it.
+        Whether clients need the initial model when they first train.
+
+        Clients with their own models may start from a copy of the initial model. Some distillation algorithms compute
+        features with the initial model.
         """
         aggregation, distillation = self._setup.aggregation, self._setup.distillation
         has_other_models = not aggregation.exchanges_parameters or aggregation.trains_private_models
@@ -96,7 +98,7 @@ class Federation:
 
     def _engine_context(self) -> EngineContext:
         setup, config = self._setup, self._setup.config
-        # With `balance` every client of a cohort costs the same.
+        # With `balance` all clients of a cohort have the same cost.
         max_rows = self._row_limit(list(setup.clients))
         costs = batches_per_round(
             setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
@@ -140,23 +142,23 @@ class Federation:
         )
 
     def _disk_store(self, folder: str) -> DiskStore:
-        """A store that only this process uses."""
+        """Build a store that only this process uses."""
         processes = self._setup.processes
         return DiskStore(Path(self._args.output_dir) / (folder if processes.is_main else f"{folder}-{processes.rank}"))
 
     def _build_student(self) -> Student | None:
-        """The trainer's model over the public examples, if there is a distillation."""
+        """Build the student of a distillation: the trainer's model and the public examples."""
         distillation, participants = self._setup.distillation, self._setup.participants
         if distillation is None:
             return None
-        trainer = self._trainer.outside_rounds(self._args)
+        trainer = self._trainer.as_plain_trainer(self._args)
         learning_rate = distillation.server_lr
         if participants.public_dataset is None:
             return Student(trainer, None, learning_rate)
         return participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
 
     def _start_distillation(self) -> Teachers | None:
-        """Start the distillation callback; the store of the clients' models, for a method that needs them."""
+        """Start the distillation callback. Return the store of the clients' models if the method needs one."""
         setup, callback, student = self._setup, self._setup.distillation_callback, self.student
         if callback is None or student is None:
             return None
@@ -207,7 +209,7 @@ class Federation:
             device=device,
         )
         server.weights = server.read(self.exchange)
-        distils_parameters = distillation is not None and distillation.sends_parameters
+        distillation_sends_parameters = distillation is not None and distillation.sends_parameters
         return RoundLoop(
             engine=self.engine,
             server=server,
@@ -216,7 +218,7 @@ class Federation:
             postprocessors=setup.postprocessors,
             fire=self._fire,
             write=self.exchange.write,
-            sends_state=setup.aggregation.exchanges_parameters or distils_parameters,
+            sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
             row_limit=self._row_limit,
         )
 
@@ -252,29 +254,29 @@ class Federation:
         if config.local_steps is None:
             self.examples_seen += self.summary.num_examples * config.local_epochs
         else:
-            # Full batches, as `Trainer` counts for `max_steps`.
+            # Counts full batches, as `Trainer` does for `max_steps`.
             num_steps = sum(int(metrics["num_steps"]) for metrics in self.summary.clients.values())
             self.examples_seen += num_steps * self._examples_per_step
         return self.summary
 
     def share_decisions(self, control: TrainerControl) -> None:
-        """Make all processes log, evaluate, save or stop if a callback in one process decided so."""
+        """Log, evaluate, save or stop in all processes if a callback in one process requested it."""
         label = f"end of round {self.loop.server.round}"
         for decisions in self._setup.processes.gather(label, vars(control)):
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
 
     def flos_per_token(self) -> int:
-        """Floating point operations of a training step for each input token, as `Trainer` counts them."""
+        """Floating point operations of a training step per input token, as `Trainer` counts them."""
         if self._flos_per_token is None:
             one_token = {self._trainer.model.main_input_name: torch.empty(1)}
             self._flos_per_token = Trainer.floating_point_ops(self._trainer, one_token)
         return self._flos_per_token
 
     def round_logs(self) -> dict[str, float]:
-        """The log entries of a round that the parent trainer does not make."""
+        """Log entries of a round that the parent trainer does not compute."""
         summary, callback = self.summary, self._setup.distillation_callback
-        logs: dict[str, float] = dict(summary.further)
+        logs: dict[str, float] = dict(summary.other_metrics)
         if summary.grad_norm is not None:
             logs["grad_norm"] = summary.grad_norm
         logs["federated/num_clients"] = summary.num_clients
@@ -305,13 +307,17 @@ class Federation:
 
     def save(self, checkpoint: Path) -> None:
         """
-        Write the state of the federation to a checkpoint. Every process writes its clients' states, the main process
-        also the server's state. The directory for clients exists.
+        Write the state of the federation to a checkpoint.
+
+        Every process writes the states of its clients, and the main process also writes the state of the server.
+
+        Args:
+            checkpoint (`pathlib.Path`): A staged checkpoint in which the directory of the client states exists.
         """
         setup, callback = self._setup, self._setup.distillation_callback
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
-        sent = save_teachers(directory, self.teachers, processes, setup.spreads_clients)
+        teacher_digests = save_teachers(directory, self.teachers, processes, setup.spreads_clients)
         if not processes.is_main:
             return
         state = {
@@ -319,17 +325,17 @@ class Federation:
             "aggregation": setup.aggregation.state_dict(),
             "ledger": self.engine.ledger.to_dict(),
             "clients": digests,
-            "teachers": sent,
+            "teachers": teacher_digests,
         }
         if callback is not None:
             state["distillation"] = callback.state_dict()
         if self.initial is not None:
-            # Clients that have never trained start from the initial values.
+            # Clients that have never trained start from the initial parameters.
             state["initial"] = self.initial
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)
 
     def load_weights(self, checkpoint: str) -> None:
-        """Write an adapter's exchanged values from a checkpoint into the model."""
+        """Write the exchanged parameters of an adapter from a checkpoint into the model."""
         self.exchange.write(read_server_state(checkpoint)["weights"])

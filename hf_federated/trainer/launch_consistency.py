@@ -1,9 +1,9 @@
-"""What the processes of a launch must have in common, compared before anything is trained.
+"""Compare the setup of all processes of a launch before training.
 
-Every process runs the same script, and nothing makes sure that it does the same: a data set may have been shuffled
-without a seed, an argument may depend on the machine. Each process describes what it is about to do as lines of text,
-and one gather compares them. What may differ between machines is not described (devices, output directories, logging),
-and neither is what could be a secret, since the values stand in the error.
+Every process runs the same script, but the setup can still differ: a dataset may be shuffled without a seed, or an
+argument may depend on the machine. Each process describes its setup as lines of text, and one gather compares the
+descriptions. A description leaves out settings that may differ between machines (devices, output directories, logging)
+and settings that could be secret, because the error message shows the values.
 """
 
 from __future__ import annotations
@@ -26,112 +26,119 @@ from ..distillation import Distillation
 from ..distributed.process_group import ProcessGroup, format_ranks, group_ranks_by_value
 
 
-# Training arguments that say where a process runs, and what it prints and uploads, but not what it computes.
+# Training arguments that do not change the result: devices, directories, logging and uploads.
 MAY_DIFFER = re.compile(
     r"output_dir|logging_(dir|strategy|steps|first_step)|log_\w+|disable_tqdm|report_to|run_name|project|trackio_\w+"
     r"|push_to_hub\w*|hub_\w+|local_rank|use_cpu|ddp_(backend|timeout)|debug|skip_memory_metrics|do_(train|eval|predict)"
     r"|resume_from_checkpoint|dataloader_(num_workers|pin_memory|persistent_workers|prefetch_factor|multiprocessing_\w+)"
 )
+# Names of settings that may be secret.
 SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|keys?|passwords?|secrets?|token)($|_)", re.IGNORECASE)
-NUM_SHOWN = 10
-NUM_CHARACTERS = 80
-ROWS_AT_A_TIME = 1000
+# Number of differences in an error message.
+MAX_DIFFERENCES = 10
+# Number of characters of a value in an error message.
+MAX_CHARACTERS = 80
+# Number of examples that are read at a time.
+READ_SIZE = 1000
 
 
 class DisagreementError(ValueError):
-    """The processes of the launch are about to do different things. The message names what, and each one's value."""
+    """The processes of a launch are set up differently. The message names each setting and its values."""
 
 
-def describe(
+def describe_setup(
     args: TrainingArguments,
     config: FederatedConfig,
     aggregation: Aggregation,
     distillation: Distillation | None,
     model: nn.Module,
-    clients: Mapping[str, FederatedDataset],
+    datasets: Mapping[str, FederatedDataset],
     postprocessors: Sequence[Any],
     checkpoint: str | None = None,
 ) -> dict[str, str]:
     """
-    What a process is about to do.
+    Describe the setup of this process.
 
     Args:
-        args (`TrainingArguments`): The user's.
-        config ([`FederatedConfig`]): With everything filled in.
+        args (`TrainingArguments`): The user's training arguments.
+        config ([`FederatedConfig`]): The configuration with all fields filled in.
         aggregation ([`Aggregation`]): The averaging algorithm.
         distillation ([`Distillation`], *optional*): The distillation algorithm.
-        model (`torch.nn.Module`): Its names, shapes and dtypes are described, not its values.
-        clients (`Mapping[str, FederatedDataset]`): By what they are called in an error.
-        postprocessors (`Sequence[Postprocessor]`): Between a client's training and the aggregate.
-        checkpoint (`str`, *optional*): The name of the checkpoint that the run goes on from.
+        model (`torch.nn.Module`): The model. The description contains the names, shapes and dtypes of its tensors, but
+            no values.
+        datasets (`Mapping[str, FederatedDataset]`): Datasets by their name in an error message.
+        postprocessors (`Sequence[Postprocessor]`): Steps between a client's training and the aggregate.
+        checkpoint (`str`, *optional*): Name of the checkpoint to resume from.
 
     Returns:
-        `dict[str, str]`: By name, as it stands in an error.
+        `dict[str, str]`: Settings as text, by their name in an error message.
     """
     arguments = {name: value for name, value in _fields(args).items() if not MAY_DIFFER.fullmatch(name)}
-    lines = {f"FederatedConfig.{name}": text for name, text in _texts(config.to_dict())}
-    lines |= {f"{type(args).__name__}.{name}": text for name, text in _texts(arguments)}
+    lines = {f"FederatedConfig.{name}": text for name, text in _setting_texts(config.to_dict())}
+    lines |= {f"{type(args).__name__}.{name}": text for name, text in _setting_texts(arguments)}
     lines["aggregation"] = type(aggregation).__name__
-    lines |= {f"aggregation.{name}": text for name, text in _texts(aggregation.settings())}
+    lines |= {f"aggregation.{name}": text for name, text in _setting_texts(aggregation.settings())}
     lines["distillation"] = type(distillation).__name__
     if distillation is not None:
-        lines |= {f"distillation.{name}": text for name, text in _texts(distillation.settings())}
+        lines |= {f"distillation.{name}": text for name, text in _setting_texts(distillation.settings())}
     lines["postprocessors"] = repr([type(postprocessor).__name__ for postprocessor in postprocessors])
     lines["checkpoint to resume from"] = repr(checkpoint)
     values = [*model.named_parameters(), *model.named_buffers()]
     layout = _digest(f"{name} {value.dtype} {list(value.shape)} {value.requires_grad}" for name, value in values)
     lines["model"] = f"{type(model).__name__} of {len(values)} tensors ({layout})"
-    for what, of_clients in clients.items():
-        ids, rows = list(of_clients), of_clients.num_rows
-        lines[f"ids of the {what}"] = f"{_shortened(', '.join(ids))} ({len(ids)}, {_digest(ids)})"
-        known = sum(count or 0 for count in rows.values())
-        lines[f"number of rows of the {what}"] = f"{known} ({_digest(str(rows[client_id]) for client_id in ids)})"
+    for name, dataset in datasets.items():
+        ids, num_examples = list(dataset), dataset.num_rows
+        lines[f"ids of the {name}"] = f"{_shortened(', '.join(ids))} ({len(ids)}, {_digest(ids)})"
+        total = sum(number or 0 for number in num_examples.values())
+        digest = _digest(str(num_examples[client_id]) for client_id in ids)
+        lines[f"number of examples of the {name}"] = f"{total} ({digest})"
     return lines
 
 
-def check_agreement(
-    processes: ProcessGroup, label: str, description: Mapping[str, str], clients: Mapping[str, FederatedDataset]
+def check_consistency(
+    processes: ProcessGroup, label: str, description: Mapping[str, str], datasets: Mapping[str, FederatedDataset]
 ) -> None:
     """
-    Compare what the processes are about to do. All must call it.
+    Compare the setup of all processes. All processes must call this function.
 
     Args:
-        processes ([`ProcessGroup`]): Of the launch.
-        label (`str`): Where in the program this process is.
-        description (`Mapping[str, str]`): What [`describe`] made of this process.
-        clients (`Mapping[str, FederatedDataset]`): By what they are called in an error. Their rows are compared too.
+        processes ([`ProcessGroup`]): The processes of the launch.
+        label (`str`): Name of this step, for errors.
+        description (`Mapping[str, str]`): The return value of [`describe_setup`] in this process.
+        datasets (`Mapping[str, FederatedDataset]`): Datasets by their name in an error message. Their examples are
+            compared too.
 
     Raises:
-        DisagreementError: In all processes, if two differ.
+        DisagreementError: In all processes, if the setup of two processes differs.
     """
     if processes.world_size == 1:
         return
-    rows = {f"rows of the {what}": of_clients for what, of_clients in clients.items()}
-    prints = {name: _fingerprint(of_clients) for name, of_clients in rows.items()}
-    different = _differences(processes.gather(label, {**description, **prints}))
-    if different and different.keys() <= rows.keys():
-        # `datasets` makes up a fingerprint where it cannot hash a function. Then the rows themselves decide.
-        contents = {name: _contents(rows[name]) for name in different}
-        different = _differences(processes.gather(f"{label}, comparing rows", contents))
-    if different:
-        lines = [f"  {name}: {values}" for name, values in different.items()]
-        if len(lines) > NUM_SHOWN:
-            lines[NUM_SHOWN:] = [f"  and {len(lines) - NUM_SHOWN} more"]
+    by_line = {f"examples of the {name}": dataset for name, dataset in datasets.items()}
+    fingerprints = {line: _fingerprint(dataset) for line, dataset in by_line.items()}
+    differences = _find_differences(processes.gather(label, {**description, **fingerprints}))
+    if differences and differences.keys() <= by_line.keys():
+        # `datasets` draws a random fingerprint if it cannot hash a function. The examples then decide.
+        contents = {line: _content_digest(by_line[line]) for line in differences}
+        differences = _find_differences(processes.gather(f"{label}, comparing examples", contents))
+    if differences:
+        lines = [f"  {name}: {values}" for name, values in differences.items()]
+        if len(lines) > MAX_DIFFERENCES:
+            lines[MAX_DIFFERENCES:] = [f"  and {len(lines) - MAX_DIFFERENCES} more"]
         raise DisagreementError(
             "The processes of this launch are set up differently:\n"
             + "\n".join(lines)
-            + "\nGive all of them the same arguments and the same data, shuffled and cut with the same seeds."
+            + "\nPass the same arguments and the same data to all processes, shuffled and split with the same seeds."
         )
 
 
-def _differences(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What is not the same in all processes, with who has which value."""
-    different = {}
-    for name in dict.fromkeys(name for theirs in told for name in theirs):
-        values = group_ranks_by_value([theirs.get(name, "absent") for theirs in told])
+def _find_differences(descriptions: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Map each setting that differs between processes to its values and the processes with each value."""
+    differences = {}
+    for name in dict.fromkeys(name for description in descriptions for name in description):
+        values = group_ranks_by_value([description.get(name, "absent") for description in descriptions])
         if len(values) > 1:
-            different[name] = "; ".join(f"{text} in {format_ranks(ranks)}" for text, ranks in values.items())
-    return different
+            differences[name] = "; ".join(f"{text} in {format_ranks(ranks)}" for text, ranks in values.items())
+    return differences
 
 
 # ---- Values as text
@@ -141,8 +148,8 @@ def _fields(values: Any) -> dict[str, Any]:
     return {item.name: getattr(values, item.name) for item in dataclasses.fields(values) if item.init}
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values as text, those of dictionaries inside with a point between the names."""
+def _setting_texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and values as text. The names of nested settings are joined with a dot."""
     for name, value in values.items():
         if SECRET.search(name):
             continue
@@ -150,25 +157,25 @@ def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             value = _fields(value)
         if isinstance(value, Mapping):
             inner = {str(key): value[key] for key in sorted(value, key=str)}
-            yield from ((f"{name}.{key}", text) for key, text in _texts(inner))
-        # The address of a server may hold a password.
+            yield from ((f"{name}.{key}", text) for key, text in _setting_texts(inner))
+        # A URL may contain a password.
         elif not (isinstance(value, str) and "://" in value):
-            yield name, _text(value)
+            yield name, _value_text(value)
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, str):
         return _shortened(repr(value))
-    # The text of other objects may hold an address in memory.
+    # The text of other objects may contain a memory address.
     return repr(value) if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= NUM_CHARACTERS else f"{text[:NUM_CHARACTERS]}... ({_digest([text])})"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({_digest([text])})"
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -178,26 +185,26 @@ def _digest(texts: Iterable[str]) -> str:
     return digest.hexdigest()[:12]
 
 
-# ---- Rows as text
+# ---- Examples as text
 
 
 def _fingerprint(clients: FederatedDataset) -> str:
-    """Of all rows, from the fingerprints that `datasets` keeps."""
+    """Digest of the fingerprints that `datasets` keeps for the examples."""
     source, partition = clients.source, clients.partition
     if source is not None and partition is not None:
         return _digest([source._fingerprint, str(partition.offsets.tolist()), str(partition.indices.tolist())])
-    opened = (clients[client_id] for client_id in clients)
-    return _digest(dataset._fingerprint for dataset in opened if isinstance(dataset, Dataset))
+    client_datasets = (clients[client_id] for client_id in clients)
+    return _digest(dataset._fingerprint for dataset in client_datasets if isinstance(dataset, Dataset))
 
 
-def _contents(clients: FederatedDataset) -> str:
-    """Of all rows, read one after the other. Streams are not read."""
+def _content_digest(clients: FederatedDataset) -> str:
+    """Digest of the content of all examples, except for streams."""
 
     def texts() -> Iterator[str]:
         for client_id in clients:
             dataset = clients[client_id]
             if isinstance(dataset, Dataset):
-                for batch in dataset.with_format("arrow").iter(ROWS_AT_A_TIME):
+                for batch in dataset.with_format("arrow").iter(READ_SIZE):
                     yield repr(batch.to_pylist())
 
     return _digest(texts())

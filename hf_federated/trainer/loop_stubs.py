@@ -1,8 +1,8 @@
-"""How a round is a step of the parent's `train()`.
+"""Stubs with which the training loop of `Trainer` runs one round as one step.
 
-The parent's loop runs one epoch of one step per round over the stand-ins below: a loader that yields nothing to train
-on, an optimizer that has nothing to step and a schedule that repeats what the clients last used. The work is done in
-`training_step`. Logging, evaluation, saving, early stopping and resuming follow from the loop as it is.
+The loop runs one epoch of one step for each round. It uses a data loader without data, an optimizer without parameters
+and a schedule that returns the last learning rate of the clients. The round runs in `training_step`. Logging,
+evaluation, saving, early stopping and resuming work as in `Trainer`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 
-# `TrainingArguments`' default for `logging_steps`, `eval_steps` and `save_steps`; of rounds it means every one.
+# Default of `logging_steps`, `eval_steps` and `save_steps` in `TrainingArguments`. With this value, the loop over
+# rounds logs, evaluates or saves after every round.
 DEFAULT_STEPS = 500
 
 
 def round_arguments(args: TrainingArguments, num_rounds: int) -> TrainingArguments:
     """
-    The user's arguments as the loop over rounds sees them.
+    Build the training arguments of the loop over rounds.
 
     Args:
-        args (`TrainingArguments`): The user's, which are not changed.
-        num_rounds (`int`): Rounds of the run.
+        args (`TrainingArguments`): The user's training arguments, which are not changed.
+        num_rounds (`int`): Number of rounds of the run.
     """
     outer = copy.copy(args)
     outer.num_train_epochs = float(num_rounds)
     outer.max_steps = -1
     outer.gradient_accumulation_steps = 1
     outer.max_grad_norm = 0.0
-    # What acts on batches happens inside clients.
+    # These arguments act on batches, which only clients process.
     outer.use_liger_kernel = False
     outer.include_num_input_tokens_seen = "no"
-    # Old checkpoints are deleted by us, whole or not at all.
+    # The federated trainer deletes old checkpoints itself, so that no partial checkpoint remains.
     outer.save_total_limit = None
-    # An epoch of the loop is a round as a step is. As steps, all three happen before the round ends.
+    # An epoch of the loop and a step of the loop are both a round. With steps, the loop logs, evaluates and saves
+    # before the round ends.
     for kind, strategy_class in (("logging", IntervalStrategy), ("eval", IntervalStrategy), ("save", SaveStrategy)):
         if getattr(outer, f"{kind}_strategy") == strategy_class.EPOCH:
             setattr(outer, f"{kind}_strategy", strategy_class.STEPS)
@@ -49,10 +51,10 @@ def round_arguments(args: TrainingArguments, num_rounds: int) -> TrainingArgumen
 
 class RoundDataLoader:
     """
-    One step an epoch, with no data. Not a torch `DataLoader`, which would draw from the global generator.
+    Data loader of one empty batch. A torch `DataLoader` would draw from the global random generator.
 
     Args:
-        num_examples (`int`): Rows that the clients of a round train on, for the parent's log.
+        num_examples (`int`): Number of examples of the clients, for the log of the parent trainer.
     """
 
     def __init__(self, num_examples: int) -> None:
@@ -66,43 +68,43 @@ class RoundDataLoader:
 
 
 class ServerOptimizer:
-    """In the optimizer's place: the server's step is part of the round, so there is nothing left to do."""
+    """Optimizer that does nothing, because the step of the server is part of the round."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0}]
         self.state: dict[Any, Any] = {}
 
     def step(self, closure: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the server's state lies in the checkpoint's `federated/` folder."""
+        """Empty. The state of the server is in the `federated/` directory of a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class RoundScheduler:
-    """In the schedule's place: the learning rate that the clients last used."""
+    """Schedule that returns the last learning rate of the clients."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
     def get_last_lr(self) -> list[float]:
-        """The clients' mean learning rate in their last steps."""
+        """Mean learning rate of the clients in their last steps."""
         return [self.learning_rate]
 
     def step(self) -> None:
-        """Nothing: each client's place on its curve follows from the round."""
+        """Do nothing, because each client derives the position in its schedule from the round."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rate, for the first log after a resume."""
+        """The learning rate, for the first log entry after a resume."""
         return {"learning_rate": self.learning_rate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore the learning rate."""
         self.learning_rate = state_dict["learning_rate"]

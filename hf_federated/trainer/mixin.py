@@ -1,9 +1,14 @@
 """`FederatedMixin`: the overrides that make a trainer federated.
 
-It plays one of three roles (`roles.py`). Without a federation it is the parent, untouched. With one, `train()` is the
-parent's own loop in which a step is a round (`round_steps.py`). A client is an isolated copy that runs the parent's
-`train()` on the client's rows (`clients/local_training.py`). Each override says what it does in which role; the work
-is in the [`Federation`]. What is saved is in `saving.py`, what a constructor does to rows in `preparation.py`.
+A trainer has one of three roles (`base.py`):
+
+- Without a federation, it behaves as its parent class.
+- With a federation, `train()` runs the loop of the parent class, and a step of the loop is a round (`loop_stubs.py`).
+- A client is an isolated copy of the trainer that runs `train()` of the parent class on the client's examples
+  (`clients/local_training.py`).
+
+Each docstring describes the override in each role. The work of the federated role is done in [`Federation`]. Saving is
+in `saving.py`, and the dataset preparation of constructors in `dataset_preparation.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +45,13 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
-from .dataset_preparation import Preparation, PreparedClients, PreparingMixin, StandIn, uses_its_data
+from .dataset_preparation import (
+    DatasetPlaceholder,
+    Preparation,
+    PreparedClients,
+    PreparingMixin,
+    constructor_data_error,
+)
 from .evaluation import can_spread, spread_over_ranks
 from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
@@ -49,7 +60,7 @@ from .setup import FederationSetup
 
 
 class FederatedMixin(SavingMixin, PreparingMixin):
-    """What `federate()` puts before a trainer class. Use [`FederatedTrainer`] or [`federate`]."""
+    """Mixin that makes a trainer class federated. Use [`FederatedTrainer`] or [`federate`] instead of this class."""
 
     data_collator: Any
     lr_scheduler: Any
@@ -70,13 +81,13 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         **kwargs: Any,
     ) -> None:
         given = self._arguments_by_name(args, kwargs)
-        rows = as_federated_dataset(given.get("train_dataset"), federation)
-        if rows is None:
+        train_clients = as_federated_dataset(given.get("train_dataset"), federation)
+        if train_clients is None:
             super().__init__(*args, **kwargs)
             return
         participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
         with fail_together_during_init():
-            self._build(given, rows, federation, engine, postprocessors, client_callbacks, participants)
+            self._build(given, train_clients, federation, engine, postprocessors, client_callbacks, participants)
 
     def _build(
         self,
@@ -88,12 +99,12 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         client_callbacks: Sequence[TrainerCallback],
         participants: Participants,
     ) -> None:
-        """The constructor, where there is a federation."""
+        """Construct a trainer with a federation."""
         arguments = dict(given)
         if any(part is not None for part in given.get("optimizers") or ()):
             raise ValueError(
-                "`optimizers=` holds one optimizer, and every client needs its own: use `optim` and `learning_rate` "
-                "of the arguments, `optimizer_cls_and_kwargs`, or override `create_optimizer`."
+                "`optimizers` contains one optimizer, but every client needs its own. Set `optim` and `learning_rate` "
+                "of the training arguments, pass `optimizer_cls_and_kwargs`, or override `create_optimizer`."
             )
         users_callbacks = list(given.get("callbacks") or [])
         eval_dataset = given.get("eval_dataset")
@@ -102,19 +113,20 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             given["eval_dataset"] = eval_clients.to_dataset()
         if participants.task is not None:
             encode_for_server(given, participants.task)
-        # A constructor that prepares its rows gets one client's, and what it does with them is done with all clients'.
+        # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
+        # the other clients.
         first = next(iter(clients))
-        given["train_dataset"] = clients[first] if self.prepares_data() else StandIn(type(self), clients)
+        given["train_dataset"] = clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
         train, evaluation = Preparation(given["train_dataset"]), Preparation(given.get("eval_dataset"))
         self._preparations = [train, evaluation]
         super().__init__(**given)
         self._preparations = None
-        for name, preparation, of_clients in (
+        for name, preparation, dataset in (
             ("train_dataset", train, clients),
             ("eval_dataset", evaluation, eval_clients),
         ):
-            if of_clients is not None and getattr(self, name) is not preparation.prepared:
-                raise uses_its_data(type(self), f"`{name}` is another one afterwards")
+            if dataset is not None and getattr(self, name) is not preparation.prepared:
+                raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
         self.train_dataset = clients
         self._setup = FederationSetup.build(
             trainer=self,
@@ -126,34 +138,37 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             users_callbacks=users_callbacks,
             postprocessors=postprocessors,
             arguments={**arguments, **{name: given[name] for name in FROM_TASK if name in given}},
-            train_datasets=self._as_trained_on(train, clients, participants, {first: train.prepared}),
+            train_datasets=self._prepared_datasets(train, clients, participants, {first: train.prepared}),
             eval_datasets=None
             if eval_clients is None
-            else self._as_trained_on(evaluation, eval_clients, participants, {}),
-            client_callbacks=[*self._parents_own_callbacks(users_callbacks), *client_callbacks],
+            else self._prepared_datasets(evaluation, eval_clients, participants, {}),
+            client_callbacks=[*self._callbacks_of_parent(users_callbacks), *client_callbacks],
         )
         self.add_callback(_RoundEndCallback(self))
         self._user_args = self.args
         self._resume_from: str | None = None
 
-    def _as_trained_on(
+    def _prepared_datasets(
         self,
         preparation: Preparation,
         clients: FederatedDataset,
         participants: Participants,
         prepared: dict[str, Any],
     ) -> Mapping[str, Any]:
-        """The clients' rows as their trainers take them."""
+        """The clients' datasets, encoded by the task or prepared as the constructor prepares its dataset."""
         if participants.task is not None:
             return EncodedClients(clients, participants, self.processing_class)
         return PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
 
-    def outside_rounds(self, args: TrainingArguments) -> Any:
+    def as_plain_trainer(self, args: TrainingArguments) -> Any:
         """
-        This trainer as the parent's, around the same model, whatever it is doing: a shallow copy.
+        Return a shallow copy that behaves as the parent trainer, also while this trainer runs rounds.
 
         Args:
-            args (`TrainingArguments`): The user's.
+            args (`TrainingArguments`): The user's training arguments.
+
+        Returns:
+            `transformers.Trainer`: The copy, which shares the model with this trainer.
         """
         plain = copy.copy(self)
         plain._runs_rounds = False
@@ -162,7 +177,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
     @classmethod
     def _arguments_by_name(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The parent's arguments by name. A constructor that takes `*args` hands them on to its own parent's."""
+        """Map the constructor's arguments to names. A constructor with `*args` passes them to its parent class."""
         names: list[str] = []
         for base in cls.__mro__[cls.__mro__.index(FederatedMixin) + 1 :]:
             if "__init__" not in vars(base):
@@ -173,11 +188,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
                 break
         by_position = dict(zip(names, args, strict=False))
         if len(args) > len(names) or not by_position.keys().isdisjoint(kwargs):
-            raise TypeError(f"{cls.__name__} got an argument twice or too many of them: give them by name.")
+            raise TypeError(f"{cls.__name__} got an argument twice or too many arguments. Pass them by keyword.")
         return {**by_position, **kwargs}
 
-    def _parents_own_callbacks(self, users_callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
-        """Callbacks that the parent trainer installed for itself, which its steps rely on inside clients too."""
+    def _callbacks_of_parent(self, users_callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+        """Callbacks that the parent class installed. Its training steps need them inside clients, too."""
         known = [*DEFAULT_CALLBACKS, *get_reporting_integration_callbacks(self.args.report_to)]
         known += [DEFAULT_PROGRESS_CALLBACK, PrinterCallback]
         known += [callback if isinstance(callback, type) else type(callback) for callback in users_callbacks]
@@ -192,20 +207,23 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """
-        `Trainer.train`, over rounds. As there, a second call goes on from the model and begins its schedule anew; what
-        clients keep from round to round (models of their own, optimizers) begins anew as well.
+        Run the rounds of the federation, as `Trainer.train` runs steps.
+
+        As in `Trainer`, a second call continues with the trained model and restarts the schedule. Client states (own
+        models, optimizers) are reset.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): As in Trainer. The run ends in the same bytes as one
-                that was never stopped. Of the federation a resume may change `num_rounds`, `min_clients`,
-                `evaluate_clients`, `log_clients`, `parallelism` and `client_store`.
-            trial (`Any`, *optional*): As in Trainer; hyperparameter search is refused in a federation.
-            ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
+            resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`. A resumed run ends with the same
+                weights and checkpoints as an uninterrupted run, bit for bit. A resumed run may change these fields of
+                the configuration: `num_rounds`, `min_clients`, `evaluate_clients`, `log_clients`, `parallelism`,
+                `client_store` and `max_resident_clients`.
+            trial (`Any`, *optional*): As in `Trainer`. A federation does not support hyperparameter search.
+            ignore_keys_for_eval (`list[str]`, *optional*): As in `Trainer`.
 
         Raises:
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
-            LaunchFailedError: If an earlier run over several processes failed: their launch must be started again.
-            ValueError: If the checkpoint is not one of this federation, or not whole.
+            LaunchFailedError: If an earlier run over several processes failed. Start the launch again.
+            ValueError: If the checkpoint belongs to another federation or is incomplete.
         """
         setup = self._setup
         if setup is None or self.local_training is not None:
@@ -234,7 +252,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
                 clear_staging(self.args.output_dir)
                 best = self.state.best_model_checkpoint
                 rotate(self.args.output_dir, self.args.save_total_limit, best, self.state.global_step)
-            # Nobody looks at the output directory before the main process has tidied it up.
+            # No process reads the output directory before the main process has cleaned it up.
             self._federation_setup.processes.wait("end of training")
             return output
         finally:
@@ -243,7 +261,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             self.is_in_train = False
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """`Trainer.call_model_init`; what is frozen is frozen in every model that it builds."""
+        """Call `Trainer.call_model_init` and freeze parameters of the new model as `freeze` configures."""
         model = super().call_model_init(trial)
         if self._setup is not None:
             self._setup.freeze(model)
@@ -252,7 +270,12 @@ class FederatedMixin(SavingMixin, PreparingMixin):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Of the loop over rounds: a round. Inside a client: the parent's step and the algorithm's gradients."""
+        """
+        Run a step of the loop.
+
+        In the loop over rounds, the step is a round. Inside a client, it is the step of the parent class, whose
+        gradients the algorithm may change.
+        """
         if self._is_federating:
             summary = self._federation.run_round(self.state.global_step)
             self.state.num_input_tokens_seen += summary.num_tokens
@@ -269,57 +292,78 @@ class FederatedMixin(SavingMixin, PreparingMixin):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """`Trainer.compute_loss`. Inside a client that trains: the algorithm's, of the parent's and its outputs."""
+        """
+        Compute the loss of a batch.
+
+        Inside a client that trains, the algorithm may compute its loss from the loss and the outputs of the parent
+        class.
+        """
         local = self.local_training
         hook = None if local is None or not model.training else local.hook
         if local is None or hook is None or not hook.changes_loss:
-            # A user's own may know none of these arguments.
-            asked = {"return_outputs": True} if return_outputs else {}
-            return super().compute_loss(model, inputs, **asked, **kwargs)
+            # A custom `compute_loss` may not accept the argument.
+            optional = {"return_outputs": True} if return_outputs else {}
+            return super().compute_loss(model, inputs, **optional, **kwargs)
         inputs = hook.inputs(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # The algorithm adds means over this batch, and the trainer's loss may be divided already.
+        # The algorithm adds means over this batch, but the trainer may have divided the loss by the size of the step.
         share = local.share_of_step(self, inputs, kwargs.get("num_items_in_batch"))
         loss = hook.loss(loss / share, outputs, inputs) * share
         return (loss, outputs) if return_outputs else loss
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # At the end of a round. A client ends in one process, and a time limit passes in one of them first.
+        # At the end of a round, the processes can differ: a client trains in one process only, and a time limit passes
+        # in one process first.
         if self._is_federating and self._federation_setup.is_spread:
             self._federation.share_decisions(self.control)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """Of the loop over rounds: one step an epoch. Inside a client: the parent's, with epochs over the run."""
+        """
+        Build the training data loader.
+
+        In the loop over rounds, an epoch has one step. Inside a client, the loader of the parent class counts its
+        epochs over the whole run.
+        """
         if self._is_federating:
-            return RoundDataLoader(sum(rows or 0 for rows in self.clients.num_rows.values()))
+            return RoundDataLoader(sum(number or 0 for number in self.clients.num_rows.values()))
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_eval_dataloader`. Of several clients, a collator with a seed starts anew in each evaluation."""
-        # One client equals the plain Trainer, whose evaluations draw on from where training stands.
+        """
+        Build the evaluation data loader of the parent class.
+
+        With several clients, a collator with a seed restarts its random generator in each evaluation.
+        """
+        # A federation of one client equals `Trainer`, whose evaluations continue the random generator of training.
         if self._setup is None or len(self.clients) == 1:
             return super().get_eval_dataloader(*args, **kwargs)
-        users, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
+        user_collator, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
         try:
             return super().get_eval_dataloader(*args, **kwargs)
         finally:
-            self.data_collator = users
+            self.data_collator = user_collator
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        # The parent's builds another data set even when there is nothing to remove, which takes a client milliseconds.
+        # The parent class builds a new dataset even if there is no column to remove, which takes milliseconds per
+        # client.
         columns = self._signature_columns
         if self.local_training is not None and columns is not None and set(dataset.column_names) <= set(columns):
             return dataset
         return super()._remove_unused_columns(dataset, description)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Of the loop over rounds: none. Inside a client: the parent's, carried on."""
+        """
+        Create the optimizer.
+
+        The loop over rounds gets a stub. Inside a client, the optimizer of the parent class continues with the
+        client's optimizer state, if there is one.
+        """
         if self._is_federating:
             self.optimizer = ServerOptimizer()
             return self.optimizer
-        # A user's override may know neither the argument nor the return value.
+        # A custom override may accept no argument and return no value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         local = self.local_training
         if local is not None:
@@ -329,9 +373,14 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Of the loop over rounds: none, but the federation starts here. Inside a client: the parent's."""
+        """
+        Create the learning rate schedule.
+
+        In the loop over rounds, this method starts the federation and returns a stub. Inside a client, the schedule of
+        the parent class continues at the client's position.
+        """
         if self._is_federating:
-            # The model is prepared by now; its parameters lie where they will stay.
+            # The model is prepared at this point, so its parameters no longer move.
             self._running = Federation(self._federation_setup, self._user_args, self._resume_from)
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)
             return self.lr_scheduler
@@ -343,22 +392,22 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         return scheduler
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of a round: what its clients counted."""
+        """Count floating point operations. For a round, this is the sum over its clients."""
         if self._is_federating:
-            # With `parallelism="data"` the parent adds up what the processes say, and each knows the sum.
+            # With `parallelism="data"` the parent class sums over processes, but each process has the sum already.
             setup = self._federation_setup
             counts = setup.spreads_clients or setup.processes.is_main
             return int(self._federation.summary.total_flos) if counts else 0
-        # A client with a model of its own has no part in what is known of the federation's.
+        # The cached count of the federation does not apply to a client with its own model.
         shares_model = self.local_training is not None and self._running is not None
         if shares_model and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
-            # Trainer's count is proportional to the tokens, and it counts the parameters again for every batch.
+            # `Trainer` counts proportionally to the tokens, but counts the parameters again for every batch.
             tokens = inputs.get(getattr(self.model, "main_input_name", ""))
             return 0 if tokens is None else self._federation.flos_per_token() * tokens.numel()
         return super().floating_point_ops(inputs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """`Trainer.get_decay_parameter_names`, which walks over the model, once a run instead of once a client."""
+        """Call `Trainer.get_decay_parameter_names` once a run instead of once a client, and cache the result."""
         if self.local_training is None or self._running is None:
             return super().get_decay_parameter_names(model)
         names = self._federation.decay_parameter_names
@@ -367,7 +416,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         return names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """`Trainer.log`, with what the parent could not know of a round."""
+        """Log as `Trainer.log`, with the entries of a round that the parent class does not compute."""
         if self._is_federating:
             if "loss" in logs:
                 logs.pop("grad_norm", None)
@@ -386,15 +435,15 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         **kwargs: Any,
     ) -> dict[str, float]:
         """
-        `Trainer.evaluate`, and with `evaluate_clients=True` each client's own evaluation.
+        Evaluate as `Trainer.evaluate`, and with `evaluate_clients=True` also each client on its own examples.
 
-        A [`FederatedDataset`] is evaluated as all its rows together. What the parent's `evaluate` takes beyond these
-        arguments (`max_length` of `Seq2SeqTrainer`) goes to it.
+        A [`FederatedDataset`] is evaluated as one dataset of the examples of all clients. Additional arguments, such
+        as `max_length` of `Seq2SeqTrainer`, are passed to the parent class.
 
         Returns:
-            `dict[str, float]`: The parent's metrics of all rows together; beside them, of the clients' own metrics,
-            `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation). Each client's
-            are in `client_metrics`.
+            `dict[str, float]`: The metrics of the parent class over all examples. With `evaluate_clients=True`, also
+            `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation) over the metrics
+            of the clients. The metrics of each client are in `client_metrics`.
         """
         if isinstance(eval_dataset, FederatedDataset):
             eval_dataset = eval_dataset.to_dataset()
@@ -412,7 +461,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return {**metrics, **spread}
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.predict`. With `parallelism="clients"` the processes share the batches and have all results."""
+        """
+        Predict as `Trainer.predict`.
+
+        With `parallelism="clients"` the processes share the batches, and every process returns all predictions.
+        """
         if self._setup is None:
             return super().predict(*args, **kwargs)
         with self._setup.independent():
@@ -420,8 +473,10 @@ class FederatedMixin(SavingMixin, PreparingMixin):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """
-        `Trainer.evaluation_loop`. With `parallelism="clients"` each process predicts a share of the batches, and all
-        processes compute the metrics of one process from all predictions.
+        Run the evaluation loop of the parent class.
+
+        With `parallelism="clients"` each process predicts a share of the batches, and every process computes the
+        metrics from all predictions.
         """
         setup = self._setup
         if setup is None:
@@ -433,14 +488,17 @@ class FederatedMixin(SavingMixin, PreparingMixin):
                 return super().evaluation_loop(spread, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused in a federation: the search would set its values on the loop over rounds and not in the clients."""
+        """Refuse the search in a federation, because it would change the loop over rounds and not the clients."""
         if self.federation is not None:
-            raise ValueError("hyperparameter_search does not reach clients: build a FederatedTrainer for each trial.")
+            raise ValueError(
+                "hyperparameter_search does not change the arguments of clients. Instead, build a FederatedTrainer "
+                "for each trial."
+            )
         return super().hyperparameter_search(*args, **kwargs)
 
 
 class _RoundEndCallback(TrainerCallback):
-    """Fires `on_round_end`: an epoch of the loop is a round, and ends after logging, evaluating and saving."""
+    """Fires `on_round_end` at the end of an epoch, which is a round, after logging, evaluation and saving."""
 
     def __init__(self, trainer: FederatedMixin) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""What a federated trainer saves: the global model, checkpoints that are complete or absent, a card."""
+"""Saving of the global model, of checkpoints and of the model card."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .checkpoint import (
 
 
 class SavingMixin(RoleMixin):
-    """The overrides that write to the output directory."""
+    """Overrides of the methods that write to the output directory."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`; `federated_config.json` and the ledger lie beside the global model."""
+        """Save the global model as `Trainer.save_model` does, with `federated_config.json` and the ledger."""
         if self.federation is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -38,7 +38,7 @@ class SavingMixin(RoleMixin):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The parent's checkpoint and the federation's state, written aside and put in place by one rename."""
+        """Write the parent's checkpoint and the federation's state to a staging directory, then rename it."""
         if not self._is_federating:
             super()._save_checkpoint(model, trial)
             return
@@ -46,7 +46,7 @@ class SavingMixin(RoleMixin):
         best = self.state.best_model_checkpoint
         setup, processes = self._federation_setup, self._federation_setup.processes
         with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
-            processes.wait(f"{final.name}: its directory")
+            processes.wait(f"{final.name}: staging directory")
             if processes.is_main or not setup.spreads_clients:
                 with self._arguments(staged_arguments(self.args, staging)):
                     super()._save_checkpoint(model, trial)
@@ -58,26 +58,26 @@ class SavingMixin(RoleMixin):
                 self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
                 if not self.args.save_only_model:
                     clients_directory(staged).mkdir(parents=True)
-            processes.wait(f"{final.name}: room for clients, and all other files")
+            processes.wait(f"{final.name}: directory of the client states and all other files")
             if not self.args.save_only_model:
                 self._federation.save(staged)
             if processes.is_main:
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best, self.state.global_step)
-            processes.wait(f"{final.name}: finished")  # Anyone may want to load it.
+            processes.wait(f"{final.name}: finished")  # Any process may load the checkpoint next.
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
                 self._push_from_checkpoint(os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # PEFT saves prompt-learning adapters materialised; the trainable values come with the server's state.
+        # PEFT saves only the computed prompts of a prompt-learning adapter. The server's state has its parameters.
         if self._is_federating and isinstance(self.model, PeftModel):
             return
-        # Not every trainer's method knows the second argument.
-        given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+        # Some subclasses of `Trainer` do not accept the second argument.
+        arguments = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
         if self._is_federating:
             check_weights(resume_from_checkpoint)
-        super()._load_from_checkpoint(*given)
+        super()._load_from_checkpoint(*arguments)
 
     def _load_best_model(self) -> None:
         if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
@@ -97,7 +97,7 @@ class SavingMixin(RoleMixin):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """`Trainer.create_model_card`; of a federation, a card that tells what the run logged."""
+        """Write the model card of `Trainer`, or for a federation a card with the logged results of the run."""
         arguments: dict[str, Any] = {
             "language": language,
             "license": license,
@@ -109,7 +109,7 @@ class SavingMixin(RoleMixin):
             "dataset": dataset,
             "dataset_args": dataset_args,
         }
-        # Models of other kinds, such as sentence-transformers', have cards of their own.
+        # Other models, such as those of sentence-transformers, have their own model cards.
         if self.federation is None or not isinstance(self.model, (PreTrainedModel, PeftModel)):
             super().create_model_card(**arguments)
             return

@@ -1,4 +1,4 @@
-"""`FederationSetup`: the arguments of a federated trainer, checked, and the algorithms that they name."""
+"""`FederationSetup`: the checked arguments of a federated trainer and the algorithms that they name."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ from .checks import (
     federation_identity,
     resolve_federation,
 )
-from .launch_consistency import check_agreement, describe
+from .launch_consistency import check_consistency, describe_setup
 
 
 @dataclass(kw_only=True)
 class FederationSetup:
     """
-    Everything that a federated trainer is constructed with, complete and checked.
+    The complete and checked arguments of a federated trainer.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
         arguments (`dict[str, Any]`): The constructor arguments of the trainer's class, by name.
         config ([`FederatedConfig`]): The configuration with all fields filled in.
-        engine ([`Engine`]): Runs the clients.
+        engine ([`Engine`]): The engine that runs the clients.
         clients ([`FederatedDataset`]): Training examples by client.
         eval_clients ([`FederatedDataset`], *optional*): Evaluation examples by client.
-        train_datasets (`Mapping[str, Dataset]`): The training examples as the trainer takes them.
-        eval_datasets (`Mapping[str, Dataset]`, *optional*): The evaluation examples as the trainer takes them.
-        participants ([`Participants`]): Public examples, the server's examples, and clients that differ.
+        train_datasets (`Mapping[str, Dataset]`): Training examples by client, prepared for the trainer.
+        eval_datasets (`Mapping[str, Dataset]`, *optional*): Evaluation examples by client, prepared for the trainer.
+        participants ([`Participants`]): Public examples, the server's examples, and clients with their own models,
+            tokenizers or training arguments.
         aggregation ([`Aggregation`]): The averaging algorithm.
         distillation_callback ([`DistillationCallback`], *optional*): Runs the distillation algorithm.
         postprocessors (`list[Postprocessor]`): Steps between a client's training and the aggregate.
         client_callbacks (`list[TrainerCallback]`): Callbacks that run inside clients.
         sampler ([`ClientSampler`]): Draws the cohort of a round.
         processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
-        exchange ([`Exchange`]): Reads and writes the exchanged values of the model.
+        exchange ([`Exchange`]): Reads and writes the exchanged parameters of the model.
     """
 
     trainer: Trainer
@@ -88,19 +89,19 @@ class FederationSetup:
         participants: Participants,
         users_callbacks: Sequence[TrainerCallback],
         postprocessors: Sequence[Postprocessor],
-        **given: Any,
+        **fields: Any,
     ) -> FederationSetup:
         """
-        Complete and check the arguments of a trainer, and add the callbacks of its algorithms to it.
+        Complete and check the arguments of a trainer, and add the callbacks of the algorithms to the trainer.
 
         Args:
             trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
             config ([`FederatedConfig`], *optional*): The user's configuration.
             engine ([`Engine`], *optional*): The user's engine.
-            clients, eval_clients, participants, postprocessors: As the user gave them.
+            clients, eval_clients, participants, postprocessors: The arguments that the user passed.
             users_callbacks (`Sequence[TrainerCallback]`): The user's callbacks. An [`AggregationCallback`] among them
                 replaces `aggregation` of the configuration.
-            given: `arguments`, `train_datasets`, `eval_datasets` and `client_callbacks`.
+            fields: `arguments`, `train_datasets`, `eval_datasets` and `client_callbacks`.
 
         Raises:
             ValueError: If an argument or a combination is not supported.
@@ -119,8 +120,8 @@ class FederationSetup:
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
         if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
             raise ValueError(
-                f"aggregation={aggregation.name!r} trains a private model of each client, which the processes of "
-                "parallelism='data' cannot train together: set parallelism='clients'."
+                f"aggregation={aggregation.name!r} trains a private model of each client, which several processes "
+                "cannot train together with parallelism='data'. Set parallelism='clients'."
             )
         check_arguments(trainer, resolved, aggregation)
         check_participants(aggregation, distillation, participants, clients, postprocessors)
@@ -146,10 +147,10 @@ class FederationSetup:
             processes=launched,
             # A wrong `exchange` fails here instead of in the first round.
             exchange=Exchange(trainer.model, resolved.exchange),
-            **given,
+            **fields,
         )
-        # Processes with different `parallelism` would wait for one another at different places.
-        setup.check_agreement("construction of the trainer", args, None)
+        # Processes with different `parallelism` would block at different collective operations.
+        setup.check_consistency("construction of the trainer", args, None)
         return setup
 
     @property
@@ -178,7 +179,7 @@ class FederationSetup:
         return self.is_spread and self.config.parallelism == "clients"
 
     def independent(self, as_main: bool = False) -> AbstractContextManager[None]:
-        """With `parallelism="clients"`, make this process the only one that the parent trainer sees."""
+        """With `parallelism="clients"`, hide the other processes from the parent trainer."""
         return self.processes.independent(as_main) if self.spreads_clients else nullcontext()
 
     def freeze(self, model: nn.Module) -> None:
@@ -192,12 +193,17 @@ class FederationSetup:
             self.config, self.aggregation, self.distillation, self.clients, self.participants, args
         )
 
-    def check_agreement(self, label: str, args: TrainingArguments, checkpoint: str | None) -> None:
+    def check_consistency(self, label: str, args: TrainingArguments, checkpoint: str | None) -> None:
         """
-        Compare the processes of the launch before they start.
+        Compare the setup of all processes of the launch.
+
+        Args:
+            label (`str`): Name of this step, for errors.
+            args (`TrainingArguments`): The user's training arguments.
+            checkpoint (`str`, *optional*): The checkpoint to resume from.
 
         Raises:
-            DisagreementError: In all processes, if two of them are set up differently.
+            DisagreementError: In all processes, if two processes are set up differently.
         """
         if not self.is_spread:
             return
@@ -205,9 +211,9 @@ class FederationSetup:
         if self.eval_clients is not None:
             datasets["evaluation clients"] = self.eval_clients
         for argument in ("public_dataset", "server_dataset"):
-            if (rows := getattr(self.participants, argument)) is not None:
-                datasets[f"`{argument}`"] = FederatedDataset.from_dict({argument: rows})
-        description = describe(
+            if (dataset := getattr(self.participants, argument)) is not None:
+                datasets[f"`{argument}`"] = FederatedDataset.from_dict({argument: dataset})
+        description = describe_setup(
             args,
             self.config,
             self.aggregation,
@@ -217,13 +223,13 @@ class FederationSetup:
             self.postprocessors,
             None if checkpoint is None else Path(checkpoint).name,
         )
-        check_agreement(self.processes, label, description, datasets)
+        check_consistency(self.processes, label, description, datasets)
 
 
 def _install_distillation(
     trainer: Trainer, users_callbacks: Sequence[TrainerCallback], config: FederatedConfig
 ) -> DistillationCallback | None:
-    """The user's callback, or one for the algorithm of the configuration, which is added to the trainer."""
+    """Return the user's callback, or add one for the algorithm of the configuration to the trainer."""
     for callback in users_callbacks:
         if isinstance(callback, DistillationCallback):
             return callback
@@ -241,7 +247,7 @@ def _install_aggregation(
     config: FederatedConfig,
     distillation: Distillation | None,
 ) -> Aggregation:
-    """The averaging algorithm, which has a callback on the trainer afterwards."""
+    """Return the averaging algorithm and make sure that the trainer has a callback for it."""
     for callback in users_callbacks:
         if isinstance(callback, AggregationCallback):
             return callback.algorithm
@@ -254,7 +260,7 @@ def _install_aggregation(
 
 
 def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
-    """The steps of the algorithm and of `exchange_dtype`, which follow the user's own steps."""
+    """Postprocessors of the algorithm and of `exchange_dtype`, which follow the user's postprocessors."""
     steps = algorithm.postprocessors()
     dtype = exchange_dtype(config.exchange_dtype)
     if dtype is None:
@@ -262,6 +268,6 @@ def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -
     if steps:
         raise ValueError(
             f"exchange_dtype={config.exchange_dtype!r} does not work with {algorithm.name!r}, which encodes the "
-            "exchanged values itself: leave `exchange_dtype` out."
+            "exchanged parameters itself. Leave `exchange_dtype` out."
         )
     return [SendChanges(dtype)]

@@ -219,7 +219,7 @@ def test_a_resumed_run_draws_the_rows_of_one_that_was_never_stopped(tmp_path):
     resumed, noted = trained(tmp_path / "stopped", **settings, **saving, resume=True)
     assert noted.rows == expected.rows[1:]
     assert same_weights(resumed.model, whole.model)
-    with pytest.raises(ValueError, match="max_rows_per_round: here 5, there 6"):
+    with pytest.raises(ValueError, match="max_rows_per_round: 5 in this run, 6 in the checkpoint"):
         trained(tmp_path / "stopped", **{**settings, "max_rows_per_round": 5}, **saving, resume=True)
 
 
@@ -243,5 +243,7 @@ def test_a_stream_has_no_rows_to_draw_from(tmp_path, settings):
 
 def test_a_cap_below_a_batch_is_refused_where_the_rest_of_an_epoch_is_dropped(tmp_path):
     clients = {"a": rows(8), "b": rows(8, seed=1)}
-    with pytest.raises(ValueError, match="max_rows_per_round=3 is less than a batch of 4.*set it to False"):
+    with pytest.raises(
+        ValueError, match="max_rows_per_round=3 is less than a batch of 4.*Set `dataloader_drop_last` to False"
+    ):
         trained(tmp_path, clients=clients, max_rows_per_round=3, args={"dataloader_drop_last": True})

@@ -57,21 +57,25 @@ def test_default_label_names_are_matched_by_position(tmp_path):
     ("method", "trainer_kwargs", "words"),
     [
         ("dsfl", {"public_dataset": None}, "'dsfl' needs `public_dataset`.*none was given"),
-        ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*it has no rows"),
-        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labelled rows"),
-        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labelled rows"),
+        ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*the given dataset has no examples"),
+        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labelled examples"),
+        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labelled examples"),
         (None, {}, "`public_dataset` and `server_dataset` are for distillation"),
-        ("dsfl", {"clients": {"z": ClientSpec()}}, r"`clients` names \['z'\], which have no rows.*\['a', 'b', 'c'\]"),
+        (
+            "dsfl",
+            {"clients": {"z": ClientSpec()}},
+            r"`clients` names \['z'\], which have no examples.*\['a', 'b', 'c'\]",
+        ),
         (
             "dsfl",
             {"clients": {"b": ClientSpec(processing_class=tokenizer())}},
-            "Client 'b' has a tokenizer of its own.*give the trainer a `task`",
+            "Client 'b' has its own tokenizer.*Pass a `task`",
         ),
-        ("feded", {"client_model_init": client_model}, "'feded' exchanges parameters, which must fit all of them"),
+        ("feded", {"client_model_init": client_model}, "'feded' exchanges parameters, which must fit all models"),
         (
             "dsfl",
             {"postprocessors": [Postprocessor()]},
-            "Postprocessor works on parameters, and with 'dsfl' none leave",
+            "Postprocessor works on parameters, but with 'dsfl' clients send predictions",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from tiny import arguments, rows, tiny_model
 from hf_federated.aggregation import FedAvg
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
-from hf_federated.trainer.launch_consistency import describe
+from hf_federated.trainer.launch_consistency import describe_setup
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hf_federated.trainer.launch_consistency import describe
         ("parallelism", "FederatedConfig.parallelism: 'clients' in processes 0, 1; 'data' in process 2"),
         ("aggregation", "aggregation: FedAvg in processes 0, 1; FedOpt in process 2"),
         ("names", "ids of the clients: client 0, client 1"),
-        ("rows", "rows of the clients: "),
+        ("rows", "examples of the clients: "),
     ],
 )
 def test_what_differs_is_named_in_every_process(launch, tmp_path: Path, what: str, line: str) -> None:
@@ -45,7 +45,7 @@ def test_secrets_are_not_described() -> None:
     args = arguments("run", hub_token="hf_secret", optim_args="https://me:secret@host")
     args.lr_scheduler_kwargs = {"api_key": "secret", "num_cycles": 2}
     clients = {"clients": FederatedDataset.from_dict({"a": rows(2)})}
-    lines = describe(args, FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
+    lines = describe_setup(args, FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
     assert lines["TrainingArguments.lr_scheduler_kwargs.num_cycles"] == "2"
     assert not any("secret" in text for text in lines.values())
 
@@ -53,7 +53,9 @@ def test_secrets_are_not_described() -> None:
 def test_a_description_is_the_same_for_the_same_things() -> None:
     def lines(seed: int) -> dict[str, str]:
         clients = {"clients": FederatedDataset.from_dict({"a": rows(2), "b": rows(3, seed=1)})}
-        return describe(arguments("run", seed=seed), FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
+        return describe_setup(
+            arguments("run", seed=seed), FederatedConfig(), FedAvg(), None, tiny_model(), clients, []
+        )
 
     assert lines(1) == lines(1)
     assert {name for name, text in lines(1).items() if text != lines(2)[name]} == {"TrainingArguments.seed"}

@@ -221,7 +221,9 @@ def test_clients_with_less_than_a_batch_for_every_process_are_refused(launch, fi
     assert answer["codes"] == [1, 1]
     for rank in range(2):
         last = (tmp_path / f"rank-{rank}.log").read_text().splitlines()[-1]
-        assert "1 clients have fewer rows than a batch of 8 (4 in each of 2 processes), for example ['small']" in last
+        assert (
+            "1 clients have fewer examples than a batch of 8 (4 in each of 2 processes), for example ['small']" in last
+        )
 
 
 # ---- Who trains whom

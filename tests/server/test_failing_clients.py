@@ -151,7 +151,7 @@ def test_a_round_with_too_few_clients_stops_and_keeps_the_global_state(tmp_path)
     with pytest.raises(RoundFailedError) as error:
         trainer.train()
     assert str(error.value) == (
-        "Round 1: 3 of 4 clients delivered a valid update, and min_clients=4. The first failure: "
+        "Round 1: 3 of 4 clients delivered a valid update, but min_clients=4. The first failure: "
         "Client 'bad', round 1: OSError: the disk of this client is full"
     )
     assert isinstance(error.value.__cause__, OSError)

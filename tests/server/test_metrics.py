@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_federated.server.client_metrics import less_is_better, spread_over_clients
+from hf_federated.server.client_metrics import lower_is_better, spread_over_clients
 
 
 def test_each_metric_has_mean_worst_best_and_population_deviation():
@@ -59,13 +59,13 @@ def test_no_clients_make_no_metrics():
     + [("eval_accuracy", False), ("eval_f1", False), ("eval_rougeL", False), ("eval_power", False), ("gloss", False)],
 )
 def test_direction_follows_from_the_name(metric, less):
-    assert less_is_better(metric, None, None) is less
+    assert lower_is_better(metric, None, None) is less
 
 
 def test_training_arguments_decide_for_their_metric():
-    assert less_is_better("eval_distance", "distance", False) is True
-    assert less_is_better("eval_distance", "eval_distance", False) is True
-    assert less_is_better("eval_loss", "loss", True) is False
-    assert less_is_better("eval_loss", "eval_distance", False) is True  # not theirs
+    assert lower_is_better("eval_distance", "distance", False) is True
+    assert lower_is_better("eval_distance", "eval_distance", False) is True
+    assert lower_is_better("eval_loss", "loss", True) is False
+    assert lower_is_better("eval_loss", "eval_distance", False) is True  # not theirs
     spread = spread_over_clients({"a": {"eval_distance": 1.0}, "b": {"eval_distance": 3.0}}, "distance", False)
     assert (spread["federated/eval_distance_worst"], spread["federated/eval_distance_best"]) == (3.0, 1.0)

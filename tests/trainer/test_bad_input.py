@@ -1,4 +1,4 @@
-"""Invariant 9: what is not supported is refused when the trainer is built, with what to change."""
+"""Unsupported input is refused when the trainer is built. The error names the change to make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(
     base: type[Trainer] = Trainer,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of two rounds; `kwargs` are training arguments."""
+    """Build a federation of two rounds. `kwargs` are training arguments."""
     return federate(base)(
         **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
@@ -41,7 +41,7 @@ def stream(num_rows: int, seed: int = 0) -> IterableDataset:
     return rows(num_rows, seed).to_iterable_dataset()
 
 
-# ---- 9: refused at construction, with the alternative
+# ---- Refused input
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def stream(num_rows: int, seed: int = 0) -> IterableDataset:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> None:
+def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> None:
     if "fp16" in kwargs:
-        # On a CPU, accelerate refuses half precision before we can.
+        # On a CPU, accelerate refuses half precision before the trainer can.
         args = arguments(tmp_path)
         args.fp16 = True
         trainer, kwargs = {"args": args}, {}
@@ -83,14 +83,17 @@ def test_arguments_without_a_meaning_are_refused(tmp_path, kwargs, words) -> Non
         ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed arguments are .*weighting"),
         ({"clients_per_round": 0.1}, "0.1 of 3 clients samples nobody; .*0.333.*larger share or a count"),
         ({"clients_per_round": 4}, "clients_per_round=4, but the federation has 3 clients"),
-        ({"clients_per_round": 2, "min_clients": 3}, "min_clients=3, but a round samples 2 clients: lower it"),
+        (
+            {"clients_per_round": 2, "min_clients": 3},
+            "min_clients=3, but a round samples 2 clients. Lower `min_clients`",
+        ),
         ({"evaluate_clients": True}, "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset"),
         ({"exchange": "adapter"}, "needs a PEFT model.*get_peft_model.*exchange='trainable'"),
         ({"freeze": "9"}, "asks for 9 layers; BertForSequenceClassification has 2"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_do_not_fit_are_refused(tmp_path, federation, words) -> None:
+def test_invalid_federation_settings_are_refused(tmp_path, federation, words) -> None:
     with pytest.raises(ValueError, match=words):
         build(tmp_path, federation=federation)
 
@@ -103,21 +106,22 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, federation, words) -> No
             r"\['test', 'train'\], which are splits.*FederatedDataset.from_dict",
         ),
         ({"a": rows(4), "empty": rows(4).select([])}, "A client without rows cannot train: 'empty'. Leave it out"),
-        ({"a": stream(4), "b": stream(4)}, "Client 'a' has a stream .*set `local_steps`"),
+        ({"a": stream(4), "b": stream(4)}, "Client 'a' has a stream .*Set `local_steps`"),
         ({name: data.rename_column("labels", "stars") for name, data in CLIENTS.items()}, "no label column.*rename"),
         ({}, "client"),
     ],
     ids=["splits", "empty client", "streams", "no labels", "no clients"],
 )
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path, train_dataset, words) -> None:
+def test_invalid_training_data_is_refused(tmp_path, train_dataset, words) -> None:
     with pytest.raises(ValueError, match=words):
         build(tmp_path, train_dataset)
 
 
 @pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
 def test_sharded_models_are_refused(tmp_path, attribute) -> None:
-    # As `accelerate launch` sets them up, whatever the arguments say.
     class Sharded(Trainer):
+        """A trainer in the state that `accelerate launch` sets up, independent of the training arguments."""
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             setattr(self, attribute, True)
@@ -126,24 +130,27 @@ def test_sharded_models_are_refused(tmp_path, attribute) -> None:
         build(tmp_path, base=Sharded)
 
 
-def test_a_federation_without_data_is_refused(tmp_path) -> None:
+def test_federation_without_train_dataset_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`federation` needs a `train_dataset`: a FederatedDataset, or a mapping"):
         FederatedTrainer(tiny_model(), arguments(tmp_path), federation=FederatedConfig())
 
 
-def test_drop_last_that_leaves_a_client_nothing_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="1 clients have fewer rows than a batch of 4.*'short'.*set it to False"):
+def test_drop_last_is_refused_if_a_client_has_less_than_a_batch(tmp_path) -> None:
+    with pytest.raises(
+        ValueError,
+        match="1 clients have fewer examples than a batch of 4.*'short'.*Set `dataloader_drop_last` to False",
+    ):
         build(tmp_path, {**CLIENTS, "short": rows(3)}, dataloader_drop_last=True)
 
 
-def test_a_prebuilt_optimizer_is_refused(tmp_path) -> None:
+def test_optimizer_instance_is_refused(tmp_path) -> None:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="`optimizers=` holds one optimizer.*`optim`.*override `create_optimizer`"):
+    with pytest.raises(ValueError, match="`optimizers` contains one optimizer.*`optim`.*override `create_optimizer`"):
         build(tmp_path, trainer={"model": model, "optimizers": (optimizer, None)})
 
 
-def test_a_model_that_does_not_train_is_refused(tmp_path) -> None:
+def test_model_without_trainable_parameters_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="No parameter of the model requires a gradient.*Unfreeze"):
         build(tmp_path, trainer={"model": tiny_model().requires_grad_(False)})
 
@@ -153,21 +160,21 @@ def test_hyperparameter_search_is_refused(tmp_path) -> None:
         build(tmp_path).hyperparameter_search()
 
 
-def test_labels_are_asked_for_only_where_the_loss_is_the_models(tmp_path) -> None:
-    class Own(Trainer):
+def test_label_column_is_required_only_without_custom_loss(tmp_path) -> None:
+    class CustomLoss(Trainer):
         def compute_loss(self, model, inputs, **kwargs):
             return model(**inputs).logits.pow(2).mean()
 
     unlabelled = {name: data.remove_columns("labels") for name, data in CLIENTS.items()}
     with pytest.raises(ValueError, match="no label column"):
         build(tmp_path, unlabelled)
-    build(tmp_path, unlabelled, base=Own).train()
+    build(tmp_path, unlabelled, base=CustomLoss).train()
 
 
-# ---- Small and streamed clients work
+# ---- Accepted input
 
 
-def test_a_client_with_one_row_trains(tmp_path) -> None:
+def test_client_with_one_example_trains(tmp_path) -> None:
     trainer = build(tmp_path, {"one": rows(1), "more": rows(6)}, federation={"log_clients": True})
     trainer.train()
     entry = trainer.state.log_history[-2]

@@ -1,4 +1,4 @@
-"""`federate()`: any trainer class keeps what is its own."""
+"""`federate()` keeps the behaviour of custom trainer classes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer, fe
 CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
 
 
-def test_a_users_trainer_keeps_its_own_loss(tmp_path) -> None:
+def test_custom_loss_is_used(tmp_path) -> None:
     class Halved(Trainer):
-        """Half the loss of its parent."""
+        """Halves the loss of the parent class."""
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -46,7 +46,7 @@ def test_a_users_trainer_keeps_its_own_loss(tmp_path) -> None:
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-4)
 
 
-def test_seq2seq_trainer_generates_in_its_evaluation(tmp_path) -> None:
+def test_seq2seq_trainer_generates_in_evaluation(tmp_path) -> None:
     sizes = {f"{part}_{name}": 8 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
     layers = {"encoder_layers": 1, "decoder_layers": 1}
     config = BartConfig(vocab_size=32, d_model=8, max_position_embeddings=32, **sizes, **layers)
@@ -55,7 +55,7 @@ def test_seq2seq_trainer_generates_in_its_evaluation(tmp_path) -> None:
         for name, dataset in CLIENTS.items()
     }
 
-    def longest(prediction: Any) -> dict[str, float]:
+    def longest_generation(prediction: Any) -> dict[str, float]:
         return {"longest": float((prediction.predictions != config.pad_token_id).sum(-1).max())}
 
     trainer = federate(Seq2SeqTrainer)(
@@ -65,7 +65,7 @@ def test_seq2seq_trainer_generates_in_its_evaluation(tmp_path) -> None:
         ),
         train_dataset=data,
         eval_dataset=FederatedDataset.from_dict(data),
-        compute_metrics=longest,
+        compute_metrics=longest_generation,
         federation=FederatedConfig(num_rounds=2, evaluate_clients=True),
     )
     trainer.train()
@@ -75,116 +75,127 @@ def test_seq2seq_trainer_generates_in_its_evaluation(tmp_path) -> None:
     assert trainer.evaluate(data["north"], max_length=3)["eval_longest"] == 3
 
 
-def test_federate_refuses_what_is_no_trainer() -> None:
+def test_federate_refuses_other_classes() -> None:
     assert federate(Trainer) is FederatedTrainer
     with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
         federate(dict)
-    with pytest.raises(TypeError, match="FederatedTrainer is federated already"):
+    with pytest.raises(TypeError, match="FederatedTrainer is already federated"):
         federate(FederatedTrainer)
 
 
-class PassingOn(Trainer):
-    """As most subclasses are written."""
+class WithKeyword(Trainer):
+    """A trainer with an additional keyword argument, as most subclasses have."""
 
     def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.temperature = temperature
 
 
-class PassingOnAfterItsOwn(PassingOn):
+class WithPositional(WithKeyword):
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.name = name
 
 
 @pytest.mark.parametrize("num_by_position", [0, 2, 4])
-def test_a_users_constructor_may_pass_everything_on(tmp_path, num_by_position) -> None:
-    given = {"model": tiny_model(), "args": arguments(tmp_path), "data_collator": None, "train_dataset": CLIENTS}
-    values = list(given.values())[:num_by_position]
-    by_name = dict(list(given.items())[num_by_position:])
-    trainer = federate(PassingOn)(*values, **by_name, temperature=2.0)
+def test_custom_constructor_may_pass_all_arguments_on(tmp_path, num_by_position) -> None:
+    parent_arguments = {
+        "model": tiny_model(),
+        "args": arguments(tmp_path),
+        "data_collator": None,
+        "train_dataset": CLIENTS,
+    }
+    values = list(parent_arguments.values())[:num_by_position]
+    by_name = dict(list(parent_arguments.items())[num_by_position:])
+    trainer = federate(WithKeyword)(*values, **by_name, temperature=2.0)
     assert (trainer.temperature, list(trainer.clients)) == (2.0, list(CLIENTS))
-    with_own = federate(PassingOnAfterItsOwn)("mine", *values, **by_name)
-    assert (with_own.name, with_own.temperature, list(with_own.clients)) == ("mine", 1.0, list(CLIENTS))
+    with_positional = federate(WithPositional)("mine", *values, **by_name)
+    assert (with_positional.name, with_positional.temperature, list(with_positional.clients)) == (
+        "mine",
+        1.0,
+        list(CLIENTS),
+    )
 
 
-def test_an_argument_given_twice_is_refused(tmp_path) -> None:
+def test_argument_that_is_passed_twice_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="twice"):
         FederatedTrainer(tiny_model(), arguments(tmp_path), None, CLIENTS, train_dataset=CLIENTS)
 
 
-class LooksAtItsData(Trainer):
-    """A constructor that asks what can be answered: whether there is data, of which type, and how much."""
+class InspectsDataset(Trainer):
+    """A constructor that reads whether there is a dataset, its type and its number of examples."""
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
         assert train_dataset and isinstance(train_dataset, (Dataset, IterableDataset))
-        self.num_rows = len(train_dataset)
+        self.num_examples = len(train_dataset)
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_users_constructor_may_look_at_its_data(tmp_path, is_stream) -> None:
+def test_custom_constructor_may_read_type_and_size_of_its_dataset(tmp_path, is_stream) -> None:
     clients = {name: data.to_iterable_dataset() if is_stream else data for name, data in CLIENTS.items()}
-    trainer = federate(LooksAtItsData)(
+    trainer = federate(InspectsDataset)(
         tiny_model(), arguments(tmp_path), train_dataset=clients, federation=FederatedConfig(1, local_steps=1)
     )
     trainer.train()
-    assert trainer.num_rows == (0 if is_stream else 18)
+    assert trainer.num_examples == (0 if is_stream else 18)
 
 
-class Mutates(Trainer):
+class MapsDataset(Trainer):
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
         if isinstance(train_dataset, Dataset):
             train_dataset = train_dataset.map(lambda row: {"labels": 1 - row["labels"]})
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
 
 
-class Drops(PassingOn):
+class FiltersDataset(WithKeyword):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.train_dataset is not None:
             self.train_dataset = self.train_dataset.filter(lambda row: row["labels"] == 1)
 
 
-class Weights(PassingOn):
-    """Class weights from the labels."""
+class ComputesWeights(WithKeyword):
+    """Computes class weights from the labels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weights = torch.bincount(torch.tensor(self.train_dataset["labels"]))
 
 
-class Longest(PassingOn):
+class IteratesOverDataset(WithKeyword):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.longest = max(len(row["input_ids"]) for row in self.train_dataset)
 
 
-class Replaces(PassingOn):
+class ReplacesDataset(WithKeyword):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.train_dataset = rows(3)
 
 
-class MutatesEvaluation(Trainer):
+class MapsEvaluationDataset(Trainer):
     def __init__(self, *args: Any, eval_dataset: Any = None, **kwargs: Any) -> None:
         eval_dataset = eval_dataset.map(lambda row: {"labels": 1 - row["labels"]})
         super().__init__(*args, eval_dataset=eval_dataset, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("base", "how"),
+    ("base", "reason"),
     [
-        (Mutates, "asks for 'map'"),
-        (Drops, "asks for 'filter'"),
-        (Weights, "reads 'labels'"),
-        (Longest, "goes over the rows"),
-        (Replaces, "`train_dataset` is another one afterwards"),
-        (MutatesEvaluation, "`eval_dataset` is another one afterwards"),
+        (MapsDataset, "accesses 'map'"),
+        (FiltersDataset, "accesses 'filter'"),
+        (ComputesWeights, "reads 'labels'"),
+        (IteratesOverDataset, "iterates over the examples"),
+        (ReplacesDataset, "the constructor replaced `train_dataset`"),
+        (MapsEvaluationDataset, "the constructor replaced `eval_dataset`"),
     ],
 )
-def test_a_users_constructor_that_uses_its_data_is_refused(tmp_path, base, how) -> None:
-    with pytest.raises(ValueError, match=f"Federated{base.__name__} does something .*{how}.*`FederatedDataset.map`"):
+def test_custom_constructor_that_uses_its_dataset_is_refused(tmp_path, base, reason) -> None:
+    with pytest.raises(
+        ValueError, match=f"Federated{base.__name__} uses its dataset .*{reason}.*`FederatedDataset.map`"
+    ):
         federate(base)(
             model=tiny_model(),
             args=arguments(tmp_path),
@@ -193,8 +204,8 @@ def test_a_users_constructor_that_uses_its_data_is_refused(tmp_path, base, how) 
         )
 
 
-class KeepsItsData(PassingOn):
-    """Reads later what its constructor got."""
+class ReadsDatasetLater(WithKeyword):
+    """Keeps the dataset of the constructor and reads it during training."""
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
@@ -205,14 +216,14 @@ class KeepsItsData(PassingOn):
         return super().compute_loss(model, inputs, **kwargs)
 
 
-def test_data_that_a_constructor_keeps_ends_the_run_where_it_is_read(tmp_path) -> None:
-    trainer = federate(KeepsItsData)(model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS)
+def test_reading_the_dataset_of_the_constructor_during_training_is_refused(tmp_path) -> None:
+    trainer = federate(ReadsDatasetLater)(model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS)
     with pytest.raises(ValueError, match="reads 0.*`FederatedDataset.map`"):
         trainer.train()
 
 
-class Own(Trainer):
-    """A trainer with a loss, a loader and a step of its own."""
+class CustomTrainer(Trainer):
+    """A trainer with a custom loss, data loader and training step."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
@@ -220,7 +231,7 @@ class Own(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def get_train_dataloader(self):
-        # The longest rows first, without shuffling.
+        # The examples in a fixed order, without shuffling.
         order = sorted(range(len(self.train_dataset)), key=lambda i: -sum(self.train_dataset[i]["input_ids"]))
         loader = DataLoader(
             self.train_dataset.select(order), batch_size=self.args.train_batch_size, collate_fn=self.data_collator
@@ -239,12 +250,12 @@ def lora_model() -> Any:
         )
 
 
-def test_a_users_loss_loader_and_step_train_one_client_as_alone(tmp_path) -> None:
-    plain = Own(
+def test_custom_trainer_with_one_client_equals_plain_training(tmp_path) -> None:
+    plain = CustomTrainer(
         model=lora_model(), args=arguments(tmp_path / "plain", num_train_epochs=2), train_dataset=CLIENTS["north"]
     )
     plain.train()
-    federated = federate(Own)(
+    federated = federate(CustomTrainer)(
         model=lora_model(),
         args=arguments(tmp_path / "federated"),
         train_dataset=CLIENTS["north"],
@@ -254,7 +265,7 @@ def test_a_users_loss_loader_and_step_train_one_client_as_alone(tmp_path) -> Non
     assert same_weights(plain.model, federated.model)
 
 
-def test_a_users_loss_loader_and_step_over_two_clients(tmp_path) -> None:
+def test_custom_trainer_trains_two_clients(tmp_path) -> None:
     def trained(base: type[Trainer]) -> Any:
         trainer = federate(base)(
             model=lora_model(),
@@ -265,7 +276,7 @@ def test_a_users_loss_loader_and_step_over_two_clients(tmp_path) -> None:
         trainer.train()
         return trainer
 
-    own, parents = trained(Own), trained(Trainer)
-    assert own.ledger.rounds() == parents.ledger.rounds()
-    assert not same_weights(own.model, parents.model)
-    assert all("lora_" in name or "modules_to_save" in name for name in own.exchange.names)
+    custom, default = trained(CustomTrainer), trained(Trainer)
+    assert custom.ledger.rounds() == default.ledger.rounds()
+    assert not same_weights(custom.model, default.model)
+    assert all("lora_" in name or "modules_to_save" in name for name in custom.exchange.names)

@@ -1,4 +1,4 @@
-"""QLoRA: adapters on a base in 4 or 8 bits; the base neither travels nor changes."""
+"""QLoRA: adapters on a base model in 4 or 8 bits. The base model is neither sent nor changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("bitsandbytes")
 
 
 def quantized_model(folder: Path, config: BitsAndBytesConfig) -> Any:
-    # Hidden sizes below 64 do not fit the blocks of the CPU backend.
+    # The CPU backend of bitsandbytes needs hidden sizes of at least 64.
     language_model(hidden_size=64).save_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
     base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
@@ -30,11 +30,11 @@ def quantized_model(folder: Path, config: BitsAndBytesConfig) -> Any:
         )
 
 
-def tokens(client_id: str, num_rows: int) -> Any:
-    words = tokenizer()
+def tokenized(client_id: str, num_rows: int) -> Any:
+    client_tokenizer = tokenizer()
     return (
         texts(client_id, num_rows)
-        .map(lambda row: {"input_ids": words(row["text"])["input_ids"]})
+        .map(lambda row: {"input_ids": client_tokenizer(row["text"])["input_ids"]})
         .remove_columns("text")
     )
 
@@ -48,14 +48,14 @@ def tokens(client_id: str, num_rows: int) -> Any:
     ],
     ids=["4 bit", "4 bit, bfloat16", "8 bit"],
 )
-def test_qlora_over_two_clients(tmp_path, config) -> None:
+def test_qlora_changes_and_sends_only_adapters(tmp_path, config) -> None:
     model = quantized_model(tmp_path / "base", config)
     assert any(parameter.dtype in (torch.uint8, torch.int8) for parameter in model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = FederatedTrainer(
         model=model,
         args=arguments(tmp_path / "run", learning_rate=1e-2),
-        train_dataset=FederatedDataset.from_dict({"north": tokens("north", 8), "south": tokens("south", 5)}),
+        train_dataset=FederatedDataset.from_dict({"north": tokenized("north", 8), "south": tokenized("south", 5)}),
         data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
         federation=FederatedConfig(num_rounds=2),
     )
@@ -64,6 +64,6 @@ def test_qlora_over_two_clients(tmp_path, config) -> None:
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed and all("lora_" in name for name in changed)
     assert all("lora_" in name for name in trainer.exchange.names)
-    adapters = sum(value.nbytes for name, value in after.items() if "lora_" in name)
-    # Two clients, two rounds, and a header a message.
-    assert 4 * adapters < trainer.ledger.bytes_up < 4 * (adapters + 3000)
+    adapter_bytes = sum(value.nbytes for name, value in after.items() if "lora_" in name)
+    # Two clients and two rounds. Each message also has a header.
+    assert 4 * adapter_bytes < trainer.ledger.bytes_up < 4 * (adapter_bytes + 3000)

@@ -1,4 +1,4 @@
-"""Invariant 6: a run killed at any moment and resumed ends in the same bytes as one that was never killed."""
+"""A run that is killed at any moment and resumed ends with the same files as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QUICK = [
 ]
 THOROUGH = [("adafd", "exchange"), ("feddrs", "last samples")]
 THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
-# About as many file events as a run has; those beyond its end are not reached, and the run is simply resumed.
+# A run changes fewer files than this. The test skips file events that the run does not reach.
 FILE_EVENTS = range(1, 130)
 
 
@@ -58,7 +58,7 @@ Run = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """`run(directory, scenario, moment=None, resume=False)` in a process of its own; returns its exit code."""
+    """Call `run(directory, scenario, moment=None, resume=False)` to run a process and get its exit code."""
     with worker("kill_worker.py") as ask:
         yield lambda directory, scenario, moment=None, resume=False: ask(
             {"directory": str(directory), "scenario": scenario, "moment": moment, "resume": resume}
@@ -66,8 +66,8 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def never_killed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a scenario's run that was never killed."""
+def uninterrupted(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the directory of the uninterrupted run of a scenario."""
     directories: dict[str, Path] = {}
 
     def directory(scenario: str) -> Path:
@@ -80,7 +80,7 @@ def never_killed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Every file below a directory, by path; JSON with a log is read and freed of timings."""
+    """Read every file below a directory, by path. JSON files with a log are parsed, and timings are removed."""
     files: dict[str, Any] = {}
     for path in sorted(directory.rglob("*")):
         if not path.is_file():
@@ -96,7 +96,7 @@ def contents(directory: Path) -> dict[str, Any]:
 
 
 def final_contents(directory: Path) -> dict[str, Any]:
-    """What a run left: the last checkpoint, the final model, the log."""
+    """Read the files of a finished run: the last checkpoint, the final model and the log."""
     last = list_checkpoints(directory / RUN_DIR)[-1].name
     skipped = tuple(f"{RUN_DIR}/{path.name}/" for path in list_checkpoints(directory / RUN_DIR)[:-1])
     files = {path: value for path, value in contents(directory).items() if not path.startswith(skipped)}
@@ -110,11 +110,10 @@ def assert_same_contents(actual: dict[str, Any], expected: dict[str, Any]) -> No
 
 
 def assert_complete(checkpoint: Path, complete: Path) -> None:
-    """A checkpoint has the files of a complete one, and they can be read."""
-    is_clients_own = re.compile(r"^federated/clients/")
+    """Assert that a checkpoint has all files of a complete checkpoint and that its state can be read."""
+    client_file = re.compile(r"^federated/clients/")
     names, expected = (
-        {path for path in contents(directory) if not is_clients_own.match(path)}
-        for directory in (checkpoint, complete)
+        {path for path in contents(directory) if not client_file.match(path)} for directory in (checkpoint, complete)
     )
     assert names == expected
     state = json.loads((checkpoint / "trainer_state.json").read_text())
@@ -123,60 +122,58 @@ def assert_complete(checkpoint: Path, complete: Path) -> None:
 
 
 def check_killed_run(
-    run: Run, never_killed: Callable[[str], Path], directory: Path, scenario: str, moment: str
+    run: Run, uninterrupted: Callable[[str], Path], directory: Path, scenario: str, moment: str
 ) -> None:
-    reference = never_killed(scenario)
+    reference = uninterrupted(scenario)
     assert run(directory, scenario, moment=moment) == -signal.SIGKILL
-    left = list_checkpoints(directory / RUN_DIR)
-    for checkpoint in left:
+    found = list_checkpoints(directory / RUN_DIR)
+    for checkpoint in found:
         assert_complete(checkpoint, list_checkpoints(reference / RUN_DIR)[-1])
-    assert run(directory, scenario, resume=bool(left)) == 0
+    assert run(directory, scenario, resume=bool(found)) == 0
     assert_same_contents(final_contents(directory), final_contents(reference))
 
 
 @pytest.mark.parametrize(("scenario", "moment"), QUICK)
-def test_killed_and_resumed_ends_in_the_same_bytes(run, never_killed, tmp_path, scenario, moment) -> None:
-    check_killed_run(run, never_killed, tmp_path, scenario, moment)
+def test_resume_after_kill_gives_identical_files(run, uninterrupted, tmp_path, scenario, moment) -> None:
+    check_killed_run(run, uninterrupted, tmp_path, scenario, moment)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "moment"), THOROUGH)
-def test_every_scenario_killed_at_every_moment_ends_in_the_same_bytes(
-    run, never_killed, tmp_path, scenario, moment
-) -> None:
-    check_killed_run(run, never_killed, tmp_path, scenario, moment)
+def test_resume_after_kill_at_any_moment_gives_identical_files(run, uninterrupted, tmp_path, scenario, moment) -> None:
+    check_killed_run(run, uninterrupted, tmp_path, scenario, moment)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["best", "scaffold_disk"])
 @pytest.mark.parametrize("number", FILE_EVENTS)
-def test_killed_before_any_change_of_a_file_ends_in_the_same_bytes(
-    run, never_killed, tmp_path, scenario, number
+def test_resume_after_kill_before_any_file_change_gives_identical_files(
+    run, uninterrupted, tmp_path, scenario, number
 ) -> None:
-    reference = never_killed(scenario)
+    reference = uninterrupted(scenario)
     code = run(tmp_path, scenario, moment=f"file event {number}")
     if code == 0:
-        pytest.skip(f"a run changes fewer than {number} files")
+        pytest.skip(f"The run changes fewer than {number} files.")
     assert code == -signal.SIGKILL
-    left = list_checkpoints(tmp_path / RUN_DIR)
-    for checkpoint in left:
+    found = list_checkpoints(tmp_path / RUN_DIR)
+    for checkpoint in found:
         assert_complete(checkpoint, list_checkpoints(reference / RUN_DIR)[-1])
-    assert run(tmp_path, scenario, resume=bool(left)) == 0
+    assert run(tmp_path, scenario, resume=bool(found)) == 0
     assert_same_contents(final_contents(tmp_path), final_contents(reference))
 
 
-def test_killed_twice_and_resumed_from_an_explicit_path(run, never_killed, tmp_path) -> None:
+def test_resume_from_an_explicit_path_after_two_kills(run, uninterrupted, tmp_path) -> None:
     assert run(tmp_path, "fedopt", moment="before rename") == -signal.SIGKILL
     assert run(tmp_path, "fedopt", moment="aggregation", resume=f"{RUN_DIR}/checkpoint-1") == -signal.SIGKILL
     assert run(tmp_path, "fedopt", resume=f"{RUN_DIR}/checkpoint-2") == 0
-    assert_same_contents(final_contents(tmp_path), final_contents(never_killed("fedopt")))
+    assert_same_contents(final_contents(tmp_path), final_contents(uninterrupted("fedopt")))
 
 
-def test_nothing_half_written_is_left_after_a_run(never_killed) -> None:
-    assert not list((never_killed("best") / RUN_DIR).glob(f"{STAGING_DIR}*"))
+def test_finished_run_leaves_no_staging_directory(uninterrupted) -> None:
+    assert not list((uninterrupted("best") / RUN_DIR).glob(f"{STAGING_DIR}*"))
 
 
-# ---- What cannot be resumed, said in words
+# ---- Refused checkpoints
 
 
 def trainer(directory: Path, **kwargs: Any) -> FederatedTrainer:
@@ -188,21 +185,23 @@ def trainer(directory: Path, **kwargs: Any) -> FederatedTrainer:
     )
 
 
-def test_resuming_without_a_checkpoint_says_where_it_looked(tmp_path) -> None:
+def test_resume_without_checkpoint_names_the_searched_directory(tmp_path) -> None:
     with pytest.raises(ValueError, match=f"No checkpoint found in .*{tmp_path.name}"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_plain_trainers_checkpoint_is_refused(tmp_path) -> None:
+def test_checkpoint_of_a_plain_trainer_is_refused(tmp_path) -> None:
     plain = Trainer(
         tiny_model(), arguments(tmp_path, save_strategy="epoch", num_train_epochs=1), train_dataset=rows(4)
     )
     plain.train()
-    with pytest.raises(ValueError, match="is no checkpoint of a federation.*may stem from a plain Trainer"):
+    with pytest.raises(
+        ValueError, match="is not a checkpoint of a federation.*may have been saved by a plain Trainer"
+    ):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_without_the_servers_state_is_refused(tmp_path) -> None:
+def test_checkpoint_without_server_state_is_refused(tmp_path) -> None:
     trainer(tmp_path, save_only_model=True).train()
     saved = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
     assert "model.safetensors" in saved and "federated" not in saved
@@ -212,7 +211,7 @@ def test_a_checkpoint_without_the_servers_state_is_refused(tmp_path) -> None:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
-    """A checkpoint after the first of two rounds, of clients that keep something."""
+    """A checkpoint with client states after the first of two rounds."""
     federation(tmp_path, callbacks=[StopAfterFirst()]).train()
     return tmp_path / "checkpoint-1"
 
@@ -235,7 +234,7 @@ def federation(
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_checkpoint_without_a_clients_state_is_refused_by_its_name(stopped, store) -> None:
+def test_checkpoint_without_a_client_state_names_the_client(stopped, store) -> None:
     before = federation(stopped.parent / "whole", client_store=store)
     before.train(resume_from_checkpoint=str(stopped))
     for file in (stopped / "federated" / "clients").iterdir():
@@ -245,31 +244,34 @@ def test_a_checkpoint_without_a_clients_state_is_refused_by_its_name(stopped, st
         after.train(resume_from_checkpoint=str(stopped))
 
 
-def test_a_checkpoint_with_weights_cut_short_is_refused_by_the_files_name(stopped) -> None:
+def test_checkpoint_with_truncated_weights_names_the_file(stopped) -> None:
     file = stopped / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors' was damaged"):
+    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors' is damaged"):
         federation(stopped.parent).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"federation_seed": 7}, "federation_seed: here 7, there 42"),
-        ({"aggregation": "fedopt"}, r"aggregation: here 'FedOpt\(\)', there 'FedAvg\(\)'"),
-        ({"aggregation_kwargs": {"weighting": "uniform"}}, r"here \"FedAvg\(weighting='uniform'\)\", there 'FedAvg"),
-        ({"client_optimizer_state": "reset"}, "client_optimizer_state: here 'reset', there 'carry'"),
-        ({"clients": "a"}, r"1 clients are only there, for example \['b'\]"),
-        ({"clients": "abc"}, r"1 clients are only here, for example \['c'\]"),
-        ({"num_rows": 5}, "rows of client 'a': here 5, there 4; rows of client 'b'"),
+        ({"federation_seed": 7}, "federation_seed: 7 in this run, 42 in the checkpoint"),
+        ({"aggregation": "fedopt"}, r"aggregation: 'FedOpt\(\)' in this run, 'FedAvg\(\)' in the checkpoint"),
+        ({"aggregation_kwargs": {"weighting": "uniform"}}, r"\"FedAvg\(weighting='uniform'\)\" in this run, 'FedAvg"),
+        (
+            {"client_optimizer_state": "reset"},
+            "client_optimizer_state: 'reset' in this run, 'carry' in the checkpoint",
+        ),
+        ({"clients": "a"}, r"1 clients are only in the checkpoint, for example \['b'\]"),
+        ({"clients": "abc"}, r"1 clients are only in this run, for example \['c'\]"),
+        ({"num_rows": 5}, "examples of client 'a': 5 in this run, 4 in the checkpoint; examples of client 'b'"),
     ],
 )
-def test_another_federation_does_not_resume(stopped, changes, words) -> None:
-    with pytest.raises(ValueError, match=f"{words}.*What a resume may change: num_rounds, "):
+def test_checkpoint_of_another_federation_is_refused(stopped, changes, words) -> None:
+    with pytest.raises(ValueError, match=f"{words}.*A resumed run may change these fields: num_rounds, "):
         federation(stopped.parent, **changes).train(resume_from_checkpoint=True)
 
 
-def test_a_resume_may_change_the_length_and_where_things_lie(stopped) -> None:
+def test_resume_may_change_length_storage_and_parallelism(stopped) -> None:
     trainer = federation(
         stopped.parent, num_rounds=3, min_clients=2, log_clients=True, client_store="disk", parallelism="clients"
     )
@@ -277,14 +279,14 @@ def test_a_resume_may_change_the_length_and_where_things_lie(stopped) -> None:
     assert trainer.state.global_step == 3
 
 
-def test_a_refused_checkpoint_leaves_the_model_as_it_was(tmp_path) -> None:
+def test_refused_checkpoint_does_not_change_the_model(tmp_path) -> None:
     refused = trainer(tmp_path)
     with pytest.raises(ValueError):
         refused.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
     assert same_weights(refused.model, tiny_model())
 
 
-def test_a_second_run_into_the_same_directory_replaces_the_checkpoints(tmp_path) -> None:
+def test_second_run_in_the_same_directory_replaces_the_checkpoints(tmp_path) -> None:
     trainer(tmp_path).train()
     trainer(tmp_path, learning_rate=1e-3).train()
     fresh = trainer(tmp_path / "fresh", learning_rate=1e-3)

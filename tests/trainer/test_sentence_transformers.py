@@ -19,7 +19,7 @@ sentence_transformers = pytest.importorskip("sentence_transformers")
 
 
 def encoder(folder: Path) -> Any:
-    """A two-layer BERT with mean pooling."""
+    """Build a two-layer BERT with mean pooling."""
     if not folder.exists():
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -54,8 +54,8 @@ def arguments(output_dir: Path, **kwargs: Any) -> Any:
     )
 
 
-class Counting(sentence_transformers.SentenceTransformerTrainer):
-    """Notes how many rows it prepared."""
+class CountingTrainer(sentence_transformers.SentenceTransformerTrainer):
+    """Records the number of examples of each prepared dataset."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.prepared: list[int] = []
@@ -73,10 +73,10 @@ def losses(model: Any) -> Any:
     return MultipleNegativesRankingLoss(model)
 
 
-def test_sentence_embeddings_over_two_clients(tmp_path) -> None:
+def test_sentence_transformer_trains_saves_and_resumes_over_two_clients(tmp_path) -> None:
     model = encoder(tmp_path / "encoder")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = federate(Counting)(
+    trainer = federate(CountingTrainer)(
         model=model,
         args=arguments(tmp_path / "run", save_strategy="epoch"),
         train_dataset={"north": pairs("north", 9), "south": pairs("south", 6)},
@@ -95,7 +95,7 @@ def test_sentence_embeddings_over_two_clients(tmp_path) -> None:
     )
 
 
-def test_one_client_is_the_plain_trainer(tmp_path) -> None:
+def test_one_client_equals_the_plain_trainer(tmp_path) -> None:
     models = [encoder(tmp_path / "encoder") for _ in range(2)]
     plain = sentence_transformers.SentenceTransformerTrainer(
         model=models[0],

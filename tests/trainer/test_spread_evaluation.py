@@ -1,4 +1,4 @@
-"""Evaluation over ranks: which evaluations are spread, and the share of each rank."""
+"""Evaluation over ranks: the evaluations that are spread, and the share of each rank."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def build(tmp_path, base=Trainer, **kwargs):
     )
 
 
-def test_an_evaluation_of_several_batches_is_spread(tmp_path):
+def test_evaluation_of_several_batches_is_spread(tmp_path):
     trainer = build(tmp_path)
     assert can_spread(trainer, trainer.get_eval_dataloader())
 
 
-def test_an_evaluation_of_one_batch_is_not_spread(tmp_path):
+def test_evaluation_of_one_batch_is_not_spread(tmp_path):
     trainer = build(tmp_path)
     assert not can_spread(trainer, trainer.get_eval_dataloader(rows(3)))
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "prediction_step", "evaluation_loop"])
-def test_a_trainer_with_its_own_prediction_is_not_spread(tmp_path, method):
-    """The method of a user's trainer may count or log what it sees."""
-    own = type(
-        "Own", (Trainer,), {method: lambda self, *args, **kwargs: getattr(Trainer, method)(self, *args, **kwargs)}
+def test_evaluation_with_custom_prediction_is_not_spread(tmp_path, method):
+    """A custom method may count or log the batches that it receives."""
+    custom = type(
+        "Custom", (Trainer,), {method: lambda self, *args, **kwargs: getattr(Trainer, method)(self, *args, **kwargs)}
     )
-    trainer = build(tmp_path, own)
+    trainer = build(tmp_path, custom)
     assert not can_spread(trainer, trainer.get_eval_dataloader())
 
 
 class TwoRanks:
-    """Both ranks of a launch, of which the test runs one after the other."""
+    """The two ranks of a launch. The test runs the ranks one after another."""
 
     world_size = 2
 
@@ -58,7 +58,7 @@ class TwoRanks:
         return self.parts
 
 
-def test_each_rank_predicts_every_other_batch(tmp_path):
+def test_each_rank_predicts_every_second_batch(tmp_path):
     trainer = FederatedTrainer(model=tiny_model(), args=arguments(tmp_path), train_dataset={"a": rows(4)})
     predicted: list[tuple[int, int]] = []
     ranks = TwoRanks()
@@ -82,7 +82,7 @@ def test_each_rank_predicts_every_other_batch(tmp_path):
     assert predicted == [(1, 11), (1, 13), (0, 10), (0, 12), (0, 14)]
 
 
-def test_the_end_of_the_data_is_announced_with_the_last_batch(tmp_path):
+def test_gradient_state_reports_the_end_of_the_data_with_the_last_batch(tmp_path):
     trainer = build(tmp_path)
     plain = trainer.get_eval_dataloader()
     loader = SpreadLoader(trainer.get_eval_dataloader(), 8)

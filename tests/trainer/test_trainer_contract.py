@@ -1,4 +1,4 @@
-"""A round is the outer trainer's step: what follows for counting, logging, evaluating, saving and callbacks."""
+"""One round is one step of the trainer: step counts, logging, evaluation, saving and callbacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(
     trainer: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of four rounds; `kwargs` are training arguments."""
+    """Build a federation of four rounds. `kwargs` are training arguments."""
     return FederatedTrainer(
         **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
@@ -47,7 +47,7 @@ def build(
 
 
 def steps_with(trainer: Trainer, key: str) -> list[int]:
-    """The steps of the log entries that have a key."""
+    """Steps of the log entries that contain a key."""
     return [entry["step"] for entry in trainer.state.log_history if key in entry]
 
 
@@ -58,7 +58,7 @@ def checkpoints(directory: Path) -> list[str]:
 # ---- Rounds as steps
 
 
-def test_state_counts_rounds(tmp_path) -> None:
+def test_global_step_counts_rounds(tmp_path) -> None:
     trainer = build(tmp_path)
     output = trainer.train()
     assert output.global_step == trainer.state.global_step == trainer.state.max_steps == 4
@@ -87,19 +87,19 @@ def test_steps_and_ratios_count_rounds(tmp_path, kwargs, expected) -> None:
     trainer = build(tmp_path, trainer={"eval_dataset": EVAL_ROWS}, **values)
     trainer.train()
     assert steps_with(trainer, "loss") == expected
-    # As Trainer does with steps, it evaluates and saves after the last one too.
+    # As `Trainer` does with steps, the trainer also evaluates and saves after the last step.
     with_last = sorted({*expected, 4}) if kwargs["strategy"] == "steps" else expected
     assert steps_with(trainer, "eval_loss") == with_last
     assert checkpoints(tmp_path) == [f"checkpoint-{step}" for step in with_last]
 
 
-def test_logging_first_step(tmp_path) -> None:
+def test_logging_first_step_logs_the_first_round(tmp_path) -> None:
     trainer = build(tmp_path, logging_strategy="steps", logging_steps=3, logging_first_step=True)
     trainer.train()
     assert steps_with(trainer, "loss") == [1, 3]
 
 
-def test_epochs_of_the_arguments_are_rounds_without_a_federation(tmp_path) -> None:
+def test_num_train_epochs_sets_the_rounds_without_a_federation(tmp_path) -> None:
     trainer = FederatedTrainer(tiny_model(), arguments(tmp_path, num_train_epochs=2), train_dataset=CLIENTS)
     trainer.train()
     assert trainer.federation == FederatedConfig(num_rounds=2, federation_seed=42)
@@ -110,15 +110,15 @@ def test_epochs_of_the_arguments_are_rounds_without_a_federation(tmp_path) -> No
     assert same_weights(trainer.model, explicit.model)
 
 
-def test_training_twice_starts_a_second_run_from_the_first_ones_model(tmp_path) -> None:
+def test_second_train_call_starts_a_new_run_from_the_trained_model(tmp_path) -> None:
     trainer = build(tmp_path, federation={"aggregation": "fedopt", "client_optimizer_state": "carry"})
     trainer.train()
-    after_one = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    after_first_run = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     assert trainer.state.global_step == 4
     assert len(trainer.ledger.rounds()) == 4
     second = tiny_model()
-    second.load_state_dict(after_one)
+    second.load_state_dict(after_first_run)
     again = build(
         tmp_path / "again",
         federation={"aggregation": "fedopt", "client_optimizer_state": "carry"},
@@ -128,7 +128,7 @@ def test_training_twice_starts_a_second_run_from_the_first_ones_model(tmp_path) 
     assert same_weights(trainer.model, again.model)
 
 
-# ---- Evaluating
+# ---- Evaluation
 
 
 def test_early_stopping_counts_rounds(tmp_path) -> None:
@@ -138,7 +138,7 @@ def test_early_stopping_counts_rounds(tmp_path) -> None:
         federation={"num_rounds": 9},
         trainer={
             "eval_dataset": EVAL_ROWS,
-            # Every evaluation is worse than the one before.
+            # Every evaluation is worse than the previous evaluation.
             "compute_metrics": lambda prediction: {"rank": next(ranks)},
             "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
         },
@@ -156,8 +156,8 @@ def test_early_stopping_counts_rounds(tmp_path) -> None:
     assert same_weights(trainer.model, best)
 
 
-def adapted(kind: str) -> nn.Module:
-    """A tiny model with an adapter; without one for any other kind."""
+def build_model(kind: str) -> nn.Module:
+    """Build a tiny model, with an adapter if `kind` is `"lora"` or `"p-tuning"`."""
     configs = {
         "lora": LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]),
         "p-tuning": PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=3, encoder_hidden_size=8),
@@ -168,16 +168,16 @@ def adapted(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "p-tuning"])
-def test_best_model_is_loaded_at_the_end(tmp_path, kind) -> None:
+def test_load_best_model_at_end_loads_the_best_round(tmp_path, kind) -> None:
     trainer = build(
         tmp_path,
         federation={"num_rounds": 3},
-        trainer={"model": adapted(kind), "eval_dataset": EVAL_ROWS},
+        trainer={"model": build_model(kind), "eval_dataset": EVAL_ROWS},
         eval_strategy="steps",
         save_strategy="steps",
         save_total_limit=1,
         load_best_model_at_end=True,
-        # The best round is to be one that is not the last.
+        # With these arguments, the best round is not the last round.
         greater_is_better=True,
         metric_for_best_model="loss",
     )
@@ -193,12 +193,12 @@ def test_best_model_is_loaded_at_the_end(tmp_path, kind) -> None:
         assert same_weights(trainer.model, saved)
 
 
-def test_save_total_limit_keeps_the_last(tmp_path) -> None:
+def test_save_total_limit_keeps_the_last_checkpoints(tmp_path) -> None:
     build(tmp_path, save_strategy="steps", save_total_limit=2).train()
     assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_evaluation_data_by_name(tmp_path) -> None:
+def test_evaluation_datasets_by_name_are_all_evaluated(tmp_path) -> None:
     trainer = build(
         tmp_path, trainer={"eval_dataset": {"dev": EVAL_ROWS, "test": rows(4, seed=5)}}, eval_strategy="epoch"
     )
@@ -206,7 +206,7 @@ def test_evaluation_data_by_name(tmp_path) -> None:
     assert steps_with(trainer, "eval_dev_loss") == steps_with(trainer, "eval_test_loss") == [1, 2, 3, 4]
 
 
-def test_a_federated_eval_dataset_is_evaluated_as_all_rows_together(tmp_path) -> None:
+def test_federated_eval_dataset_is_evaluated_as_one_dataset(tmp_path) -> None:
     clients = FederatedDataset.from_dict(CLIENTS)
     trainer = build(tmp_path, trainer={"eval_dataset": clients, "compute_metrics": accuracy})
     metrics = trainer.evaluate()
@@ -221,16 +221,19 @@ def test_a_federated_eval_dataset_is_evaluated_as_all_rows_together(tmp_path) ->
     assert not any(name.startswith("federated/") for name in metrics)
 
 
-def test_federated_data_given_to_evaluate_are_all_rows_together(tmp_path) -> None:
+def test_evaluate_accepts_a_federated_dataset_as_one_dataset(tmp_path) -> None:
     clients = FederatedDataset.from_dict({"a": rows(6, seed=1), "b": rows(10, seed=2)})
     trainer = FederatedTrainer(tiny_model(), arguments(tmp_path), train_dataset=clients)
     assert trainer.evaluate(clients)["eval_loss"] == trainer.evaluate(clients.to_dataset())["eval_loss"]
 
 
-def test_evaluate_clients_by_hand(tmp_path) -> None:
-    data = {"right": [1, 1, 1, 1], "half": [1, 1, 0, 0], "wrong": [0, 0, 0, 1]}
+def test_client_evaluation_equals_values_computed_by_hand(tmp_path) -> None:
+    labels_by_client = {"right": [1, 1, 1, 1], "half": [1, 1, 0, 0], "wrong": [0, 0, 0, 1]}
     eval_clients = FederatedDataset.from_dict(
-        {name: rows(4).remove_columns("labels").add_column("labels", labels) for name, labels in data.items()}
+        {
+            name: rows(4).remove_columns("labels").add_column("labels", labels)
+            for name, labels in labels_by_client.items()
+        }
     )
 
     class AlwaysOne(Trainer):
@@ -262,7 +265,7 @@ def test_evaluate_clients_by_hand(tmp_path) -> None:
     assert metrics["federated/eval_loss_best"] == min(losses)
 
 
-def test_evaluate_clients_at_every_evaluation(tmp_path) -> None:
+def test_evaluate_clients_runs_at_every_evaluation(tmp_path) -> None:
     trainer = build(
         tmp_path,
         trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS), "compute_metrics": accuracy},
@@ -277,7 +280,7 @@ def test_evaluate_clients_at_every_evaluation(tmp_path) -> None:
     assert set(trainer.client_metrics) == set(CLIENTS)
 
 
-def test_evaluating_clients_changes_nothing_in_training(tmp_path) -> None:
+def test_client_evaluation_does_not_change_training(tmp_path) -> None:
     clients = FederatedDataset.from_dict(CLIENTS)
     runs = [
         build(
@@ -293,7 +296,7 @@ def test_evaluating_clients_changes_nothing_in_training(tmp_path) -> None:
     assert same_weights(runs[0].model, runs[1].model)
 
 
-def test_evaluating_and_predicting_before_training(tmp_path) -> None:
+def test_evaluation_and_prediction_work_before_training(tmp_path) -> None:
     trainer = build(tmp_path, trainer={"eval_dataset": EVAL_ROWS, "compute_metrics": accuracy})
     plain = Trainer(tiny_model(), arguments(tmp_path), eval_dataset=EVAL_ROWS, compute_metrics=accuracy)
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
@@ -305,7 +308,7 @@ def test_evaluating_and_predicting_before_training(tmp_path) -> None:
 # ---- Saving
 
 
-def test_saved_model_loads_and_says_how_it_was_trained(tmp_path) -> None:
+def test_saved_model_loads_with_its_federated_config_and_ledger(tmp_path) -> None:
     trainer = build(tmp_path, federation={"aggregation": "fedprox", "aggregation_kwargs": {"proximal_weight": 0.1}})
     trainer.train()
     trainer.save_model()
@@ -330,7 +333,7 @@ def test_checkpoints_can_be_loaded_as_models(tmp_path) -> None:
     assert (state["global_step"], state["max_steps"]) == (2, 4)
 
 
-def test_pushing_without_a_network_fails_as_the_parents(tmp_path) -> None:
+def test_push_without_network_raises_the_error_of_the_parent_class(tmp_path) -> None:
     errors = []
     for cls in (Trainer, FederatedTrainer):
         with pytest.raises(Exception) as raised:

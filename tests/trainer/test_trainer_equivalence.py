@@ -1,7 +1,7 @@
-"""Invariant 1: one client whose state is carried is the plain `Trainer`, bit for bit.
+"""A federation of one client that keeps its optimizer state equals the plain `Trainer`, bit for bit.
 
-A client's round is an epoch of the plain run, or `local_epochs` of them. Compared are the weights, the optimizer's
-state, the learning rate of every step, the batches in their order and the logged losses.
+A round of the client corresponds to `local_epochs` epochs of the plain run. The tests compare the weights, the
+optimizer state, the learning rate of every step, the order of the batches and the logged losses.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hf_federated.messages.serialization import pack
 
 
 NUM_ROUNDS = 3
-# Three batches of 4, 4 and 2.
-NUM_ROWS = 10
+# Three batches of 4, 4 and 2 examples.
+NUM_EXAMPLES = 10
 
 
-class Record(TrainerCallback):
-    """The learning rate at every optimizer step."""
+class LearningRateRecorder(TrainerCallback):
+    """Records the learning rate of every optimizer step."""
 
     def __init__(self) -> None:
         self.learning_rates: list[float] = []
@@ -40,40 +40,40 @@ class Record(TrainerCallback):
         self.learning_rates.append(optimizer.param_groups[0]["lr"])
 
 
-def train_rows() -> Dataset:
-    lengths = np.random.default_rng(0).integers(1, 9, NUM_ROWS)
-    return rows(NUM_ROWS).add_column("length", lengths)
+def train_examples() -> Dataset:
+    lengths = np.random.default_rng(0).integers(1, 9, NUM_EXAMPLES)
+    return rows(NUM_EXAMPLES).add_column("length", lengths)
 
 
 def trainer_arguments(directory: Path, **kwargs: Any) -> dict[str, Any]:
-    """Keyword arguments of a trainer; what `TrainingArguments` does not know goes to the trainer itself."""
-    own = ("model_init", "eval_dataset", "compute_metrics", "optimizer_cls_and_kwargs", "compute_loss_func")
-    others = {name: kwargs.pop(name) for name in own if name in kwargs}
-    if "model_init" not in others:
-        others["model"] = tiny_model()
-    return {"args": arguments(directory, **kwargs), "train_dataset": train_rows(), **others}
+    """Build the keyword arguments of a trainer. `kwargs` are training arguments and arguments of the trainer."""
+    trainer_only = ("model_init", "eval_dataset", "compute_metrics", "optimizer_cls_and_kwargs", "compute_loss_func")
+    options = {name: kwargs.pop(name) for name in trainer_only if name in kwargs}
+    if "model_init" not in options:
+        options["model"] = tiny_model()
+    return {"args": arguments(directory, **kwargs), "train_dataset": train_examples(), **options}
 
 
 def train_plain(directory: Path, base: type[Trainer] = Trainer, epochs: int = NUM_ROUNDS, **kwargs: Any):
-    record = Record()
-    trainer = base(**trainer_arguments(directory, num_train_epochs=epochs, **kwargs), callbacks=[record])
+    recorder = LearningRateRecorder()
+    trainer = base(**trainer_arguments(directory, num_train_epochs=epochs, **kwargs), callbacks=[recorder])
     trainer.train()
-    return trainer, record
+    return trainer, recorder
 
 
 def train_one_client(
     directory: Path, base: type[Trainer] = Trainer, federation: dict[str, Any] | None = None, **kwargs: Any
 ):
-    record = Record()
+    recorder = LearningRateRecorder()
     trainer = federate(base)(
         **trainer_arguments(directory, **kwargs),
-        client_callbacks=[record],
+        client_callbacks=[recorder],
         federation=FederatedConfig(
             **{"num_rounds": NUM_ROUNDS, "client_optimizer_state": "carry", **(federation or {})}
         ),
     )
     trainer.train()
-    return trainer, record
+    return trainer, recorder
 
 
 def optimizer_of_client(trainer: FederatedTrainer) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def assert_equal_runs(tmp_path: Path, base: type[Trainer] = Trainer, local_epoch
     assert pack(optimizer_of_client(one)) == pack(plain.optimizer.state_dict())
     assert not same_weights(one.model, tiny_model())
     if local_epochs == 1:
-        # A round's loss passes through a float32 tensor.
+        # The loss of a round is converted to a float32 tensor.
         assert logged_losses(one) == pytest.approx(logged_losses(plain), rel=1e-6)
         for name in ("learning_rate", "grad_norm"):
             values = [[entry[name] for entry in run.state.log_history if name in entry] for run in (one, plain)]
@@ -151,31 +151,31 @@ def test_one_client_with_data_loader_workers_equals_plain_trainer(tmp_path) -> N
 
 
 @pytest.mark.parametrize("case", ["defaults", "accumulation", "cosine", "group_by_length"])
-def test_rounds_of_two_epochs_equal_twice_as_many_epochs(tmp_path, case) -> None:
+def test_rounds_of_two_local_epochs_equal_plain_trainer(tmp_path, case) -> None:
     assert_equal_runs(tmp_path, local_epochs=2, **CASES[case])
 
 
-def test_rounds_of_steps_equal_epochs_where_they_end_on_one(tmp_path) -> None:
+def test_local_steps_of_one_epoch_equal_plain_trainer(tmp_path) -> None:
     plain, expected = train_plain(tmp_path / "plain", lr_scheduler_type="cosine")
     one, actual = train_one_client(tmp_path / "one", federation={"local_steps": 3}, lr_scheduler_type="cosine")
     assert actual.learning_rates == expected.learning_rates
     assert same_weights(one.model, plain.model)
 
 
-class WithOwnLoss(Trainer):
+class CustomLossTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         loss = nn.functional.multi_margin_loss(outputs.logits, inputs["labels"])
         return (loss, outputs) if return_outputs else loss
 
 
-class WithOwnLoader(Trainer):
+class CustomLoaderTrainer(Trainer):
     def get_train_dataloader(self):
         dataset = self.train_dataset.remove_columns("length")
         return self.accelerator.prepare(DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=self.data_collator))
 
 
-class WithOwnStep(Trainer):
+class CustomStepTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
         loss = self.compute_loss(model, self._prepare_inputs(inputs)) / 2
@@ -183,38 +183,38 @@ class WithOwnStep(Trainer):
         return loss.detach()
 
 
-class WithOwnOptimizer(Trainer):
+class CustomOptimizerTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=self.args.learning_rate)
         return self.optimizer
 
 
-@pytest.mark.parametrize("base", [WithOwnLoss, WithOwnLoader, WithOwnStep, WithOwnOptimizer])
-def test_users_own_trainer_with_one_client_equals_itself(tmp_path, base) -> None:
+@pytest.mark.parametrize("base", [CustomLossTrainer, CustomLoaderTrainer, CustomStepTrainer, CustomOptimizerTrainer])
+def test_custom_trainer_with_one_client_equals_plain_training(tmp_path, base) -> None:
     assert_equal_runs(tmp_path, base)
 
 
-def test_without_a_federation_it_is_the_parent(tmp_path) -> None:
+def test_without_federation_the_trainer_equals_its_parent_class(tmp_path) -> None:
     plain, _ = train_plain(tmp_path / "plain")
-    same = FederatedTrainer(**trainer_arguments(tmp_path / "same", num_train_epochs=NUM_ROUNDS))
-    same.train()
-    assert same.federation is None
-    assert isinstance(same.train_dataset, Dataset)
-    assert same.state.global_step == plain.state.global_step == 9
-    assert same_weights(same.model, plain.model)
-    assert pack(same.optimizer.state_dict()) == pack(plain.optimizer.state_dict())
+    trainer = FederatedTrainer(**trainer_arguments(tmp_path / "same", num_train_epochs=NUM_ROUNDS))
+    trainer.train()
+    assert trainer.federation is None
+    assert isinstance(trainer.train_dataset, Dataset)
+    assert trainer.state.global_step == plain.state.global_step == 9
+    assert same_weights(trainer.model, plain.model)
+    assert pack(trainer.optimizer.state_dict()) == pack(plain.optimizer.state_dict())
     with pytest.raises(AttributeError, match="no federation"):
-        same.ledger  # noqa: B018
+        trainer.ledger  # noqa: B018
 
 
-def test_reset_optimizer_differs_from_carried_one(tmp_path) -> None:
+def test_reset_optimizer_state_differs_from_kept_state(tmp_path) -> None:
     carried, _ = train_one_client(tmp_path / "carried")
     reset, _ = train_one_client(tmp_path / "reset", federation={"client_optimizer_state": "reset"})
     assert not same_weights(carried.model, reset.model)
 
 
-def test_a_curve_a_round_starts_again_in_every_round(tmp_path) -> None:
+def test_lr_schedule_per_round_restarts_in_every_round(tmp_path) -> None:
     _, whole = train_one_client(tmp_path / "whole", warmup_steps=2)
     _, by_round = train_one_client(tmp_path / "round", federation={"lr_schedule": "round"}, warmup_steps=2)
     _, first = train_plain(tmp_path / "first", epochs=1, warmup_steps=2)
@@ -225,7 +225,7 @@ def test_a_curve_a_round_starts_again_in_every_round(tmp_path) -> None:
 # ---- Shuffling
 
 
-class WithRecordedBatches(Trainer):
+class BatchRecordingTrainer(Trainer):
     batches: list[list[list[int]]] = []
 
     def compute_loss(self, model, inputs, **kwargs):
@@ -234,8 +234,8 @@ class WithRecordedBatches(Trainer):
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_rounds_shuffle_as_epochs_of_one_run(tmp_path, strategy) -> None:
-    plain, one = (type("Recorded", (WithRecordedBatches,), {"batches": []}) for _ in range(2))
+def test_rounds_shuffle_as_epochs_of_the_plain_trainer(tmp_path, strategy) -> None:
+    plain, one = (type("Recorded", (BatchRecordingTrainer,), {"batches": []}) for _ in range(2))
     train_plain(tmp_path / "plain", plain, train_sampling_strategy=strategy)
     train_one_client(tmp_path / "one", one, train_sampling_strategy=strategy)
     assert one.batches == plain.batches
@@ -248,14 +248,14 @@ def test_rounds_shuffle_as_epochs_of_one_run(tmp_path, strategy) -> None:
 
 
 def num_wrappers(function: Any) -> int:
-    """How often a function was wrapped."""
+    """Count how many times a function is wrapped."""
     count = 0
     while hasattr(function, "__wrapped__"):
         function, count = function.__wrapped__, count + 1
     return count
 
 
-def test_autocast_does_not_nest_over_clients(tmp_path) -> None:
+def test_autocast_is_not_nested_once_per_client(tmp_path) -> None:
     plain, _ = train_plain(tmp_path / "plain", bf16=True)
     trainer = FederatedTrainer(
         model=tiny_model(),
@@ -268,10 +268,10 @@ def test_autocast_does_not_nest_over_clients(tmp_path) -> None:
     assert num_wrappers(trainer.model.forward) <= num_wrappers(plain.model.forward)
 
 
-# ---- What is left behind
+# ---- State after training
 
 
-def test_saved_arguments_are_the_users(tmp_path) -> None:
+def test_saved_training_arguments_are_those_of_the_user(tmp_path) -> None:
     kwargs = {"gradient_accumulation_steps": 2, "num_train_epochs": 7, "save_strategy": "steps", "save_total_limit": 2}
     trainer, _ = train_one_client(tmp_path, neftune_noise_alpha=5.0, logging_steps=500, **kwargs)
     trainer.save_model(str(tmp_path / "final"))
@@ -282,42 +282,42 @@ def test_saved_arguments_are_the_users(tmp_path) -> None:
         assert saved.to_dict() == expected
 
 
-class Failing(Trainer):
+class FailingTrainer(Trainer):
     def compute_loss(self, *args, **kwargs):
         raise RuntimeError("out of luck")
 
 
-class Counting(Trainer):
-    """Counts what is frozen at a step."""
+class CountingTrainer(Trainer):
+    """Records the number of frozen objects at each step."""
 
     counts: list[int] = []
 
     def compute_loss(self, *args, **kwargs):
-        Counting.counts.append(gc.get_freeze_count())
+        CountingTrainer.counts.append(gc.get_freeze_count())
         return super().compute_loss(*args, **kwargs)
 
 
 def test_the_heap_is_frozen_while_clients_train(tmp_path, nothing_is_frozen) -> None:
-    train_one_client(tmp_path, Counting)
-    assert Counting.counts.pop() > 100_000 and gc.get_freeze_count() == 0
+    train_one_client(tmp_path, CountingTrainer)
+    assert CountingTrainer.counts.pop() > 100_000 and gc.get_freeze_count() == 0
 
 
 def test_the_heap_is_not_frozen_after_an_error(tmp_path, nothing_is_frozen) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
-        train_one_client(tmp_path, Failing)
+        train_one_client(tmp_path, FailingTrainer)
     assert gc.get_freeze_count() == 0
 
 
-def test_what_an_application_froze_stays_frozen(tmp_path, nothing_is_frozen) -> None:
+def test_objects_frozen_by_the_application_stay_frozen(tmp_path, nothing_is_frozen) -> None:
     gc.freeze()
     before = gc.get_freeze_count()
     train_one_client(tmp_path)
-    assert gc.get_freeze_count() > before / 2 > 0  # what is freed is counted no more
+    assert gc.get_freeze_count() > before / 2 > 0  # Freed objects are no longer counted.
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_trainer_and_model_are_freed(tmp_path, fails) -> None:
-    trainer = federate(Failing if fails else Trainer)(
+def test_trainer_and_model_are_garbage_collected(tmp_path, fails) -> None:
+    trainer = federate(FailingTrainer if fails else Trainer)(
         model=tiny_model(), args=arguments(tmp_path), train_dataset={"a": rows(4), "b": rows(4, seed=1)}
     )
     if fails:
@@ -331,20 +331,20 @@ def test_trainer_and_model_are_freed(tmp_path, fails) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
-def test_neftune_hooks_are_gone_after_training(tmp_path) -> None:
+def test_neftune_hooks_are_removed_after_training(tmp_path) -> None:
     one, _ = train_one_client(tmp_path, neftune_noise_alpha=5.0)
     assert not one.model.get_input_embeddings()._forward_hooks
     assert one.neftune_noise_alpha == 5.0
 
 
-def test_a_collator_with_a_seed_masks_one_clients_rows_as_the_plain_trainers(tmp_path) -> None:
+def test_seeded_collator_masks_one_client_as_the_plain_trainer(tmp_path) -> None:
     def options() -> dict[str, Any]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = BertForMaskedLM(tiny_model().config)
         return {
             "model": model,
-            "train_dataset": rows(NUM_ROWS).remove_columns("labels"),
+            "train_dataset": rows(NUM_EXAMPLES).remove_columns("labels"),
             "eval_dataset": rows(5, seed=1).remove_columns("labels"),
             "data_collator": DataCollatorForLanguageModeling(masking_tokenizer(), seed=7, mlm_probability=0.5),
         }

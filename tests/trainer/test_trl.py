@@ -1,4 +1,4 @@
-"""`federate()` around TRL's trainers: what they do to rows in their constructor, they do once for each client."""
+"""`federate()` with TRL trainers, whose constructors prepare the dataset. Each client's dataset is prepared once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 class CountingSFTTrainer(trl.SFTTrainer):
-    """Notes how many rows it prepared, and for what."""
+    """Records the name and the number of examples of each prepared dataset."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.prepared: list[tuple[str, int]] = []
@@ -70,14 +70,14 @@ def sft(
     )
 
 
-def test_sft_with_lora_over_two_clients(tmp_path) -> None:
+def test_sft_with_lora_trains_adapters_over_two_clients(tmp_path) -> None:
     eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
     trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
     assert isinstance(trainer.model, PeftModel)
     before = base_weights(trainer.model)
     output = trainer.train()
     assert output.global_step == 2
-    # The constructor saw the first client's rows and all evaluation rows; the others came when they were asked for.
+    # The constructor prepares the first client's examples. The other client's examples are prepared on first access.
     assert [entry for entry in trainer.prepared if entry[0] == "train"] == [("train", 10), ("train", 6)]
     after = base_weights(trainer.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -89,7 +89,7 @@ def test_sft_with_lora_over_two_clients(tmp_path) -> None:
     assert "federated/eval_loss_mean" in trainer.evaluate()
 
 
-def test_each_clients_evaluation_rows_are_prepared_once(tmp_path) -> None:
+def test_evaluation_examples_of_each_client_are_prepared_once(tmp_path) -> None:
     eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
     trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
     trainer.train()
@@ -98,17 +98,19 @@ def test_each_clients_evaluation_rows_are_prepared_once(tmp_path) -> None:
     assert datasets["north"] is datasets["north"]
 
 
-class MapsFirst(trl.SFTTrainer):
-    """Changes its rows before TRL prepares them."""
+class MapsDataset(trl.SFTTrainer):
+    """Changes the dataset before TRL prepares it."""
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
         train_dataset = train_dataset.map(lambda row: {"text": row["text"] + " snow0"})
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
 
 
-def test_a_change_of_rows_that_no_other_client_would_get_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="FederatedMapsFirst does something .*`train_dataset` is another one"):
-        federate(MapsFirst)(
+def test_dataset_change_that_cannot_be_repeated_for_other_clients_is_refused(tmp_path) -> None:
+    with pytest.raises(
+        ValueError, match="FederatedMapsDataset uses its dataset .*the constructor replaced `train_dataset`"
+    ):
+        federate(MapsDataset)(
             model=language_model(),
             args=arguments(trl.SFTConfig, tmp_path),
             train_dataset=CLIENTS,
@@ -116,30 +118,30 @@ def test_a_change_of_rows_that_no_other_client_would_get_is_refused(tmp_path) ->
         )
 
 
-def test_packing_does_not_mix_clients(tmp_path) -> None:
+def test_packing_does_not_mix_examples_of_clients(tmp_path) -> None:
     trainer = sft(tmp_path, packing=True, max_length=12, peft_config=None)
     trainer.train()
     words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
     for client_id, dataset in trainer._setup.train_datasets.items():
-        others = {words.index(word) for other in WORDS if other != client_id for word in WORDS[other]}
+        other_tokens = {words.index(word) for other in WORDS if other != client_id for word in WORDS[other]}
         packed = [token for row in dataset["input_ids"] for token in row]
-        assert packed and others.isdisjoint(packed)
+        assert packed and other_tokens.isdisjoint(packed)
         assert len(dataset) < len(CLIENTS[client_id])
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
-def test_sft_of_one_client_is_the_plain_trainer(tmp_path, peft_config) -> None:
-    rows = texts("north", 10)
+def test_sft_with_one_client_equals_the_plain_trainer(tmp_path, peft_config) -> None:
+    examples = texts("north", 10)
     plain = trl.SFTTrainer(
         model=language_model(),
         args=arguments(trl.SFTConfig, tmp_path / "plain", num_train_epochs=2),
-        train_dataset=rows,
+        train_dataset=examples,
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
     plain.train()
-    carried = {"client_optimizer_state": "carry"}
-    federated = sft(tmp_path / "federated", clients=rows, federation=carried, peft_config=peft_config)
+    settings = {"client_optimizer_state": "carry"}
+    federated = sft(tmp_path / "federated", clients=examples, federation=settings, peft_config=peft_config)
     federated.train()
     assert same_weights(plain.model, federated.model)
 
@@ -155,7 +157,7 @@ def dpo(output_dir: Path, **kwargs: Any) -> Any:
     )
 
 
-def test_dpo_with_lora_over_two_clients(tmp_path) -> None:
+def test_dpo_with_lora_trains_adapters_over_two_clients(tmp_path) -> None:
     trainer = dpo(tmp_path)
     adapters = list(trainer.model.peft_config)
     before = base_weights(trainer.model)
@@ -164,24 +166,24 @@ def test_dpo_with_lora_over_two_clients(tmp_path) -> None:
     after = base_weights(trainer.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
     rounds = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # Before the first step policy and reference agree; then the chosen answers gain.
+    # Policy and reference are equal before the first step. The margin of the chosen answers then grows.
     assert rounds[0]["rewards/margins"] < rounds[1]["rewards/margins"]
 
 
-def test_dpo_scores_every_client_by_the_model_before_training(tmp_path) -> None:
-    lazily, before = dpo(tmp_path / "a"), dpo(tmp_path / "b", precompute_ref_log_probs=True)
-    datasets = before._setup.train_datasets
+def test_dpo_reference_scores_use_the_model_before_training(tmp_path) -> None:
+    on_demand, precomputed = dpo(tmp_path / "a"), dpo(tmp_path / "b", precompute_ref_log_probs=True)
+    datasets = precomputed._setup.train_datasets
     columns = {column for column in datasets["south"].column_names if column.startswith("ref_")}
     assert columns and all(columns <= set(datasets[client_id].column_names) for client_id in datasets)
     scores = {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()}
-    lazily.train()
-    before.train()
+    on_demand.train()
+    precomputed.train()
     assert {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()} == scores
-    for ours, theirs in zip(lazily.model.parameters(), before.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(on_demand.model.parameters(), precomputed.model.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_moving_reference_is_refused(tmp_path) -> None:
+def test_moving_reference_model_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="sync_ref_model"):
         federate(trl.DPOTrainer)(
             model=language_model(),

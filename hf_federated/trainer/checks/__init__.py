@@ -1,4 +1,4 @@
-"""Checks of arguments when a trainer is built. A field checks itself; the functions here check combinations."""
+"""Checks of combinations of arguments when a trainer is built. Each config class checks its own fields."""
 
 from .arguments import check_arguments, check_not_averaged, resolve_federation
 from .data import as_federated_dataset, check_clients, check_labelled

@@ -13,81 +13,86 @@ from ...config import FederatedConfig
 from ...distillation import Distillation
 
 
-# Their learning rate depends on evaluations that happen between rounds, outside any client.
+# The learning rate of these schedules depends on evaluations, which take place between rounds and not inside clients.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 def resolve_federation(federation: FederatedConfig | None, args: TrainingArguments) -> FederatedConfig:
-    """The configuration with `num_rounds` and `federation_seed` filled in from the training arguments."""
+    """Fill in `num_rounds` and `federation_seed` of the configuration from the training arguments."""
     federation = FederatedConfig() if federation is None else federation
-    rounds, seed = federation.num_rounds, federation.federation_seed
+    num_rounds, seed = federation.num_rounds, federation.federation_seed
     return dataclasses.replace(
         federation,
-        num_rounds=max(int(-(-args.num_train_epochs // 1)), 1) if rounds is None else rounds,
+        num_rounds=max(int(-(-args.num_train_epochs // 1)), 1) if num_rounds is None else num_rounds,
         federation_seed=args.seed if seed is None else seed,
     )
 
 
 def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:
     """
-    Refuse training arguments, and ways to launch, that cannot mean anything in a federation or that were never tried.
+    Refuse training arguments and launches that have no meaning in a federation or are untested.
 
     Raises:
-        ValueError: It names the argument and the alternative.
+        ValueError: If an argument or the launch is not supported. The message names the alternative.
     """
     args = trainer.args
-    launched_as = trainer.accelerator.distributed_type.value
-    unsharded = "launch with plain data parallelism; LoRA, also over a quantized base, makes a model fit"
+    launch_type = trainer.accelerator.distributed_type.value
+    alternative_to_sharding = (
+        "launch with plain data parallelism; LoRA, optionally on a quantized base model, reduces the memory"
+    )
     refused = {
-        f"max_steps={args.max_steps}": (args.max_steps > 0, "give `num_rounds` and `local_steps` of FederatedConfig"),
-        **_unfit_for_clients(args),
+        f"max_steps={args.max_steps}": (args.max_steps > 0, "set `num_rounds` and `local_steps` of FederatedConfig"),
+        **unsupported_client_arguments(args),
         "sync_ref_model=True": (
             bool(getattr(args, "sync_ref_model", False)),
-            "leave the reference model as it is; one client's would reach the next",
+            "set it to False; the reference model of one client would reach the next client",
         ),
-        "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, unsharded),
-        "FSDP": (bool(args.fsdp) or trainer.is_fsdp_enabled, unsharded),
-        f"a launch as {launched_as}": (launched_as != "NO" and not launched_as.startswith("MULTI_"), unsharded),
+        "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, alternative_to_sharding),
+        "FSDP": (bool(args.fsdp) or trainer.is_fsdp_enabled, alternative_to_sharding),
+        f"a launch of type {launch_type}": (
+            launch_type != "NO" and not launch_type.startswith("MULTI_"),
+            alternative_to_sharding,
+        ),
         "tensor, context or sequence parallelism": (
             getattr(trainer.accelerator, "parallelism_config", None) is not None,
-            unsharded,
+            alternative_to_sharding,
         ),
-        f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one of them"),
+        f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
         f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
-            "use an optimizer that keeps gradients until its step, such as 'adamw_torch'",
+            "use an optimizer that keeps the gradients until its step, such as 'adamw_torch'",
         ),
     }
-    for what, (is_refused, alternative) in refused.items():
+    for setting, (is_refused, alternative) in refused.items():
         if is_refused:
-            raise ValueError(f"{what} does not work in a federation: {alternative}.")
+            raise ValueError(f"{setting} does not work in a federation: {alternative}.")
     algorithm.check_setup(args, federation)
 
 
-def _unfit_for_clients(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
-    """Arguments with which no client can train: whether they are set, and what to do instead."""
+def unsupported_client_arguments(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Map each argument that clients do not support to whether it is set and to its alternative."""
     return {
         f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r}": (
             args.lr_scheduler_type in METRIC_SCHEDULES,
-            "use a schedule of steps such as 'linear' or 'cosine'; the server's may be set in FedOpt",
+            "use a schedule of steps such as 'linear' or 'cosine'; FedOpt has a schedule for the server",
         ),
         "auto_find_batch_size=True": (
             bool(args.auto_find_batch_size),
-            "set `per_device_train_batch_size`; a client that runs out of memory would go on from a changed model",
+            "set `per_device_train_batch_size`; a client that runs out of memory would continue with a changed model",
         ),
-        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would carry from client to client"),
+        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would be shared by all clients"),
     }
 
 
 def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> None:
     """
-    Refuse an average of parameters beside a distillation in which they do not travel.
+    Refuse an averaging algorithm together with a distillation that does not exchange parameters.
 
     Raises:
-        ValueError: If one was asked for.
+        ValueError: If the user set an averaging algorithm.
     """
     if aggregation.name not in (FedAvg.name, LocalOnly.name) or aggregation.non_default_settings():
         raise ValueError(
             f"aggregation={aggregation.name!r} has nothing to average: with distillation={distillation.name!r} "
-            "clients send predictions, and keep their parameters. Leave `aggregation` out."
+            "clients send predictions and no parameters. Leave `aggregation` out."
         )

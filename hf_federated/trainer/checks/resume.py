@@ -14,8 +14,8 @@ from ...data import FederatedDataset
 from ...distillation import Distillation
 
 
-# How long a run is, what is watched, and where it happens.
-MAY_CHANGE = (
+# Fields that set the length of a run, its evaluation and logging, and where its clients run.
+CHANGEABLE_FIELDS = (
     "num_rounds",
     "min_clients",
     "evaluate_clients",
@@ -34,15 +34,15 @@ def federation_identity(
     participants: Participants,
     args: TrainingArguments,
 ) -> dict[str, Any]:
-    """What makes a run this run and no other: whatever changes its numbers, except for its length."""
-    identity = {name: value for name, value in federation.to_dict().items() if name not in MAY_CHANGE}
+    """Collect all settings that change the numbers of a run, except for its length."""
+    identity = {name: value for name, value in federation.to_dict().items() if name not in CHANGEABLE_FIELDS}
     del identity["aggregation_kwargs"], identity["distillation_kwargs"]
     identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
     for name, content in participants.row_hashes.items():
         identity[f"rows of `{name}`"] = len(getattr(participants, name))
         identity[f"content of `{name}`"] = content
     if distillation is not None:
-        # Its learning rates fall over the mini-batches of the whole run.
+        # The learning rates of a distillation decrease over the mini-batches of the whole run.
         identity["per_device_train_batch_size"] = args.per_device_train_batch_size
         for client_id, spec in participants.clients.items():
             if spec.args is not None:
@@ -51,37 +51,41 @@ def federation_identity(
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
-def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
+def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str) -> None:
     """
-    Refuse to go on from the checkpoint of another federation.
+    Refuse to resume from the checkpoint of another federation.
 
     Args:
         saved (`Mapping[str, Any]`): The [`federation_identity`] of the checkpoint.
-        now (`Mapping[str, Any]`): That of the trainer.
-        checkpoint (`str`): Where the checkpoint lies.
+        current (`Mapping[str, Any]`): The [`federation_identity`] of the trainer.
+        checkpoint (`str`): Path of the checkpoint.
 
     Raises:
-        ValueError: If they differ. The message names what differs, with both values.
+        ValueError: If the two differ. The message names the settings that differ and both values.
     """
-    # Rows that a run had and this one has not are no setting of it.
-    names = [*now, *(name for name in saved if name not in now and name.startswith(("rows of", "content of")))]
+    # A dataset that only the checkpoint has is missing in `current`.
+    names = [*current, *(name for name in saved if name not in current and name.startswith(("rows of", "content of")))]
     changes = [
-        f"{name}: here {now.get(name)!r}, there {saved.get(name)!r}"
+        f"{name}: {current.get(name)!r} in this run, {saved.get(name)!r} in the checkpoint"
         for name in names
-        if name != "clients" and now.get(name) != saved.get(name)
+        if name != "clients" and current.get(name) != saved.get(name)
     ]
-    here, there = now["clients"], saved["clients"]
-    for where, ids in (("here", here.keys() - there.keys()), ("there", there.keys() - here.keys())):
+    run_clients, saved_clients = current["clients"], saved["clients"]
+    for place, ids in (
+        ("this run", run_clients.keys() - saved_clients.keys()),
+        ("the checkpoint", saved_clients.keys() - run_clients.keys()),
+    ):
         if ids:
-            changes.append(f"{len(ids)} clients are only {where}, for example {sorted(ids)[:3]}")
+            changes.append(f"{len(ids)} clients are only in {place}, for example {sorted(ids)[:3]}")
     changes += [
-        f"rows of client {client_id!r}: here {here[client_id]}, there {there[client_id]}"
-        for client_id in here
-        if client_id in there and here[client_id] != there[client_id]
+        f"examples of client {client_id!r}: {run_clients[client_id]} in this run, {saved_clients[client_id]} in the "
+        "checkpoint"
+        for client_id in run_clients
+        if client_id in saved_clients and run_clients[client_id] != saved_clients[client_id]
     ][:3]
     if changes:
         raise ValueError(
-            f"{checkpoint!r} is of another federation (there) than this run (here). {'; '.join(changes)}. Resume with "
-            "what the checkpoint has, or start a new run from its model. What a resume may change: "
-            f"{', '.join(MAY_CHANGE)}."
+            f"The checkpoint {checkpoint!r} belongs to another federation. {'; '.join(changes)}. Resume with the "
+            "settings of the checkpoint, or start a new run from its model. A resumed run may change these fields: "
+            f"{', '.join(CHANGEABLE_FIELDS)}."
         )
