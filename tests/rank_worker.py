@@ -1,9 +1,10 @@
-"""Trains in several processes that know each other as those of `accelerate launch` do, for `engines/`.
+"""Worker that trains in several processes with the environment of `accelerate launch`, for the tests in `engines/`.
 
-Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. It reads a
-request a line from its standard input, `{"directory", "world_size", "scenario", "resume", "trouble", "differ"}`, and
-answers with a line that holds the exit code of every rank and the seconds until the last one ended. What a rank prints
-lies in `rank-<number>.log`.
+Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. The worker
+reads one request per line from its standard input:
+`{"directory", "world_size", "scenario", "resume", "trouble", "differ"}`. It answers with one line that contains the
+exit code of every rank and the seconds until the last rank ended. The output of a rank is written to
+`rank-<number>.log`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-class CountingModel(nn.Module):
-    """A classifier with a batch normalisation: its running statistics travel, one of them an integer."""
+class BatchNormModel(nn.Module):
+    """A classifier with a batch normalisation, whose exchanged buffers include an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +88,12 @@ def tiny_lora(model: nn.Module) -> nn.Module:
     )
 
 
-def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose values, and those of its buffers, differ by process."""
+def build_differently(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model whose parameters and buffers differ between processes."""
     rank = int(os.environ.get("RANK", 0))
     with torch.random.fork_rng():
         torch.manual_seed(100 + rank)
-        model = draw()
+        model = build()
         for value in (*model.parameters(), *model.buffers()):
             if value.is_floating_point():
                 value.data += 0.01 * torch.rand_like(value)
@@ -100,46 +101,44 @@ def drawn_by_each_process(draw: Callable[[], nn.Module]) -> nn.Module:
 
 
 def client_model(client_id: str) -> nn.Module:
-    """A model of the client's own, of one to three layers."""
+    """Build the private model of a client, with one to three layers."""
     number = int(client_id.split()[1])
     return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
 
 
-def answer_of_this_process(prompt: str) -> str:
-    """Weights in the main process, and none in the others."""
+def generate_in_main_process(prompt: str) -> str:
+    """Answer with weights in the main process, and without weights in all other processes."""
     return "4, 3, 2, 1" if int(os.environ.get("RANK", 0)) == 0 else "I would trust the first."
 
 
 class Noise(Postprocessor):
-    """Adds noise from the global generators on both sides."""
+    """Adds noise from the global random generators on the client and the server."""
 
     def client_side(self, update, message):
-        return self.noisy(update)
+        return self.add_noise(update)
 
     def server_side(self, update, state):
-        return self.noisy(update)
+        return self.add_noise(update)
 
-    def noisy(self, update: ClientUpdate) -> ClientUpdate:
+    def add_noise(self, update: ClientUpdate) -> ClientUpdate:
         scale = 1e-2 * random.random() * np.random.random()
         state = {name: value + scale * torch.randn_like(value) for name, value in update.state.items()}
         return dataclasses.replace(update, state=state)
 
 
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The model, the fields of the federation, the training arguments and what else the trainer gets."""
-    if name in conformance.SCENARIOS:
-        return conformance.scenario(name)
-    # A federation under test must not depend on draws that differ by rank.
+    """Build the model, the fields of the config, the training arguments and all other trainer arguments."""
+    # A federation under test must not depend on random draws that differ between ranks.
     model: nn.Module = tiny_model(problem_type="single_label_classification")
     federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4}
     args: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "eval_strategy": "steps"}
     clients = {f"client {i}": rows(size, seed=i) for i, size in enumerate(SIZES)}
-    # One of them does not train.
+    # One evaluation client has no training examples.
     eval_clients = {f"client {i}": rows(3 + i, seed=10 + i) for i in range(1 + len(SIZES))}
-    others: dict[str, Any] = {"eval_dataset": rows(7, seed=9), "compute_metrics": accuracy}
+    trainer_args: dict[str, Any] = {"eval_dataset": rows(7, seed=9), "compute_metrics": accuracy}
     if name == "fedavg":
         federation |= {"aggregation_kwargs": {"weighting": "tokens"}, "evaluate_clients": True, "log_clients": True}
-        others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
+        trainer_args["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
     elif name == "fedopt":
         federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "local_epochs": 2}
     elif name == "fedprox":
@@ -156,80 +155,80 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
             torch.manual_seed(0)
             model = BertForMaskedLM(tiny_model().config)
         clients = {name: data.remove_columns("labels") for name, data in clients.items()}
-        others = {"eval_dataset": rows(7, seed=9).remove_columns("labels")}
-        others["data_collator"] = DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)
+        trainer_args = {"eval_dataset": rows(7, seed=9).remove_columns("labels")}
+        trainer_args["data_collator"] = DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)
     elif name == "noise":
-        others["postprocessors"] = [Noise()]
+        trainer_args["postprocessors"] = [Noise()]
     elif name == "one client":
         clients = {"only": rows(10)}
         federation["clients_per_round"] = 1
     elif name == "buffers":
-        model = CountingModel()
+        model = BatchNormModel()
         federation |= {"exchange": "all"}
     elif name == "lora":
         with torch.random.fork_rng():
             torch.manual_seed(1)
             model = tiny_lora(model)
     elif name == "unseeded fedavg":
-        model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
+        model = build_differently(lambda: BertForSequenceClassification(tiny_model().config))
     elif name == "unseeded fedopt":
-        # Its buffers travel too.
-        model = drawn_by_each_process(CountingModel)
+        # The buffers are exchanged, too.
+        model = build_differently(BatchNormModel)
         federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "exchange": "all"}
     elif name == "unseeded lora":
-        # What is frozen differs too.
-        model = drawn_by_each_process(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
+        # The frozen parameters differ, too.
+        model = build_differently(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
     elif name in ("data", "plain"):
         federation = {"parallelism": "data", "client_optimizer_state": "carry"}
         clients = {"only": rows(22)}
-        others = {}
+        trainer_args = {}
         args["eval_strategy"] = "no"
     elif name in ("fedid", "fedid per_example", "fedid mpl_sampled", "adafd", "adafd llm", "fedid data"):
         federation |= {"distillation": name.split()[0], "client_optimizer_state": "carry"}
-        others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
+        trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
         if name == "fedid data":
             federation["parallelism"] = "data"
         if name in ("fedid per_example", "fedid mpl_sampled"):
             federation["distillation_kwargs"] = {"feedback": name.split()[1]}
         if name == "adafd llm":
-            federation["distillation_kwargs"] = {"weighting": "llm", "generate": answer_of_this_process}
+            federation["distillation_kwargs"] = {"weighting": "llm", "generate": generate_in_main_process}
         elif name == "adafd":
             federation |= {"evaluate_clients": True, "local_epochs": 2}
-            others["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
+            trainer_args["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
         else:
-            others["server_dataset"] = rows(6, seed=21)
+            trainer_args["server_dataset"] = rows(6, seed=21)
     elif name in ("fedaux", "unseeded fedaux"):
         federation["distillation"] = FedAUX(dp_epsilon=0.5, dp_delta=1e-5, max_score_rows=6)
-        others["public_dataset"] = rows(10, seed=20)
+        trainer_args["public_dataset"] = rows(10, seed=20)
         if name == "unseeded fedaux":
-            model = drawn_by_each_process(lambda: BertForSequenceClassification(tiny_model().config))
+            model = build_differently(lambda: BertForSequenceClassification(tiny_model().config))
     elif name == "feddrs":
         federation["distillation"] = FedDRS(num_samples=3, sample_length=4, num_steps=2, server_lr=1e-3)
     elif name == "mutual_kd":
         federation |= {"aggregation": "mutual_kd"}
-        others["client_model_init"] = client_model
+        trainer_args["client_model_init"] = client_model
     elif name in ("feddf", "feded"):
         federation["distillation"] = name
-        others |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
+        trainer_args |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
     elif name in ("cronus", "dsfl", "fedkd", "fedmd", "mhat"):
         federation |= {"distillation": name} | ({"num_rounds": 1} if name == "fedkd" else {})
-        others |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
-        others["server_dataset"] = rows(6, seed=21)
+        trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
+        trainer_args["server_dataset"] = rows(6, seed=21)
     elif name in ("data many", "data balanced", "drop last"):
         federation = {"parallelism": "data"}
         if name == "data balanced":
             federation |= {"balance": "min", "clients_per_round": 2}
         if name == "drop last":
-            # Too few for a batch of 4 in each of two processes.
+            # "small" has too few examples for a batch of 4 in each of two processes.
             clients = {"enough": rows(8), "small": rows(7)}
             args["dataloader_drop_last"] = True
     else:
-        raise ValueError(f"There is no scenario {name!r}.")
-    return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **others}
+        raise ValueError(f"Unknown scenario {name!r}.")
+    return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **trainer_args}
 
 
 def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
-    """TRL's trainer with LoRA over two clients, which prepares their rows."""
+    """Build a TRL trainer with LoRA, which prepares the examples of its two clients."""
     from language import language_model, texts, tokenizer
     from trl import SFTConfig, SFTTrainer
 
@@ -256,8 +255,8 @@ def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
     )
 
 
-class Note(FederatedCallback):
-    """What a rank saw: cohorts, learning rates, whom it trained."""
+class RoundRecorder(FederatedCallback):
+    """Records the cohorts, the trained clients and the rejected clients of a rank."""
 
     def __init__(self) -> None:
         self.trained: list[list[Any]] = []
@@ -275,24 +274,24 @@ class Note(FederatedCallback):
 
 
 def train(rank: int, request: dict[str, Any]) -> None:
-    """One run in the current directory; the main rank leaves its model, every rank its notes."""
+    """Run a scenario in the current directory, and write the model and the notes of this rank."""
     name, trouble = request["scenario"], request.get("trouble")
-    note = Note()
+    recorder = RoundRecorder()
     if name == "sft":
-        trainer: Trainer = sft_trainer([note])
+        trainer: Trainer = sft_trainer([recorder])
         trainer.train()
-        write_notes(rank, trainer, note)
+        write_notes(rank, trainer, recorder)
         return
-    model, federation, args, others = scenario(name)
+    model, federation, args, trainer_args = scenario(name)
     if "differ" in request and rank == request["world_size"] - 1:
-        differ(request["differ"], federation, args, others)
+        differ(request["differ"], federation, args, trainer_args)
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
     if name == "plain":
         training_arguments.num_train_epochs = NUM_ROUNDS
         trainer = Trainer(model=model, args=training_arguments, train_dataset=rows(22))
         trainer.train()
     else:
-        callbacks: list[TrainerCallback] = [note]
+        callbacks: list[TrainerCallback] = [recorder]
         client_callbacks: list[TrainerCallback] = []
         if trouble in DECISIONS:
             callbacks.append(DECISIONS[trouble]())
@@ -316,45 +315,45 @@ def train(rank: int, request: dict[str, Any]) -> None:
                 engine=conformance.ENGINES[request["engine"]][0]() if "engine" in request else None,
                 callbacks=callbacks,
                 client_callbacks=client_callbacks,
-                **others,
+                **trainer_args,
             )
 
         trainer = build()
         if request.get("again"):
-            again(trainer, build if request["again"] == "build" else trainer.train)
+            retry_after_failure(trainer, build if request["again"] == "build" else trainer.train)
         trainer.train(resume_from_checkpoint=request.get("resume", False))
-        if trouble in ("main evaluates", "main evaluates alone"):
+        if trouble in ("main evaluates", "only main evaluates"):
             if rank == 0:
                 trainer.evaluate()
             if trouble == "main evaluates":
                 trainer.train()
-    write_notes(rank, trainer, note)
+    write_notes(rank, trainer, recorder)
 
 
-def again(trainer: Trainer, what: Callable[[], Any]) -> None:
-    """Go on after a failed run, as a script that catches everything does."""
+def retry_after_failure(trainer: Trainer, call: Callable[[], Any]) -> None:
+    """Continue after a failed run, as a script that catches all exceptions."""
     try:
         trainer.train()
     except Exception:
         arguments(RUN_DIR)
-        what()
+        call()
 
 
 def digests(trainer: Trainer) -> dict[str, Any]:
-    """Of what the server of a distillation keeps, and of the clients' own models that are here, with optimizers."""
+    """Digest the server state of a distillation and the models and optimizers of the clients in this process."""
     if type(trainer) is Trainer or trainer.distillation is None:
         return {}
     models = trainer.engine.worker.models
-    of_clients = {
+    client_states = {
         client_id: {"model": models.open(client_id).exchange.read(), **models.open(client_id).student.state_dict()}
         for client_id in trainer.clients
         if client_id in models
     }
-    kept = {"server": trainer._setup.distillation_callback.state_dict(), **of_clients}
-    return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in kept.items()}
+    states = {"server": trainer._setup.distillation_callback.state_dict(), **client_states}
+    return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in states.items()}
 
 
-def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
+def write_notes(rank: int, trainer: Trainer, recorder: RoundRecorder) -> None:
     trainer.save_model("final")
     state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
     save_file(state, f"rank-{rank}.safetensors")
@@ -362,9 +361,9 @@ def write_notes(rank: int, trainer: Trainer, note: Note) -> None:
     notes = {
         "log": trainer.state.log_history,
         "total_flos": trainer.state.total_flos,
-        "trained": note.trained,
-        "cohorts": note.cohorts,
-        "rejected": note.rejected,
+        "trained": recorder.trained,
+        "cohorts": recorder.cohorts,
+        "rejected": recorder.rejected,
         "files": sorted(os.listdir(RUN_DIR)),
         "ledger": None if is_plain else trainer.ledger.to_dict(),
         "client_metrics": {} if is_plain else trainer.client_metrics,
@@ -394,7 +393,7 @@ def run_rank(rank: int, request: dict[str, Any], port: int) -> int:
 
 
 def wait(child: int, deadline: float) -> int:
-    """A rank's exit code. One that hangs is killed, and its code is that of SIGKILL."""
+    """Wait for the exit code of a rank. At the deadline, the rank is killed and its code is that of SIGKILL."""
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

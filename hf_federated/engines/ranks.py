@@ -95,7 +95,7 @@ class RankEngine(LocalEngine):
         self.bytes_reduced = 0
 
     def check_launch(self, num_processes: int) -> None:
-        """Every number of processes is supported."""
+        """Accept any number of processes."""
 
     def start(self, context: EngineContext) -> None:
         super().start(context)

@@ -29,19 +29,19 @@ else:
 
 
 class LoopArgumentsMixin(_Base):
-    """A trainer that keeps the user's arguments while `args` holds the arguments of its training loop."""
+    """A trainer that keeps the user's arguments while `args` contains the arguments of the training loop."""
 
     args: TrainingArguments
     _user_args: TrainingArguments
 
     @property
     def run_args(self) -> TrainingArguments:
-        """The user's arguments, also during training, when `args` holds those of the training loop."""
+        """The user's arguments. During training, `args` contains the arguments of the training loop instead."""
         return self._user_args
 
     @contextmanager
     def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        """Use other arguments inside the context."""
+        """Set `args` inside the context."""
         before, self.args = self.args, args
         try:
             yield

@@ -80,18 +80,18 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         client_model_init: Callable[[str], PreTrainedModel] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = self._arguments_by_name(args, kwargs)
-        train_clients = as_federated_dataset(given.get("train_dataset"), federation)
+        arguments = self._arguments_by_name(args, kwargs)
+        train_clients = as_federated_dataset(arguments.get("train_dataset"), federation)
         if train_clients is None:
             super().__init__(*args, **kwargs)
             return
         participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
         with fail_together_during_init():
-            self._build(given, train_clients, federation, engine, postprocessors, client_callbacks, participants)
+            self._build(arguments, train_clients, federation, engine, postprocessors, client_callbacks, participants)
 
     def _build(
         self,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         clients: FederatedDataset,
         federation: FederatedConfig | None,
         engine: Engine | None,
@@ -100,26 +100,28 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         participants: Participants,
     ) -> None:
         """Construct a trainer with a federation."""
-        arguments = dict(given)
-        if any(part is not None for part in given.get("optimizers") or ()):
+        user_arguments = dict(arguments)
+        if any(part is not None for part in arguments.get("optimizers") or ()):
             raise ValueError(
                 "`optimizers` contains one optimizer, but every client needs its own. Set `optim` and `learning_rate` "
                 "of the training arguments, pass `optimizer_cls_and_kwargs`, or override `create_optimizer`."
             )
-        users_callbacks = list(given.get("callbacks") or [])
-        eval_dataset = given.get("eval_dataset")
+        user_callbacks = list(arguments.get("callbacks") or [])
+        eval_dataset = arguments.get("eval_dataset")
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
-            given["eval_dataset"] = eval_clients.to_dataset()
+            arguments["eval_dataset"] = eval_clients.to_dataset()
         if participants.task is not None:
-            encode_for_server(given, participants.task)
+            encode_for_server(arguments, participants.task)
         # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
         # the other clients.
         first = next(iter(clients))
-        given["train_dataset"] = clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
-        train, evaluation = Preparation(given["train_dataset"]), Preparation(given.get("eval_dataset"))
+        arguments["train_dataset"] = (
+            clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
+        )
+        train, evaluation = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
         self._preparations = [train, evaluation]
-        super().__init__(**given)
+        super().__init__(**arguments)
         self._preparations = None
         for name, preparation, dataset in (
             ("train_dataset", train, clients),
@@ -135,14 +137,14 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             clients=clients,
             eval_clients=eval_clients,
             participants=participants,
-            users_callbacks=users_callbacks,
+            user_callbacks=user_callbacks,
             postprocessors=postprocessors,
-            arguments={**arguments, **{name: given[name] for name in FROM_TASK if name in given}},
+            arguments={**user_arguments, **{name: arguments[name] for name in FROM_TASK if name in arguments}},
             train_datasets=self._prepared_datasets(train, clients, participants, {first: train.prepared}),
             eval_datasets=None
             if eval_clients is None
             else self._prepared_datasets(evaluation, eval_clients, participants, {}),
-            client_callbacks=[*self._callbacks_of_parent(users_callbacks), *client_callbacks],
+            client_callbacks=[*self._callbacks_of_parent(user_callbacks), *client_callbacks],
         )
         self.add_callback(_RoundEndCallback(self))
         self._user_args = self.args
@@ -191,11 +193,11 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             raise TypeError(f"{cls.__name__} got an argument twice or too many arguments. Pass them by keyword.")
         return {**by_position, **kwargs}
 
-    def _callbacks_of_parent(self, users_callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+    def _callbacks_of_parent(self, user_callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
         """Callbacks that the parent class installed. Its training steps need them inside clients, too."""
         known = [*DEFAULT_CALLBACKS, *get_reporting_integration_callbacks(self.args.report_to)]
         known += [DEFAULT_PROGRESS_CALLBACK, PrinterCallback]
-        known += [callback if isinstance(callback, type) else type(callback) for callback in users_callbacks]
+        known += [callback if isinstance(callback, type) else type(callback) for callback in user_callbacks]
         return [callback for callback in self.callback_handler.callbacks if type(callback) not in known]
 
     # ---- The loop over rounds: overrides of Trainer's public methods

@@ -87,7 +87,7 @@ class FederationSetup:
         clients: FederatedDataset,
         eval_clients: FederatedDataset | None,
         participants: Participants,
-        users_callbacks: Sequence[TrainerCallback],
+        user_callbacks: Sequence[TrainerCallback],
         postprocessors: Sequence[Postprocessor],
         **fields: Any,
     ) -> FederationSetup:
@@ -99,7 +99,7 @@ class FederationSetup:
             config ([`FederatedConfig`], *optional*): The user's configuration.
             engine ([`Engine`], *optional*): The user's engine.
             clients, eval_clients, participants, postprocessors: The arguments that the user passed.
-            users_callbacks (`Sequence[TrainerCallback]`): The user's callbacks. An [`AggregationCallback`] among them
+            user_callbacks (`Sequence[TrainerCallback]`): The user's callbacks. An [`AggregationCallback`] among them
                 replaces `aggregation` of the configuration.
             fields: `arguments`, `train_datasets`, `eval_datasets` and `client_callbacks`.
 
@@ -114,9 +114,9 @@ class FederationSetup:
         if engine is None:
             engine = LocalEngine() if launched.world_size == 1 else RankEngine()
         engine.check_launch(launched.world_size)
-        callback = _install_distillation(trainer, users_callbacks, resolved)
+        callback = _install_distillation(trainer, user_callbacks, resolved)
         distillation = None if callback is None else callback.algorithm
-        aggregation = _install_aggregation(trainer, users_callbacks, resolved, distillation)
+        aggregation = _install_aggregation(trainer, user_callbacks, resolved, distillation)
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
         if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
             raise ValueError(
@@ -227,10 +227,10 @@ class FederationSetup:
 
 
 def _install_distillation(
-    trainer: Trainer, users_callbacks: Sequence[TrainerCallback], config: FederatedConfig
+    trainer: Trainer, user_callbacks: Sequence[TrainerCallback], config: FederatedConfig
 ) -> DistillationCallback | None:
     """Return the user's callback, or add one for the algorithm of the configuration to the trainer."""
-    for callback in users_callbacks:
+    for callback in user_callbacks:
         if isinstance(callback, DistillationCallback):
             return callback
     algorithm = build_distillation(config.distillation, config.distillation_kwargs)
@@ -243,12 +243,12 @@ def _install_distillation(
 
 def _install_aggregation(
     trainer: Trainer,
-    users_callbacks: Sequence[TrainerCallback],
+    user_callbacks: Sequence[TrainerCallback],
     config: FederatedConfig,
     distillation: Distillation | None,
 ) -> Aggregation:
     """Return the averaging algorithm and make sure that the trainer has a callback for it."""
-    for callback in users_callbacks:
+    for callback in user_callbacks:
         if isinstance(callback, AggregationCallback):
             return callback.algorithm
     algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)

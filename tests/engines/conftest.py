@@ -1,4 +1,4 @@
-"""Runs over several processes, for the tests of `RankEngine`."""
+"""Fixtures that run a federation over several processes, for the tests of `RankEngine`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers import worker
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """`launch(directory, scenario, world_size, ...)`: a run over some processes; their exit codes and the seconds."""
+    """Call `launch(directory, scenario, world_size, ...)` to get the exit codes and the seconds of a run."""
     with worker("rank_worker.py") as ask:
         yield lambda directory, scenario, world_size, **options: ask(
             {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
@@ -21,7 +21,7 @@ def launch() -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def finished(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The directory of an undisturbed run over some processes."""
+    """Call `finished(scenario, world_size)` to get the directory of a successful run."""
     directories: dict[tuple[str, int], Path] = {}
 
     def directory(scenario: str, world_size: int) -> Path:

@@ -1,4 +1,4 @@
-"""`LocalEngine`: nothing is shared but messages, and the ledger counts their true bytes."""
+"""`LocalEngine`: clients and server share only messages, and the ledger counts the bytes of the messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def federated(tmp_path, engine=None, **federation):
     ("aggregation", "kwargs"),
     [("fedavg", {"weighting": "tokens"}), ("fedprox", {"proximal_weight": 1.0}), ("fedopt", None), ("scaffold", None)],
 )
-def test_passing_messages_as_bytes_changes_nothing(tmp_path, aggregation, kwargs):
+def test_serialized_messages_give_identical_results(tmp_path, aggregation, kwargs):
     federation = {"aggregation": aggregation, "aggregation_kwargs": kwargs, "client_optimizer_state": "carry"}
     objects = federated(tmp_path, **federation)
     through_bytes = federated(tmp_path, LocalEngine(serialize=True), **federation)
@@ -58,7 +58,7 @@ def test_passing_messages_as_bytes_changes_nothing(tmp_path, aggregation, kwargs
 
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "scaffold"])
-def test_the_ledger_counts_the_true_bytes_of_every_message(tmp_path, aggregation):
+def test_ledger_counts_the_bytes_of_every_message(tmp_path, aggregation):
     counter = RecordingEngine()
     ledger = federated(tmp_path, counter, aggregation=aggregation).ledger
     assert len(counter.down) == len(counter.up) == 4
@@ -70,7 +70,7 @@ def test_the_ledger_counts_the_true_bytes_of_every_message(tmp_path, aggregation
     assert all(down > (2 if aggregation == "scaffold" else 1) * payload for down in counter.down.values())
 
 
-# ---- The engine by itself
+# ---- The engine without a round loop
 
 
 def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) -> LocalEngine:
@@ -96,13 +96,13 @@ def fit(client_id: str, round: int = 0, seed: int = 5) -> Fit:
     return Fit(round, client_id, seed, Exchange(tiny_model()).read())
 
 
-def test_replies_are_the_same_bytes_either_way(tmp_path):
+def test_replies_are_identical_with_and_without_serialization(tmp_path):
     plan = Plan(0, ("c", "a"), fit)
     replies = [[reply.to_bytes() for reply in engine(tmp_path, serialize).run(plan)] for serialize in (False, True)]
     assert replies[0] == replies[1]
 
 
-def test_every_client_answers_in_order_for_itself(tmp_path):
+def test_replies_are_in_the_order_of_the_cohort(tmp_path):
     replies = list(engine(tmp_path).run(Plan(0, ("c", "a", "b"), fit)))
     assert [type(reply) for reply in replies] == [ClientUpdate] * 3
     assert [reply.client_id for reply in replies] == ["c", "a", "b"]
@@ -110,35 +110,35 @@ def test_every_client_answers_in_order_for_itself(tmp_path):
     assert [reply.num_steps for reply in replies] == [1, 2, 2]
 
 
-def test_a_reply_does_not_depend_on_who_came_before(tmp_path):
+def test_reply_does_not_depend_on_the_order_of_clients(tmp_path):
     first = {reply.client_id: reply.to_bytes() for reply in engine(tmp_path).run(Plan(0, ("a", "c"), fit))}
     for reply in engine(tmp_path).run(Plan(0, ("c", "a"), fit)):
         assert reply.to_bytes() == first[reply.client_id]
 
 
-def test_a_reply_is_its_own_and_not_the_model(tmp_path):
+def test_replies_do_not_share_memory(tmp_path):
     replies = list(engine(tmp_path).run(Plan(0, ("a", "b"), fit)))
     first, second = replies[0].state, replies[1].state
     assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
     assert {value.data_ptr() for value in first.values()}.isdisjoint(value.data_ptr() for value in second.values())
 
 
-def test_messages_are_made_when_they_are_sent(tmp_path):
-    made: list[str] = []
+def test_messages_are_built_when_they_are_sent(tmp_path):
+    built: list[str] = []
 
     def message_for(client_id: str) -> Fit:
-        made.append(client_id)
+        built.append(client_id)
         return fit(client_id)
 
     replies = engine(tmp_path).run(Plan(0, ("a", "b", "c"), message_for))
-    assert made == []
+    assert built == []
     next(replies)
-    assert made == ["a"]
+    assert built == ["a"]
     next(replies)
-    assert made == ["a", "b"]
+    assert built == ["a", "b"]
 
 
-def test_a_client_that_fails_is_reported_counted_and_left_behind(tmp_path):
+def test_failed_client_is_reported_and_counted_and_does_not_affect_other_clients(tmp_path):
     local = engine(tmp_path)
 
     def message_for(client_id: str) -> Fit:
@@ -151,11 +151,11 @@ def test_a_client_that_fails_is_reported_counted_and_left_behind(tmp_path):
     assert [type(reply) for reply in replies] == [ClientUpdate, ClientFailure, ClientUpdate]
     assert replies[1].client_id == "b" and "KeyError" in replies[1].error and "classifier.bias" in replies[1].error
     assert local.ledger.to_dict()["rounds"]["0"]["b"][1] == len(replies[1].to_bytes())
-    untroubled = list(engine(tmp_path).run(Plan(0, ("c",), fit)))
-    assert replies[2].to_bytes() == untroubled[0].to_bytes()
+    without_failure = list(engine(tmp_path).run(Plan(0, ("c",), fit)))
+    assert replies[2].to_bytes() == without_failure[0].to_bytes()
 
 
-def test_the_error_behind_a_failure_can_be_looked_up(tmp_path):
+def test_last_error_is_the_exception_of_a_failed_client(tmp_path):
     local = engine(tmp_path)
     for reply in local.run(Plan(0, ("nobody",), fit)):
         assert isinstance(reply, ClientFailure)
@@ -164,21 +164,21 @@ def test_the_error_behind_a_failure_can_be_looked_up(tmp_path):
     assert local.last_error is None
 
 
-def test_clients_evaluate_on_their_own_rows(tmp_path):
+def test_clients_evaluate_on_their_own_examples(tmp_path):
     def message_for(client_id: str) -> Evaluate:
         return Evaluate(1, client_id, Exchange(tiny_model()).read())
 
-    good, bad = engine(tmp_path).run(Plan(1, ("a", "b"), message_for))
-    assert isinstance(good, Metrics) and good.num_examples == 3
+    evaluated, failed = engine(tmp_path).run(Plan(1, ("a", "b"), message_for))
+    assert isinstance(evaluated, Metrics) and evaluated.num_examples == 3
     data = rows(3, seed=9)
     model = tiny_model().eval()
     with torch.no_grad():
         loss = model(input_ids=torch.tensor(data["input_ids"]), labels=torch.tensor(data["labels"])).loss
-    assert good.metrics["eval_loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert isinstance(bad, ClientFailure) and bad.client_id == "b"
+    assert evaluated.metrics["eval_loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert isinstance(failed, ClientFailure) and failed.client_id == "b"
 
 
-def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path):
+def test_client_states_are_restored_from_a_checkpoint_and_cleared_by_a_reset(tmp_path):
     local = engine(tmp_path)
     list(local.run(Plan(0, ("a",), fit)))
     (tmp_path / "saved").mkdir()
@@ -186,13 +186,13 @@ def test_what_clients_keep_survives_a_checkpoint_and_a_reset_forgets_it(tmp_path
     resumed = engine(tmp_path)
     resumed.load(tmp_path / "saved", digests)
 
-    def second(client_id: str) -> Fit:
+    def second_round(client_id: str) -> Fit:
         return fit(client_id, round=1)
 
-    carried, again = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (local, resumed))
-    assert carried == again
+    continued, restored = (next(iter(each.run(Plan(1, ("a",), second_round)))).to_bytes() for each in (local, resumed))
+    assert continued == restored
     fresh = engine(tmp_path)
     resumed.load(tmp_path / "saved", digests)
     resumed.worker.models.clear()
-    forgotten, never = (next(iter(e.run(Plan(1, ("a",), second)))).to_bytes() for e in (resumed, fresh))
-    assert forgotten == never != carried
+    cleared, new = (next(iter(each.run(Plan(1, ("a",), second_round)))).to_bytes() for each in (resumed, fresh))
+    assert cleared == new != continued

@@ -1,4 +1,4 @@
-"""Processes that were not set up alike say so before anything is trained."""
+"""Processes with different setups raise an error before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_federated.trainer.launch_consistency import describe_setup
 
 
 @pytest.mark.parametrize(
-    "what, line",
+    "setting, line",
     [
         ("seed", "TrainingArguments.seed: 42 in processes 0, 1; 7 in process 2"),
         ("learning rate", "TrainingArguments.learning_rate: 0.001 in processes 0, 1; 0.5 in process 2"),
@@ -25,8 +25,8 @@ from hf_federated.trainer.launch_consistency import describe_setup
         ("rows", "examples of the clients: "),
     ],
 )
-def test_what_differs_is_named_in_every_process(launch, tmp_path: Path, what: str, line: str) -> None:
-    answer = launch(tmp_path, "fedavg", 3, differ=what)
+def test_different_setting_is_named_in_every_process(launch, tmp_path: Path, setting: str, line: str) -> None:
+    answer = launch(tmp_path, "fedavg", 3, differ=setting)
     assert answer["codes"] == [1, 1, 1], logs(tmp_path)
     for rank in range(3):
         log = (tmp_path / f"rank-{rank}.log").read_text()
@@ -34,9 +34,9 @@ def test_what_differs_is_named_in_every_process(launch, tmp_path: Path, what: st
         assert any(printed.startswith(f"  {line}") for printed in log.splitlines())
 
 
-@pytest.mark.parametrize("what", ["place", "fingerprints"])
-def test_what_does_not_change_the_result_may_differ(launch, finished, tmp_path: Path, what: str) -> None:
-    answer = launch(tmp_path, "fedavg", 2, differ=what)
+@pytest.mark.parametrize("setting", ["place", "fingerprints"])
+def test_settings_without_effect_on_the_result_may_differ(launch, finished, tmp_path: Path, setting: str) -> None:
+    answer = launch(tmp_path, "fedavg", 2, differ=setting)
     assert answer["codes"] == [0, 0], logs(tmp_path)
     assert same_bits(weights(finished("fedavg", 2)), weights(tmp_path))
 
@@ -50,7 +50,7 @@ def test_secrets_are_not_described() -> None:
     assert not any("secret" in text for text in lines.values())
 
 
-def test_a_description_is_the_same_for_the_same_things() -> None:
+def test_equal_setups_have_equal_descriptions() -> None:
     def lines(seed: int) -> dict[str, str]:
         clients = {"clients": FederatedDataset.from_dict({"a": rows(2), "b": rows(3, seed=1)})}
         return describe_setup(

@@ -1,4 +1,4 @@
-"""What a callback decides in one process is done in all of them, and processes in different places say so."""
+"""A decision of a callback in one process applies to all processes. Processes out of step raise an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_federated.trainer.checkpoint import list_checkpoints
         ("one process evaluates", 3, [1, 2, 3]),
     ],
 )
-def test_a_decision_of_one_process_is_that_of_all(
+def test_decision_of_one_process_applies_to_all_processes(
     launch, tmp_path: Path, decision: str, num_rounds: int, checkpoints: list[int]
 ) -> None:
     directories = [tmp_path / str(world_size) for world_size in (1, 3)]
@@ -30,16 +30,16 @@ def test_a_decision_of_one_process_is_that_of_all(
         assert answer["codes"] == [0] * world_size, logs(directory)
         names = [path.name for path in list_checkpoints(directory / "run")]
         assert names == [f"checkpoint-{number}" for number in checkpoints]
-    alone, together = directories
-    assert len(notes(alone)["cohorts"]) == num_rounds
+    single, several = directories
+    assert len(notes(single)["cohorts"]) == num_rounds
     for rank in range(3):
-        assert same_bits(weights(alone), weights(together, rank))
-        assert without_timings(notes(alone)["log"]) == without_timings(notes(together, rank)["log"])
+        assert same_bits(weights(single), weights(several, rank))
+        assert without_timings(notes(single)["log"]) == without_timings(notes(several, rank)["log"])
 
 
-def test_processes_in_different_places_say_which_is_where(launch, tmp_path: Path) -> None:
+def test_processes_out_of_step_are_named_with_their_positions(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates")
     assert answer["codes"] == [1, 1], logs(tmp_path)
-    places = "process 0 at 'predictions of an evaluation'; process 1 at 'start of the rounds'"
+    positions = "process 0 at 'predictions of an evaluation'; process 1 at 'start of the rounds'"
     for rank in range(2):
-        assert places in last_error(tmp_path, rank)
+        assert positions in last_error(tmp_path, rank)

@@ -1,4 +1,4 @@
-"""What happens to a federation over several processes when one of them fails: all end, with the first error."""
+"""If one process of a launch fails, all processes end with the first error."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from launches import Launch, last_error, logs, notes, same_bits, weights
 from hf_federated.trainer.checkpoint import list_checkpoints
 
 
-SOON = 20
+# Seconds within which all processes must end after a failure.
+MAX_SECONDS = 20
 
 
 def failed_in_every_process(
     launch: Launch, directory: Path, scenario: str = "fedprox", world_size: int = 2, **options: Any
 ) -> list[str]:
-    """What ended each process."""
+    """Run a scenario in which every process fails, and return the last error of each process."""
     answer = launch(directory, scenario, world_size, **options)
     assert answer["codes"] == [1] * world_size, logs(directory)
-    assert answer["seconds"] < SOON
+    assert answer["seconds"] < MAX_SECONDS
     return [last_error(directory, rank) for rank in range(world_size)]
 
 
@@ -31,7 +32,7 @@ def test_a_failing_client_ends_all_processes_with_its_name(launch, tmp_path: Pat
         assert "'client 3'" in error and "ValueError: these rows are bad" in error
 
 
-def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) -> None:
+def test_tolerated_client_failure_gives_the_same_model_as_one_process(launch, tmp_path: Path) -> None:
     states = []
     for world_size in (1, 2):
         directory = tmp_path / str(world_size)
@@ -53,46 +54,46 @@ def test_a_failing_client_is_left_out_as_on_one_process(launch, tmp_path: Path) 
         pytest.param("data many", 0, marks=pytest.mark.slow),
     ],
 )
-def test_an_error_of_one_process_ends_all_with_it(launch, tmp_path: Path, scenario: str, failing: int) -> None:
+def test_error_in_one_process_ends_all_processes(launch, tmp_path: Path, scenario: str, failing: int) -> None:
     errors = failed_in_every_process(launch, tmp_path, scenario, 3, trouble="callback", rank=failing)
     first = "ValueError: the callback gave up"
-    elsewhere = f"hf_federated.distributed.process_group.PeerFailedError: Process {failing} failed: {first}"
-    assert errors == [first if rank == failing else elsewhere for rank in range(3)]
+    peer_error = f"hf_federated.distributed.process_group.PeerFailedError: Process {failing} failed: {first}"
+    assert errors == [first if rank == failing else peer_error for rank in range(3)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_at_the_very_end_ends_all_with_it(launch, tmp_path: Path, failing: int) -> None:
+def test_error_at_the_end_of_training_ends_all_processes(launch, tmp_path: Path, failing: int) -> None:
     for error in failed_in_every_process(launch, tmp_path, trouble="end", rank=failing):
         assert "ValueError: the callback gave up at the end" in error
 
 
 @pytest.mark.parametrize(
-    "what, error",
+    "setting, error",
     [
         ("clients per round", "ValueError: clients_per_round=99, but the federation has 5 clients."),
         ("constructor", "TypeError: Trainer.__init__() got an unexpected keyword argument 'no_such_argument'"),
     ],
 )
-def test_an_error_in_the_constructor_of_one_process_ends_all_with_it(
-    launch, tmp_path: Path, what: str, error: str
+def test_error_in_the_constructor_of_one_process_ends_all_processes(
+    launch, tmp_path: Path, setting: str, error: str
 ) -> None:
-    errors = failed_in_every_process(launch, tmp_path, world_size=3, differ=what)
+    errors = failed_in_every_process(launch, tmp_path, world_size=3, differ=setting)
     assert errors[2] == error
-    for elsewhere in errors[:2]:
-        assert f"PeerFailedError: Process 2 failed: {error}" in elsewhere
+    for peer_error in errors[:2]:
+        assert f"PeerFailedError: Process 2 failed: {error}" in peer_error
 
 
-def test_a_process_that_does_not_come_is_named(launch, tmp_path: Path) -> None:
+def test_process_that_does_not_join_is_named(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedprox", 3, trouble="absent")
     assert answer["codes"] == [1, 1, 0], logs(tmp_path)
-    assert answer["seconds"] < SOON
+    assert answer["seconds"] < MAX_SECONDS
     for rank in range(2):
         error = last_error(tmp_path, rank)
         assert "Process 2 of 3 did not build the trainer within 3 s (`ddp_timeout`" in error
 
 
-def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
-    answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates alone")
+def test_process_that_ended_early_is_named(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "fedavg", 2, trouble="only main evaluates")
     assert answer["codes"] == [1, 0], logs(tmp_path)
     error = last_error(tmp_path, 0)
     assert "Process 1 reached the end of the script while process 0 waited" in error
@@ -100,7 +101,7 @@ def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "what"),
+    ("scenario", "next_call"),
     [
         ("fedprox", "build"),
         ("data many", "train"),
@@ -108,35 +109,35 @@ def test_a_process_that_has_ended_is_named(launch, tmp_path: Path) -> None:
         pytest.param("data many", "build", marks=pytest.mark.slow),
     ],
 )
-def test_a_launch_that_failed_is_not_gone_on_with(launch, tmp_path: Path, scenario: str, what: str) -> None:
-    for error in failed_in_every_process(launch, tmp_path, scenario, trouble="callback", again=what):
+def test_failed_launch_cannot_be_used_again(launch, tmp_path: Path, scenario: str, next_call: str) -> None:
+    for error in failed_in_every_process(launch, tmp_path, scenario, trouble="callback", again=next_call):
         assert "LaunchFailedError: An earlier run of this launch failed" in error
         assert "ValueError: the callback gave up" in error
 
 
-def test_processes_leave_the_training_when_the_main_process_has_tidied_up(launch, tmp_path: Path) -> None:
+def test_train_returns_after_the_main_process_has_cleaned_up(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "one client", 2, trouble="slow main")
     assert answer["codes"] == [0, 0], logs(tmp_path)
     assert ".incomplete" not in notes(tmp_path, 1)["files"]
 
 
-def test_a_killed_process_is_not_blamed_on_a_client(launch, tmp_path: Path) -> None:
+def test_killed_process_is_not_reported_as_a_client_failure(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "data many", 2, trouble="kill")
     assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
-    assert answer["seconds"] < SOON
-    assert "PeerFailedError: A process of the launch ended without a report" in last_error(tmp_path, 0)
+    assert answer["seconds"] < MAX_SECONDS
+    assert "PeerFailedError: A process of the launch ended without a word" in last_error(tmp_path, 0)
     assert "Error: Client" not in (tmp_path / "rank-0.log").read_text()
 
 
-def test_an_error_under_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
+def test_client_error_with_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
     for error in failed_in_every_process(launch, tmp_path, "data many", trouble="client"):
         assert "Client 'client 3', round 1: ValueError: these rows are bad" in error
 
 
-def test_a_killed_process_ends_all_and_the_run_resumes(launch, finished, tmp_path: Path) -> None:
+def test_run_resumes_after_a_killed_process(launch, finished, tmp_path: Path) -> None:
     answer = launch(tmp_path, "carry", 2, trouble="kill")
     assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
-    assert answer["seconds"] < SOON
+    assert answer["seconds"] < MAX_SECONDS
     assert "PeerFailedError" in (tmp_path / "rank-0.log").read_text()
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
     answer = launch(tmp_path, "carry", 2, resume=True)

@@ -1,4 +1,4 @@
-"""Invariant 7: a bad client is refused by name, and the round goes on if enough are left."""
+"""An invalid client is rejected by name, and the round continues if enough clients remain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(
     base: type[Trainer] = Trainer,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of two rounds; `kwargs` are training arguments."""
+    """Build a federation of two rounds. `kwargs` are training arguments."""
     return federate(base)(
         **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
@@ -48,8 +48,8 @@ def build(
     )
 
 
-class FailingFor(Trainer):
-    """Raises in the loss of the clients named, whose first token is a sign."""
+class FailsForMarkedExamples(Trainer):
+    """Raises in the loss if the first token of an example is a marker."""
 
     def compute_loss(self, model, inputs, **kwargs):
         if (inputs["input_ids"][:, 0] == 31).any():
@@ -61,12 +61,12 @@ def marked(data: Dataset) -> Dataset:
     return data.map(lambda row: {"input_ids": [31, *row["input_ids"][1:]]})
 
 
-GOOD = {name: data.map(lambda row: {"input_ids": [1, *row["input_ids"][1:]]}) for name, data in CLIENTS.items()}
-ONE_FAILS = {**GOOD, "bad": marked(rows(4, seed=4))}
+UNMARKED = {name: data.map(lambda row: {"input_ids": [1, *row["input_ids"][1:]]}) for name, data in CLIENTS.items()}
+ONE_FAILS = {**UNMARKED, "bad": marked(rows(4, seed=4))}
 
 
-class Summary(FederatedCallback):
-    """The clients that were refused, by round."""
+class RejectionRecorder(FederatedCallback):
+    """Records the rejected clients of each round."""
 
     def __init__(self) -> None:
         self.rejected: dict[int, dict[str, str]] = {}
@@ -75,24 +75,24 @@ class Summary(FederatedCallback):
         self.rejected[server.round] = dict(server.rejected)
 
 
-def test_the_round_goes_on_without_a_client_that_raises(tmp_path) -> None:
-    summary = Summary()
-    trainer = build(tmp_path, ONE_FAILS, base=FailingFor, trainer={"callbacks": [summary]})
+def test_round_continues_without_a_client_that_raises(tmp_path) -> None:
+    recorder = RejectionRecorder()
+    trainer = build(tmp_path, ONE_FAILS, base=FailsForMarkedExamples, trainer={"callbacks": [recorder]})
     trainer.train()
-    without = build(tmp_path, GOOD, base=FailingFor)
+    without = build(tmp_path, UNMARKED, base=FailsForMarkedExamples)
     without.train()
     assert trainer.state.global_step == 2
     assert same_weights(trainer.model, without.model)
     for round in range(2):
-        assert summary.rejected[round] == {
+        assert recorder.rejected[round] == {
             "bad": f"Client 'bad', round {round}: OSError: the disk of this client is full"
         }
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["federated/num_failed"] == 1 and entry["federated/num_clients"] == 3 for entry in entries)
 
 
-class PoisonUpdate(FederatedCallback):
-    """Makes the update of some clients not finite, inside the client."""
+class SetsNonFiniteValue(FederatedCallback):
+    """Sets a parameter of a client with two steps to a value that is not finite."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -105,36 +105,36 @@ class PoisonUpdate(FederatedCallback):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("postprocessors", [[], [ClipUpdate(1.0)]], ids=["plain", "clipped"])
-def test_an_update_with_nan_is_refused_by_name_and_the_round_goes_on(tmp_path, value, postprocessors) -> None:
-    summary = Summary()
-    # The only client with two steps.
+def test_non_finite_update_is_rejected_by_name_and_the_round_continues(tmp_path, value, postprocessors) -> None:
+    recorder = RejectionRecorder()
+    # "big" is the only client with two steps.
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path),
         train_dataset={**CLIENTS, "big": rows(8)},
-        callbacks=[summary],
-        client_callbacks=[PoisonUpdate(value)],
+        callbacks=[recorder],
+        client_callbacks=[SetsNonFiniteValue(value)],
         postprocessors=postprocessors,
         federation=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
     )
     trainer.train()
     for round in range(2):
-        (name, reason), *others = summary.rejected[round].items()
-        assert (name, others) == ("big", [])
+        (name, reason), *remaining = recorder.rejected[round].items()
+        assert (name, remaining) == ("big", [])
         assert f"Client 'big', round {round}: " in reason
         assert "holds NaN or infinite values, expected finite values" in reason
         assert postprocessors or "'bert.embeddings.word_embeddings.weight'" in reason
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
-def test_a_round_with_too_few_clients_stops_and_keeps_the_global_state(tmp_path) -> None:
+def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -> None:
     starts: list[dict[str, torch.Tensor]] = []
 
-    class Start(FederatedCallback):
+    class StateRecorder(FederatedCallback):
         def on_round_begin(self, args, state, control, server, **kwargs) -> None:
             starts.append(server.weights)
 
-    class LaterFailing(FailingFor):
+    class FailsFromSecondRound(FailsForMarkedExamples):
         def compute_loss(self, model, inputs, **kwargs):
             if self.local_training is None or self.local_training.round == 0:
                 return Trainer.compute_loss(self, model, inputs, **kwargs)
@@ -144,8 +144,8 @@ def test_a_round_with_too_few_clients_stops_and_keeps_the_global_state(tmp_path)
         tmp_path,
         ONE_FAILS,
         federation={"min_clients": 4, "num_rounds": 3},
-        trainer={"callbacks": [Start()]},
-        base=LaterFailing,
+        trainer={"callbacks": [StateRecorder()]},
+        base=FailsFromSecondRound,
         save_strategy="steps",
     )
     with pytest.raises(RoundFailedError) as error:
@@ -156,67 +156,67 @@ def test_a_round_with_too_few_clients_stops_and_keeps_the_global_state(tmp_path)
     )
     assert isinstance(error.value.__cause__, OSError)
     assert all(torch.equal(parameter, starts[1][name]) for name, parameter in trainer.model.named_parameters())
-    # What was saved is there, and the run goes on from it once the client is well again.
+    # The checkpoint of the first round remains, and a run in which the client works resumes from it.
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    again = build(tmp_path, ONE_FAILS, federation={"num_rounds": 3}, save_strategy="steps")
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 3
+    resumed = build(tmp_path, ONE_FAILS, federation={"num_rounds": 3}, save_strategy="steps")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
 
 
-def test_a_round_in_which_all_clients_fail_says_why(tmp_path) -> None:
-    trainer = build(tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailingFor)
+def test_round_in_which_all_clients_fail_names_the_reason(tmp_path) -> None:
+    trainer = build(tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailsForMarkedExamples)
     with pytest.raises(RoundFailedError, match="Round 0: 0 of 3 clients.*Client 'a', round 0: OSError: the disk"):
         trainer.train()
     assert same_weights(trainer.model, tiny_model())
 
 
-class ChangesWhatTrains(TrainerCallback):
-    """Changes, in the one client with two steps, which parameters train."""
+class ChangesTrainableParameters(TrainerCallback):
+    """Changes the set of trainable parameters of the client with two steps."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, change: str) -> None:
+        self.change = change
 
     def on_train_begin(self, args, state, control, model, **kwargs) -> None:
         if state.max_steps != 2:
             return
-        if self.how == "adds":
+        if self.change == "adds":
             model.extra = nn.Linear(1, 1)
         else:
-            model.bert.embeddings.word_embeddings.weight.requires_grad_(self.how == "unfreezes")
+            model.bert.embeddings.word_embeddings.weight.requires_grad_(self.change == "unfreezes")
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("change", "words"),
     [
         ("adds", "'extra.weight' began to train"),
         ("unfreezes", "'bert.embeddings.word_embeddings.weight' began to train"),
         ("freezes", "'bert.embeddings.word_embeddings.weight' ceased to train"),
     ],
 )
-def test_a_client_that_trains_other_parameters_is_refused_by_name(tmp_path, how, words) -> None:
-    summary = Summary()
+def test_client_that_trains_other_parameters_is_rejected_by_name(tmp_path, change, words) -> None:
+    recorder = RejectionRecorder()
     clients = {**CLIENTS, "big": rows(8)}
-    settings = {"num_rounds": 2, "freeze": "embeddings" if how == "unfreezes" else None}
+    settings = {"num_rounds": 2, "freeze": "embeddings" if change == "unfreezes" else None}
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tmp_path / "one"),
         train_dataset=clients,
-        callbacks=[summary],
-        client_callbacks=[ChangesWhatTrains(how)],
+        callbacks=[recorder],
+        client_callbacks=[ChangesTrainableParameters(change)],
         federation=FederatedConfig(**settings),
     )
     trainer.train()
-    assert list(summary.rejected[0]) == list(summary.rejected[1]) == ["big"] or how == "adds"
-    assert f"Client 'big', round 0: ValueError: {words}" in summary.rejected[0]["big"]
-    assert "before the trainer is built" in summary.rejected[0]["big"]
-    if how != "adds":
+    assert list(recorder.rejected[0]) == list(recorder.rejected[1]) == ["big"] or change == "adds"
+    assert f"Client 'big', round 0: ValueError: {words}" in recorder.rejected[0]["big"]
+    assert "before the trainer is built" in recorder.rejected[0]["big"]
+    if change != "adds":
         without = build(tmp_path / "two", federation=settings)
         without.train()
         assert same_weights(trainer.model, without.model)
 
 
-def test_keys_that_differ_between_clients_are_refused_by_name(tmp_path) -> None:
-    class OtherAdapter(Postprocessor):
+def test_update_with_other_parameter_names_is_rejected_by_name(tmp_path) -> None:
+    class RenamesParameter(Postprocessor):
         def client_side(self, update, message):
             if update.client_id != "b":
                 return update
@@ -226,13 +226,13 @@ def test_keys_that_differ_between_clients_are_refused_by_name(tmp_path) -> None:
 
     def trainer(**federation: Any) -> FederatedTrainer:
         return FederatedTrainer(
-            model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, callbacks=[summary],
-            postprocessors=[OtherAdapter()], federation=FederatedConfig(num_rounds=1, **federation),
+            model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, callbacks=[recorder],
+            postprocessors=[RenamesParameter()], federation=FederatedConfig(num_rounds=1, **federation),
         )  # fmt: skip
 
-    summary = Summary()
+    recorder = RejectionRecorder()
     trainer().train()
-    assert list(summary.rejected[0]) == ["b"]
+    assert list(recorder.rejected[0]) == ["b"]
     with pytest.raises(RoundFailedError) as error:
         trainer(min_clients=3).train()
     for words in (
@@ -244,12 +244,12 @@ def test_keys_that_differ_between_clients_are_refused_by_name(tmp_path) -> None:
     assert isinstance(error.value.__cause__, InvalidUpdateError)
 
 
-# ---- What is no client's fault
+# ---- Errors outside clients
 
 
-def test_a_store_that_cannot_be_written_ends_the_run_and_no_client(tmp_path) -> None:
-    class InTheWay(FederatedCallback):
-        """Where clients keep their state is something else from the second round on."""
+def test_error_of_the_client_store_ends_the_run(tmp_path) -> None:
+    class BlocksStore(FederatedCallback):
+        """Replaces the directory of the client states with a file in the second round."""
 
         def on_round_begin(self, args, state, control, server, **kwargs) -> None:
             if server.round == 1:
@@ -259,14 +259,14 @@ def test_a_store_that_cannot_be_written_ends_the_run_and_no_client(tmp_path) -> 
     trainer = build(
         tmp_path,
         federation={"client_optimizer_state": "carry", "client_store": "disk"},
-        trainer={"callbacks": [InTheWay()]},
+        trainer={"callbacks": [BlocksStore()]},
     )
     with pytest.raises(OSError, match=r"client_store/\w+\.safetensors'"):
         trainer.train()
     assert trainer.state.global_step == 1
 
 
-# ---- Stopped by the user
+# ---- Interrupted by the user
 
 
 class Interrupted(Trainer):
@@ -279,7 +279,7 @@ class Interrupted(Trainer):
         return super().compute_loss(model, inputs, **kwargs)
 
 
-def test_an_interrupt_passes_through_and_the_trainer_can_train_again(tmp_path) -> None:
+def test_trainer_can_train_again_after_a_keyboard_interrupt(tmp_path) -> None:
     base = federate(type("Interrupted", (Interrupted,), {"armed": True}))
     options: dict[str, Any] = {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2}
     trainer = base(model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=CLIENTS)
@@ -298,8 +298,8 @@ def test_an_interrupt_passes_through_and_the_trainer_can_train_again(tmp_path) -
     assert same_weights(trainer.model, fresh.model)
 
 
-def normalised_model() -> nn.Module:
-    """Its running statistics travel, one of them an integer, and those of the frozen normalisation stay."""
+def model_with_batch_norm() -> nn.Module:
+    """Build a model with two batch normalisations: one is exchanged with its statistics, the other is frozen."""
     model = tiny_model()
     model.dropout = nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16, affine=False))
     return model
@@ -310,8 +310,8 @@ def lora_model() -> nn.Module:
     return get_peft_model(tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
 
 
-class EndsInTheSecondRound(FederatedCallback):
-    """Raises in an event of the second round; keeps the global state of the last aggregation before it."""
+class RaisesInSecondRound(FederatedCallback):
+    """Raises in an event of the second round. Records the global state of the last aggregation before the event."""
 
     def __init__(self, event: str, error: type[BaseException]) -> None:
         self.event = event
@@ -321,9 +321,9 @@ class EndsInTheSecondRound(FederatedCallback):
 
     def on_round_begin(self, args, state, control, model, server, **kwargs) -> None:
         self.round = server.round
-        self.keep(model)
+        self.record(model)
 
-    def keep(self, model: nn.Module) -> None:
+    def record(self, model: nn.Module) -> None:
         self.state = {name: value.clone() for name, value in model.state_dict().items()}
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -340,12 +340,12 @@ class EndsInTheSecondRound(FederatedCallback):
 
     def on_distill(self, args, state, control, model, server, **kwargs) -> None:
         if self.event == "a state that cannot be written" and self.round == 1:
-            self.keep(model)
-            first, *others = server.weights
-            server.weights = {name: server.weights[name] + 1 for name in others}
+            self.record(model)
+            _, *names = server.weights
+            server.weights = {name: server.weights[name] + 1 for name in names}
 
 
-@pytest.mark.parametrize("build_model", [normalised_model, lora_model])
+@pytest.mark.parametrize("build_model", [model_with_batch_norm, lora_model])
 @pytest.mark.parametrize(
     ("event", "error"),
     [
@@ -355,22 +355,22 @@ class EndsInTheSecondRound(FederatedCallback):
         ("a state that cannot be written", KeyError),
     ],
 )
-def test_whatever_ends_a_round_the_model_holds_the_global_state(tmp_path, build_model, event, error) -> None:
-    ends = EndsInTheSecondRound(event, error)
+def test_model_contains_the_global_state_after_any_failed_round(tmp_path, build_model, event, error) -> None:
+    failure = RaisesInSecondRound(event, error)
     trainer = build(
         tmp_path,
         {**CLIENTS, "big": rows(12)},
         federation={"client_optimizer_state": "carry"},
-        trainer={"model": build_model(), "callbacks": [ends], "client_callbacks": [ends]},
+        trainer={"model": build_model(), "callbacks": [failure], "client_callbacks": [failure]},
     )
     with pytest.raises(error):
         trainer.train()
-    assert ends.round == 1
-    now = trainer.model.state_dict()
-    assert all(torch.equal(now[name], value) for name, value in ends.state.items())
+    assert failure.round == 1
+    state = trainer.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in failure.state.items())
 
 
-def test_a_failed_evaluation_of_a_client_leaves_the_models_own_precision(tmp_path) -> None:
+def test_failed_client_evaluation_keeps_the_precision_of_the_model(tmp_path) -> None:
     def fail(prediction: Any) -> dict[str, float]:
         raise ValueError("no metric for these rows")
 
@@ -386,14 +386,14 @@ def test_a_failed_evaluation_of_a_client_leaves_the_models_own_precision(tmp_pat
     assert same_weights(trainer.model, tiny_model())
 
 
-@pytest.mark.parametrize("after", [RuntimeError, KeyboardInterrupt])
-def test_a_failed_client_leaves_no_gradient_to_the_next(tmp_path, after) -> None:
-    class AfterBackward(Trainer):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_failed_client_leaves_no_gradients(tmp_path, error) -> None:
+    class RaisesAfterBackward(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             super().training_step(model, inputs, num_items_in_batch)
-            raise after("after the backward pass")
+            raise error("after the backward pass")
 
-    trainer = build(tmp_path, base=AfterBackward)
+    trainer = build(tmp_path, base=RaisesAfterBackward)
     with pytest.raises((RoundFailedError, KeyboardInterrupt)):
         trainer.train()
     assert all(parameter.grad is None for parameter in trainer.model.parameters())

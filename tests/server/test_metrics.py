@@ -1,4 +1,4 @@
-"""Clients' metrics summed up: each client counts once, and worst is worst."""
+"""Summaries of metrics over clients. Every client has the same weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hf_federated.server.client_metrics import lower_is_better, spread_over_clients
 
 
-def test_each_metric_has_mean_worst_best_and_population_deviation():
+def test_each_metric_has_mean_worst_best_and_population_standard_deviation():
     accuracies, losses = [0.5, 1.0, 0.75], [2.0, 0.1, 0.4]
     clients = {
         name: {"eval_accuracy": accuracy, "eval_loss": loss}
@@ -28,7 +28,7 @@ def test_each_metric_has_mean_worst_best_and_population_deviation():
     )
 
 
-def test_speed_is_no_result():
+def test_speed_entries_are_not_summarized():
     speed = dict.fromkeys(
         ["eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time", "epoch"],
         1.0,
@@ -38,17 +38,17 @@ def test_speed_is_no_result():
     }
 
 
-def test_a_metric_that_some_clients_lack_is_summed_up_over_the_others():
+def test_metric_is_summarized_over_the_clients_that_report_it():
     spread = spread_over_clients({"a": {"eval_f1": 0.2}, "b": {}, "c": {"eval_f1": 0.4}})
     assert spread["federated/eval_f1_mean"] == pytest.approx(0.3)
 
 
-def test_no_clients_make_no_metrics():
+def test_no_clients_give_no_metrics():
     assert spread_over_clients({}) == {}
 
 
 @pytest.mark.parametrize(
-    ("metric", "less"),
+    ("metric", "lower"),
     [
         ("eval_loss", True),
         ("loss", True),
@@ -58,14 +58,14 @@ def test_no_clients_make_no_metrics():
     ]
     + [("eval_accuracy", False), ("eval_f1", False), ("eval_rougeL", False), ("eval_power", False), ("gloss", False)],
 )
-def test_direction_follows_from_the_name(metric, less):
-    assert lower_is_better(metric, None, None) is less
+def test_direction_of_a_metric_follows_from_its_name(metric, lower):
+    assert lower_is_better(metric, None, None) is lower
 
 
-def test_training_arguments_decide_for_their_metric():
+def test_training_arguments_set_the_direction_of_metric_for_best_model():
     assert lower_is_better("eval_distance", "distance", False) is True
     assert lower_is_better("eval_distance", "eval_distance", False) is True
     assert lower_is_better("eval_loss", "loss", True) is False
-    assert lower_is_better("eval_loss", "eval_distance", False) is True  # not theirs
+    assert lower_is_better("eval_loss", "eval_distance", False) is True  # not the metric of the arguments
     spread = spread_over_clients({"a": {"eval_distance": 1.0}, "b": {"eval_distance": 3.0}}, "distance", False)
     assert (spread["federated/eval_distance_worst"], spread["federated/eval_distance_best"]) == (3.0, 1.0)

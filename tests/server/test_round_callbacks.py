@@ -1,4 +1,4 @@
-"""Callbacks: a user's run per round, ours run at the events of a round, and some run inside clients on request."""
+"""Callbacks: plain callbacks run once a round, federated callbacks at the events of a round, and others in clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUND_EVENTS = ("round_begin", "client_begin", "client_end", "aggregate", "disti
 
 
 def recording(base: type[TrainerCallback], events: Sequence[str]) -> Any:
-    """A callback that notes the events it gets: their names, the step, and the client where there is one."""
+    """Build a callback that records the name of each event, with the client or, if there is none, the step."""
 
     def method(name: str) -> Any:
         def on_event(self, args, state, control, **kwargs) -> None:
@@ -54,7 +54,7 @@ def train(
     base: type[Trainer] = Trainer,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """Two rounds of two clients, evaluated, logged and saved in every round."""
+    """Train two rounds of two clients with evaluation, logging and saving in every round."""
     strategies = {"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}
     trainer = federate(base)(
         model=tiny_model(),
@@ -69,7 +69,7 @@ def train(
     return trainer
 
 
-def test_a_users_callback_gets_its_events_once_a_round(tmp_path) -> None:
+def test_plain_callback_receives_its_events_once_a_round(tmp_path) -> None:
     recorder = recording(TrainerCallback, TRAINER_EVENTS)
     train(tmp_path, [recorder])
     rounds = [
@@ -81,7 +81,7 @@ def test_a_users_callback_gets_its_events_once_a_round(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_events_of_a_round_come_in_order(tmp_path, strategy) -> None:
+def test_events_of_a_round_fire_in_order(tmp_path, strategy) -> None:
     recorder = recording(FederatedCallback, [*ROUND_EVENTS, "evaluate", "save", "step_end"])
     strategies = {f"{kind}_strategy": strategy for kind in ("eval", "save", "logging")}
     train(tmp_path, [recorder], **strategies)
@@ -94,7 +94,7 @@ def test_events_of_a_round_come_in_order(tmp_path, strategy) -> None:
     assert recorder.events == [*rounds[0], *rounds[1]]
 
 
-def test_events_of_a_round_know_the_server_and_the_model(tmp_path) -> None:
+def test_events_of_a_round_receive_the_server_state_and_the_model(tmp_path) -> None:
     recorder = recording(FederatedCallback, ROUND_EVENTS)
     trainer = train(tmp_path, [recorder])
     for name, kwargs in recorder.kwargs:
@@ -105,7 +105,7 @@ def test_events_of_a_round_know_the_server_and_the_model(tmp_path) -> None:
         assert isinstance(kwargs.get("update"), ClientUpdate) == (name == "client_end")
 
 
-def test_a_callback_can_stop_after_a_round(tmp_path) -> None:
+def test_callback_can_stop_training_after_a_round(tmp_path) -> None:
     class Stop(FederatedCallback):
         def on_aggregate(self, args, state, control, **kwargs):
             control.should_training_stop = True
@@ -116,17 +116,17 @@ def test_a_callback_can_stop_after_a_round(tmp_path) -> None:
     assert (tmp_path / "checkpoint-1").is_dir()
 
 
-def test_client_callbacks_run_inside_clients(tmp_path) -> None:
+def test_client_callbacks_receive_events_of_local_steps(tmp_path) -> None:
     recorder = recording(TrainerCallback, ["train_begin", "step_end", "log", "evaluate", "save", "train_end"])
     trainer = train(tmp_path, client_callbacks=[recorder])
-    # Two steps of eight rows, one of four; the client's own log at its last step and at its end.
+    # Eight examples give two steps, four examples give one. A client logs at its last step and at its end.
     north = [("train_begin", 0), ("step_end", 1), ("step_end", 2), ("log", 2), ("log", 2), ("train_end", 2)]
     south = [("train_begin", 0), ("step_end", 1), ("log", 1), ("log", 1), ("train_end", 1)]
     assert recorder.events == [*north, *south] * 2
     assert trainer.state.global_step == 2
 
 
-def test_a_client_callback_can_end_a_clients_training_early(tmp_path) -> None:
+def test_client_callback_can_stop_local_training_early(tmp_path) -> None:
     class OneStep(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = True
@@ -137,7 +137,7 @@ def test_a_client_callback_can_end_a_clients_training_early(tmp_path) -> None:
     assert trainer.state.global_step == 2
 
 
-def test_callbacks_of_the_parent_run_inside_clients_too(tmp_path) -> None:
+def test_callbacks_of_the_parent_class_run_inside_clients(tmp_path) -> None:
     class Installed(TrainerCallback):
         def __init__(self) -> None:
             self.steps: list[int] = []
@@ -152,37 +152,37 @@ def test_callbacks_of_the_parent_run_inside_clients_too(tmp_path) -> None:
             self.add_callback(self.installed)
 
     trainer = train(tmp_path, base=Installing)
-    # Two rounds of two clients with 2 and 1 steps, and the two rounds themselves.
+    # Two rounds of two clients with 2 and 1 local steps, and the 2 rounds.
     assert sorted(trainer.installed.steps) == [1, 1, 2, 2, 2, 2, 2, 2]
 
 
-def test_an_aggregation_callback_takes_the_place_of_the_named_algorithm(tmp_path) -> None:
+def test_aggregation_callback_replaces_the_configured_algorithm(tmp_path) -> None:
     algorithm = FedOpt("adam", server_lr=0.1)
-    given = train(tmp_path / "given", [AggregationCallback(algorithm)])
-    named = train(
+    from_callback = train(tmp_path / "given", [AggregationCallback(algorithm)])
+    from_config = train(
         tmp_path / "named",
         federation={"aggregation": "fedopt", "aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.1}},
     )
     default = train(tmp_path / "default")
-    assert given.aggregation is algorithm
+    assert from_callback.aggregation is algorithm
     assert isinstance(default.aggregation, FedAvg)
-    assert same_weights(given.model, named.model)
-    assert not same_weights(given.model, default.model)
+    assert same_weights(from_callback.model, from_config.model)
+    assert not same_weights(from_callback.model, default.model)
 
 
-def test_weights_that_a_callback_sets_after_aggregation_are_the_next_rounds(tmp_path) -> None:
-    class Zero(FederatedCallback):
+def test_weights_set_by_a_callback_after_aggregation_are_used_in_the_next_round(tmp_path) -> None:
+    class SetsZero(FederatedCallback):
         def on_distill(self, args, state, control, server, **kwargs) -> None:
             server.weights = {name: value * 0 for name, value in server.weights.items()}
 
-    class Look(TrainerCallback):
+    class SumRecorder(TrainerCallback):
         sums: list[float] = []
 
         def on_train_begin(self, args, state, control, model, **kwargs) -> None:
             self.sums.append(sum(parameter.abs().sum().item() for parameter in model.parameters()))
 
-    look = Look()
-    trainer = train(tmp_path, [Zero()], client_callbacks=[look])
-    assert look.sums[0] == look.sums[1] > 0
-    assert look.sums[2:] == [0, 0]
+    recorder = SumRecorder()
+    trainer = train(tmp_path, [SetsZero()], client_callbacks=[recorder])
+    assert recorder.sums[0] == recorder.sums[1] > 0
+    assert recorder.sums[2:] == [0, 0]
     assert all(not parameter.any() for parameter in trainer.model.parameters())

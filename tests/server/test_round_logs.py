@@ -1,4 +1,4 @@
-"""What a federation logs: numbers that the parent could not know of a round, equal to those counted by hand."""
+"""Log entries of a federation equal values that are counted by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(
     trainer: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of four rounds; `kwargs` are training arguments."""
+    """Build a federation of four rounds. `kwargs` are training arguments."""
     return FederatedTrainer(
         **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
@@ -32,7 +32,7 @@ def build(
     )
 
 
-def test_logged_loss_is_the_clients_mean_by_rows(tmp_path) -> None:
+def test_logged_loss_is_the_mean_over_clients_weighted_by_examples(tmp_path) -> None:
     trainer = build(tmp_path, federation={"log_clients": True})
     trainer.train()
     weights = {name: data.num_rows for name, data in CLIENTS.items()}
@@ -46,15 +46,15 @@ def test_logged_loss_is_the_clients_mean_by_rows(tmp_path) -> None:
     assert all(entry["federated/num_clients"] == 3 and entry["federated/num_failed"] == 0 for entry in entries)
 
 
-def test_logged_learning_rate_is_that_of_the_last_local_step(tmp_path) -> None:
-    # Two steps a round, eight in all, from 0.01 down to 0; the second step of round r is number 2r + 1 from 0.
+def test_logged_learning_rate_is_the_rate_of_the_last_local_step(tmp_path) -> None:
+    # Two steps per round and eight in total, from 0.01 down to 0. The second step of round r has the index 2r + 1.
     trainer = build(tmp_path, train_dataset={"a": rows(8), "b": rows(8, seed=1)})
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert rates == pytest.approx([0.01 * (1 - (2 * round + 1) / 8) for round in range(4)])
 
 
-def test_bytes_in_the_log_are_the_ledgers(tmp_path) -> None:
+def test_logged_bytes_equal_the_ledger(tmp_path) -> None:
     trainer = build(tmp_path)
     trainer.train()
     rounds = trainer.ledger.rounds()
@@ -67,7 +67,7 @@ def test_bytes_in_the_log_are_the_ledgers(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("include", ["no", "all", "non_padding"])
-def test_flos_and_tokens_of_one_client_are_the_plain_trainers(tmp_path, include) -> None:
+def test_flos_and_tokens_of_one_client_equal_the_plain_trainer(tmp_path, include) -> None:
     options = {"include_num_input_tokens_seen": include}
     plain = Trainer(tiny_model(), arguments(tmp_path / "plain", num_train_epochs=4, **options), train_dataset=rows(10))
     plain.train()
@@ -81,25 +81,25 @@ def test_flos_and_tokens_of_one_client_are_the_plain_trainers(tmp_path, include)
         assert one.state.num_input_tokens_seen == 4 * 10 * ROW_LENGTH
 
 
-def test_throughput_counts_the_rows_of_all_clients(tmp_path) -> None:
+def test_throughput_counts_the_examples_of_all_clients(tmp_path) -> None:
     trainer = build(tmp_path, federation={"clients_per_round": 2, "local_epochs": 3})
     trainer.train()
     end = trainer.state.log_history[-1]
     sampled = [client for round in range(4) for client in trainer._setup.sampler(round)]
-    num_rows = 3 * sum(CLIENTS[client].num_rows for client in sampled)
-    assert end["train_samples_per_second"] == pytest.approx(num_rows / end["train_runtime"], abs=1e-3)
+    num_examples = 3 * sum(CLIENTS[client].num_rows for client in sampled)
+    assert end["train_samples_per_second"] == pytest.approx(num_examples / end["train_runtime"], abs=1e-3)
     assert end["train_steps_per_second"] == pytest.approx(4 / end["train_runtime"], rel=0.01)
 
 
-def test_throughput_of_local_steps_counts_the_rows_that_were_seen(tmp_path) -> None:
+def test_throughput_of_local_steps_counts_the_trained_examples(tmp_path) -> None:
     trainer = build(tmp_path, train_dataset={"a": rows(40), "b": rows(40)}, federation={"local_steps": 2})
     trainer.train()
     end = trainer.state.log_history[-1]
-    # 4 rounds of 2 clients with 2 batches of 4 rows.
+    # 4 rounds of 2 clients with 2 batches of 4 examples.
     assert end["train_samples_per_second"] == pytest.approx(64 / end["train_runtime"], abs=1e-3)
 
 
-def test_tensorboard_gets_rounds_as_steps(tmp_path, monkeypatch) -> None:
+def test_tensorboard_steps_are_rounds(tmp_path, monkeypatch) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     build(
