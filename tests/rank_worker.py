@@ -331,7 +331,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
 
 
 def retry_after_failure(trainer: Trainer, call: Callable[[], Any]) -> None:
-    """Continue after a failed run, as a script that catches all exceptions."""
+    """Continue after a failed run, as a script that catches all exceptions does."""
     try:
         trainer.train()
     except Exception:
