@@ -124,13 +124,15 @@ def check_clients(
     if streams:
         logger.warning_once("A client's stream restarts at its first example in every round.")
     # With `parallelism="data"` a step takes a batch in every process.
-    num_sharing = args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
-    batch = args.train_batch_size * num_sharing
+    num_processes = (
+        args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
+    )
+    batch = args.train_batch_size * num_processes
     small = [
         client_id for client_id in clients if num_examples[client_id] is not None and num_examples[client_id] < batch
     ]
     if args.dataloader_drop_last and small:
-        per_process = f" ({args.train_batch_size} in each of {num_sharing} processes)" if num_sharing > 1 else ""
+        per_process = f" ({args.train_batch_size} in each of {num_processes} processes)" if num_processes > 1 else ""
         raise ValueError(
             f"{len(small)} clients have fewer examples than a batch of {batch}{per_process}, for example {small[:5]}. "
             "With dataloader_drop_last=True these clients have no batch. Set `dataloader_drop_last` to False, reduce "
