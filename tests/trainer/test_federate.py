@@ -127,7 +127,7 @@ class InspectsDataset(Trainer):
 
     def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
         assert train_dataset and isinstance(train_dataset, (Dataset, IterableDataset))
-        self.num_examples = len(train_dataset)
+        self.dataset_size = len(train_dataset)
         super().__init__(*args, train_dataset=train_dataset, **kwargs)
 
 
@@ -138,7 +138,7 @@ def test_custom_constructor_may_read_type_and_size_of_its_dataset(tmp_path, is_s
         tiny_model(), arguments(tmp_path), train_dataset=clients, federation=FederatedConfig(1, local_steps=1)
     )
     trainer.train()
-    assert trainer.num_examples == (0 if is_stream else 18)
+    assert trainer.dataset_size == (0 if is_stream else 18)
 
 
 class MapsDataset(Trainer):
