@@ -1,4 +1,4 @@
-"""Where clients train: the isolated trainer, the worker that answers messages, what clients keep, who is sampled."""
+"""The client side of a federation: local training, the client worker, client state and the sampling of clients."""
 
 from .local_training import UnsupportedTrainerError, batches_per_round, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel

@@ -1,4 +1,4 @@
-"""`ClientContext`: what the client side of an algorithm may use of a client."""
+"""`ClientContext`: the interface of a client for the client side of an algorithm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .student import Student
 @dataclass
 class ClientContext:
     """
-    A client as the client side of a distillation algorithm sees it.
+    A client, as the client side of a distillation algorithm sees it.
 
     Args:
         client_id (`str`): Id of the client.
@@ -35,7 +35,12 @@ class ClientContext:
 
     @property
     def student(self) -> Student:
-        """The client's model over the public examples."""
+        """
+        The client's model on the public examples.
+
+        Raises:
+            TypeError: If there are no public examples.
+        """
         if self.model.student is None:
             raise TypeError("This client has no public examples: pass `public_dataset` to the trainer.")
         return self.model.student

@@ -1,9 +1,11 @@
-"""Features of rows: what a classifier says of them before its head does.
+"""Features of examples: pooled hidden states of the model below its classification head.
 
-They are the mean of the base model's last hidden states over the positions that the attention mask shows, whatever the
-architecture: a head may read the first position (BERT), the last one (Llama) or a projection of it, and models that
-are not trained for the task yet have nothing of the row in such a place. Of an encoder–decoder they are the encoder's.
-A PEFT model's are those of the model inside: layers that an adapter changes count, virtual tokens do not.
+The features of an example are the mean of the base model's last hidden states over the positions that the attention
+mask selects. The definition is the same for all architectures. The inputs of the heads are not used as features
+because they depend on the architecture (the first position for BERT, the last position for Llama, sometimes a
+projection), and a model that is not trained for the task yet does not encode the example at such a position. For an
+encoder–decoder, the features are the encoder's. For a PEFT model, they are the features of the wrapped model: layers
+that an adapter changes count, virtual tokens do not.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from transformers import PreTrainedModel
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
     """
-    The part of a model below its head.
+    Return the part of a model below its head.
 
     Args:
-        model (`transformers.PreTrainedModel` or `peft.PeftModel`): With or without a head.
+        model (`transformers.PreTrainedModel` or `peft.PeftModel`): A model with or without a head.
+
+    Returns:
+        `transformers.PreTrainedModel`: The base model, or the encoder of an encoder–decoder.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `model` is neither a `PreTrainedModel` nor a PEFT model around one.
 
     Example:
 
@@ -38,42 +43,43 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
     'BertModel'
     ```
     """
-    inside: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not isinstance(inside, PreTrainedModel):
+    wrapped: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(wrapped, PreTrainedModel):
         raise ValueError(
-            f"Features are the last hidden states below a transformers model's head, and {type(inside).__name__} is "
-            "no PreTrainedModel: take a transformers model, PEFT around it or not."
+            f"The model is a {type(wrapped).__name__}, but features require a PreTrainedModel, with or without PEFT "
+            "around it. Pass a transformers model."
         )
-    return inside.get_encoder() if inside.config.is_encoder_decoder else inside.base_model
+    return wrapped.get_encoder() if wrapped.config.is_encoder_decoder else wrapped.base_model
 
 
 def pooled_features(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """
-    Features of a batch.
+    Compute the features of a batch.
 
     Args:
-        model (`transformers.PreTrainedModel` or `peft.PeftModel`): With or without a head, on the device of the batch.
-        inputs (`Mapping[str, Any]`): As the model takes it, without labels. Without `attention_mask` all positions
-            count.
+        model (`transformers.PreTrainedModel` or `peft.PeftModel`): A model with or without a head, on the device of
+            the batch.
+        inputs (`Mapping[str, Any]`): Model inputs without labels. Without `attention_mask`, all positions count.
+            Inputs of the decoder (`decoder_*`) are ignored.
 
     Returns:
-        `torch.Tensor`: Of shape `(rows, hidden)`, float32 or wider.
+        `torch.Tensor`: Features of shape `(batch_size, hidden_size)`, float32 or wider.
 
     Raises:
-        ValueError: If the base model gives something else than a vector for each position.
+        ValueError: If the base model does not return one vector for each position.
     """
     base = base_model_of(model)
-    taken = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    hidden = base(**taken)[0]
+    encoder_inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    hidden = base(**encoder_inputs)[0]
     mask = inputs.get("attention_mask")
     if hidden.ndim != 3 or (mask is not None and mask.shape != hidden.shape[:2]):
         raise ValueError(
-            f"{type(base).__name__} gives hidden states of shape {tuple(hidden.shape)}"
-            f"{'' if mask is None else f' for a mask of shape {tuple(mask.shape)}'}, and features are means of shape "
-            "(rows, positions, hidden) over the positions: take a model that gives a vector for each position."
+            f"{type(base).__name__} returned hidden states of shape {tuple(hidden.shape)}"
+            f"{'' if mask is None else f' for an attention mask of shape {tuple(mask.shape)}'}. Features require "
+            "hidden states of shape (batch, positions, hidden). Use a model that returns one vector for each position."
         )
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if mask is None:
         return hidden.mean(1)
-    shown = mask.to(hidden).unsqueeze(-1)
-    return (hidden * shown).sum(1) / shown.sum(1).clamp(min=1)
+    weights = mask.to(hidden).unsqueeze(-1)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)

@@ -1,9 +1,9 @@
-"""Local training: the user's own Trainer, run for one client without a trace on anything else.
+"""Local training: the user's own `Trainer` runs for one client and leaves all shared state unchanged.
 
-A client trains in a shallow copy of the federated trainer. Whatever `train()` assigns on it (optimizer, scheduler,
-state, control, counters, and attributes of future versions) lands on the copy and goes with it, as it would on another
-machine. Only what the copy shares with the original has to be put back: the accelerator's lists, accelerate's gradient
-state, the model's mode and the global generators.
+A client trains in a shallow copy of the federated trainer. Attributes that `train()` assigns (optimizer, scheduler,
+state, control, counters, and attributes of future versions) are set on the copy and discarded with it. Only the state
+that the copy shares with the original is restored: the accelerator's lists, accelerate's gradient state, the model's
+mode and the global random number generators.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from ..utils.random import derived_seed, isolated_rng, seed_generators
-from .sampling import at_most
+from .sampling import limit_examples
 
 
 class UnsupportedTrainerError(ValueError):
-    """What a trainer does cannot be done for each client apart. It ends the run: it is no one client's fault."""
+    """
+    The trainer cannot train each client separately. The error ends the run, because it does not depend on the client.
+    """
 
 
 @dataclass
 class LocalTraining:
     """
-    What one local training needs beyond the user's arguments. Its methods are called by the trainer's overrides.
+    Settings of one local training in addition to the user's arguments. The trainer's overrides call its methods.
 
     Args:
         round (`int`): Round number, from 0.
-        num_rounds (`int`): Rounds of the run, over which the learning-rate curve extends.
-        global_schedule (`bool`): One learning-rate curve over all rounds instead of one a round.
+        num_rounds (`int`): Number of rounds of the run, which is the length of a global learning-rate schedule.
+        global_schedule (`bool`): Whether one learning-rate schedule covers all rounds. Otherwise each round has its
+            own schedule.
         parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
-        hook (`LocalHook`, *optional*): The algorithm's client side.
-        optimizer_state (`dict`, *optional*): The optimizer's state to go on from.
-        distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in this training.
+        hook (`LocalHook`, *optional*): The client side of the algorithm.
+        optimizer_state (`dict`, *optional*): Optimizer state to start from.
+        distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in local training.
     """
 
     round: int
@@ -64,19 +67,19 @@ class LocalTraining:
     _divides_by_items: bool | None = None
 
     def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
-        """Called before the loss of a micro-batch is computed."""
+        """Run before the loss of a micro-batch is computed."""
         if self.distillation is not None:
             self.distillation.on_batch(trainer, model, inputs, num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
         """
-        Called when the gradients of a micro-batch have been added to those in `.grad`.
+        Run after the gradients of a micro-batch are added to `.grad`.
 
         Args:
             trainer (`transformers.Trainer`): The client's trainer.
         """
         for parameter in () if self.distillation is None else self.distillation.frozen:
-            # Without a gradient there is no weight decay either.
+            # Without a gradient, the optimizer does not apply weight decay either.
             parameter.grad = None
         if self.hook is not None and trainer.accelerator.sync_gradients:
             self.hook.on_gradients(self.parameters)
@@ -84,29 +87,32 @@ class LocalTraining:
 
     def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         """
-        What the trainer's loss on a batch is of the mean over this batch: 1, but where batches are accumulated whose
-        items (tokens with a label) the model divides its loss by. It is then this batch's share of these items.
+        Return the factor between the mean loss of a batch and the trainer's loss on the batch.
+
+        The factor is 1 unless gradients are accumulated and the model divides its loss by the number of items (tokens
+        with a label) of the whole step. In this case the factor is the share of the batch in these items.
 
         Args:
-            trainer (`transformers.Trainer`): The client's, amid a step.
+            trainer (`transformers.Trainer`): The client's trainer, during a step.
             inputs (`Mapping[str, Any]`): The batch.
-            num_items (`torch.Tensor` or `int`, *optional*): Items of all batches of the step.
+            num_items (`torch.Tensor` or `int`, *optional*): Number of items of all batches of the step.
         """
         if trainer.current_gradient_accumulation_steps == 1 or num_items is None or "labels" not in inputs:
             return 1.0
         if self._divides_by_items is None:
-            self._divides_by_items = trainer.model_accepts_loss_kwargs and _divides_by_items(trainer, inputs)
+            self._divides_by_items = trainer.model_accepts_loss_kwargs and _divides_loss_by_items(trainer, inputs)
         if not self._divides_by_items:
             return 1.0
         return trainer._get_num_items_in_batch([inputs], trainer.args.device) / num_items
 
     def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
         """
-        The loader with its epochs numbered over the run, so that every round shuffles as one long run would.
+        Wrap the data loader so that it counts epochs over the run. Every round then shuffles as one long run would.
 
         Args:
-            loader (`Any`): What `get_train_dataloader` returned.
-            args (`TrainingArguments`): The client's. A round of steps uses up every epoch that it enters.
+            loader (`Any`): Result of `get_train_dataloader`.
+            args (`TrainingArguments`): The client's arguments. If the length of a round is set in steps, an epoch that
+                a round enters is not continued in the next round.
         """
         epochs_per_round = math.ceil(args.num_train_epochs)
         if args.max_steps > 0:
@@ -115,57 +121,61 @@ class LocalTraining:
         return EpochOffsetLoader(loader, self.round * epochs_per_round)
 
     def num_schedule_steps(self, num_training_steps: int) -> int:
-        """Length of the learning-rate curve, in optimizer steps of this client."""
+        """Length of the learning-rate schedule in optimizer steps of this client."""
         return num_training_steps * self.num_rounds if self.global_schedule else num_training_steps
 
     def check_optimizer(self, trainer: Trainer) -> None:
         """
-        Refuse an optimizer that trains something beside the exchanged parameters.
+        Check that the optimizer trains exchanged parameters only.
 
         Args:
-            trainer (`transformers.Trainer`): The client's, with its optimizer.
+            trainer (`transformers.Trainer`): The client's trainer with its optimizer.
 
         Raises:
-            UnsupportedTrainerError: If it does. The message names the parameter.
+            UnsupportedTrainerError: If the optimizer trains another parameter. The message names the parameter.
         """
         exchanged = {id(parameter) for parameter in self.parameters.values()}
         for group in trainer.optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in exchanged and parameter.requires_grad:
                     raise UnsupportedTrainerError(
-                        f"The optimizer trains {_name_on(trainer, parameter)}, which is no part of the model: it "
-                        "would not travel, and one client's would reach the next. Put it into the model before the "
-                        "trainer is built (a loss with parameters as a module of the model), or leave it out."
+                        f"The optimizer trains {_parameter_name(trainer, parameter)}, which is not a parameter of the "
+                        "model. It would not be exchanged, and the next client would continue with the value of this "
+                        "client. Add it to the model before you create the trainer (for example, add a loss with "
+                        "parameters as a module of the model), or remove it from the optimizer."
                     )
 
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
-        """Move a fresh schedule to this client's place in the run: round × its local steps."""
+        """Advance a new schedule to this client's step in the run, which is the round number times its local steps."""
         place_schedule(scheduler, self.round * num_training_steps if self.global_schedule else 0)
 
 
 def place_schedule(scheduler: LRScheduler, position: int) -> None:
     """
-    Move a schedule ahead, as if so many steps had been taken.
+    Advance a schedule as if `position` steps had been taken.
 
     Args:
-        scheduler (`LRScheduler`): Not beyond the place yet.
-        position (`int`): Steps from the beginning of the curve.
+        scheduler (`LRScheduler`): The schedule. It is unchanged if it already is at or after `position`.
+        position (`int`): Number of steps from the start of the schedule.
     """
     if position <= scheduler.last_epoch:
         return
     if isinstance(scheduler, LambdaLR):
-        # Closed form: one step from just before the place.
+        # The learning rate has a closed form: load the preceding step and take one step.
         scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": position - 1, "_step_count": position + 1})
         scheduler.step()
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of steps before the optimizer's first; that is the point.
+        warnings.simplefilter("ignore")  # torch warns about scheduler steps before the first optimizer step.
         for _ in range(position - scheduler.last_epoch):
             scheduler.step()
 
 
-def _divides_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
-    """Tried out: many models take a number of items and have no use for it."""
+def _divides_loss_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
+    """
+    Compare two losses to find out whether the model uses `num_items_in_batch`. Many models accept the argument and
+    ignore it.
+    """
     losses = []
     for num_items in (1, 2):
         with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
@@ -173,10 +183,10 @@ def _divides_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     return losses[0] != losses[1]
 
 
-def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:
+def _parameter_name(trainer: Trainer, parameter: nn.Parameter) -> str:
     for name, value in vars(trainer).items():
-        inside = {"": value} if not isinstance(value, nn.Module) else dict(value.named_parameters(prefix="."))
-        for path, candidate in inside.items():
+        candidates = {"": value} if not isinstance(value, nn.Module) else dict(value.named_parameters(prefix="."))
+        for path, candidate in candidates.items():
             if candidate is parameter:
                 return repr(f"{name}{path[1:]}")
     return f"a parameter of shape {tuple(parameter.shape)}"
@@ -184,16 +194,16 @@ def _name_on(trainer: Trainer, parameter: nn.Parameter) -> str:
 
 class EpochOffsetLoader:
     """
-    A data loader whose epochs are counted over the run instead of over one `train()` call.
+    A data loader that counts epochs over the run instead of over one `train()` call.
 
-    A proxy, because accelerate's loader sets its epoch again whenever it is iterated.
+    It is a proxy because accelerate's data loader sets its epoch again at every iteration.
 
     Args:
-        loader (`Any`): What `get_train_dataloader` returned.
-        offset (`int`): Epochs of this client before this call.
+        loader (`Any`): Result of `get_train_dataloader`.
+        offset (`int`): Number of epochs of this client before this call.
     """
 
-    # `Trainer` would set the bare epoch on a nested batch sampler; `set_epoch` below does it with the offset.
+    # Hides a nested batch sampler, on which `Trainer` would set the epoch without the offset.
     batch_sampler = None
 
     def __init__(self, loader: Any, offset: int) -> None:
@@ -201,7 +211,7 @@ class EpochOffsetLoader:
         self._offset = offset
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the sampler shuffles by."""
+        """Set the epoch that seeds the shuffling."""
         epoch += self._offset
         for target in (self._loader, getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)):
             if callable(set_epoch := getattr(target, "set_epoch", None)):
@@ -219,11 +229,11 @@ class EpochOffsetLoader:
 
 class LocalTrainingCallback(TrainerCallback):
     """
-    Inside a client: seeds the generators once the shuffling is set up, and logs at the last step.
+    Seeds the global generators after the shuffling is set up, and logs at the last step of a local training.
 
     Args:
-        seed (`int`, *optional*): `None` leaves the global generators alone, which one client needs to equal the plain
-            Trainer.
+        seed (`int`, *optional*): Seed of the client. `None` leaves the global generators unchanged: a federation with
+            one client must draw the same numbers as the plain Trainer.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -244,12 +254,15 @@ class LocalTrainingCallback(TrainerCallback):
 
 def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: int | None) -> TrainingArguments:
     """
-    The user's arguments as one client sees them: its share of a round, and nothing that belongs to the whole run.
+    Copy the user's arguments for the local training of one client.
+
+    The copy sets the length of one round and disables evaluations, checkpoints, uploads and logging, which belong to
+    the whole run.
 
     Args:
-        args (`TrainingArguments`): The user's.
-        local_epochs (`int`): Passes over the data.
-        local_steps (`int`, *optional*): Optimizer steps instead.
+        args (`TrainingArguments`): The user's arguments.
+        local_epochs (`int`): Number of passes over the client's examples.
+        local_steps (`int`, *optional*): Number of optimizer steps. It replaces `local_epochs`.
     """
     local = copy.copy(args)
     local.num_train_epochs = float(local_epochs)
@@ -274,19 +287,20 @@ def batches_per_round(
     max_rows: int | None = None,
 ) -> dict[str, float]:
     """
-    Batches of each client in a round.
+    Compute the number of batches of each client in a round.
 
     Args:
-        num_rows (`Mapping[str, int]`): Rows of each client; `None` for a stream, which needs `local_steps`.
-        local_epochs (`int`): Passes over the data.
-        local_steps (`int`, *optional*): Optimizer steps instead.
-        args (`TrainingArguments`): The user's.
-        max_rows (`int`, *optional*): Rows that a client trains on at most.
+        num_rows (`Mapping[str, int]`): Number of examples of each client; `None` for a stream, which needs
+            `local_steps`.
+        local_epochs (`int`): Number of passes over the client's examples.
+        local_steps (`int`, *optional*): Number of optimizer steps. It replaces `local_epochs`.
+        args (`TrainingArguments`): The user's arguments.
+        max_rows (`int`, *optional*): Maximum number of examples that a client trains on.
     """
     if local_steps is not None:
         return dict.fromkeys(num_rows, float(local_steps * args.gradient_accumulation_steps))
     return {
-        client_id: float(local_epochs * math.ceil(at_most(rows or 0, max_rows) / args.train_batch_size))
+        client_id: float(local_epochs * math.ceil(limit_examples(rows or 0, max_rows) / args.train_batch_size))
         for client_id, rows in num_rows.items()
     }
 
@@ -299,14 +313,14 @@ def local_trainer(
     callbacks: list[TrainerCallback],
 ) -> Trainer:
     """
-    A trainer for one client's local training, which shares the model and accelerator of the federated one.
+    Create the trainer of one client. It shares the model and the accelerator of the federated trainer.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
-        args (`TrainingArguments`): From [`client_arguments`].
-        train_dataset (`datasets.Dataset`): The client's rows.
-        local ([`LocalTraining`]): The client's place in the run.
-        callbacks (`list[TrainerCallback]`): Run inside the client, besides the flow of steps.
+        args (`TrainingArguments`): Arguments from [`client_arguments`].
+        train_dataset (`datasets.Dataset`): The client's examples.
+        local ([`LocalTraining`]): Settings of this local training.
+        callbacks (`list[TrainerCallback]`): Callbacks for the local training, in addition to `DefaultFlowCallback`.
     """
     client = copy.copy(trainer)
     client.args = args
@@ -332,11 +346,11 @@ def local_trainer(
 
 def fresh_collator(collator: Any, seed: int | None = None) -> Any:
     """
-    A collator that has drawn nothing yet, where it masks from a seed of its own; any other as it is.
+    Copy a collator that masks with its own seed and reset its generator. Other collators are returned unchanged.
 
     Args:
-        collator (`Any`): The trainer's, which is not changed.
-        seed (`int`, *optional*): A client's, on which the masks then depend too.
+        collator (`Any`): The trainer's data collator. It is not changed.
+        seed (`int`, *optional*): Seed of a client. If it is given, the masks depend on both seeds.
     """
     if not isinstance(collator, DataCollatorForLanguageModeling) or collator.seed is None:
         return collator
@@ -349,7 +363,7 @@ def fresh_collator(collator: Any, seed: int | None = None) -> Any:
 
 @contextmanager
 def preserved_process_state(trainer: Trainer) -> Iterator[None]:
-    """Put back what a nested `train()` or `evaluate()` changes outside the trainer object."""
+    """Restore the state outside the trainer object that a nested `train()` or `evaluate()` changes."""
     accelerator, model = trainer.accelerator, trainer.model
     lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
     step = accelerator.step

@@ -1,4 +1,4 @@
-"""Building the models of clients that keep their own model, with its tokenizer, arguments and encoded examples."""
+"""Building of the models of clients with their own model, tokenizer, arguments and encoded examples."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ..adapters import Exchange, copy_model, freeze_layers
 from ..utils.random import derived_seed, isolated_rng, preserved_generators
 from . import ClientSpec, Student, client_arguments
-from .participants import INPUT_IDS, Participants, PublicRowsEncoded
+from .participants import INPUT_IDS, EncodedPublicDataset, Participants
 
 
 class ClientModelBuilder:
     """
-    Builds what a client trains: its model as it is before the first round, and a trainer around it.
+    Builds a client's model as it is before the first round, and a trainer around it.
 
-    What it builds depends on the client and the run's seed alone, and not on when it is built, so that a model which
-    was put away can be built again and given its values.
+    The result depends only on the client and the seed of the run, not on the time of the call. A model that was
+    evicted from memory can therefore be rebuilt and loaded with its stored values.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
-        arguments (`dict[str, Any]`): What its class was constructed with, by name.
-        participants ([`Participants`]): What clients have.
-        initial (`Mapping[str, torch.Tensor]`): What trains of the server's model, before the first round.
-        seed (`int`): Of the run.
-        exchange (`str`): What of a model trains and is kept, as `exchange` of [`FederatedConfig`].
-        freeze (`str`, *optional*): What is frozen of every model.
-        learning_rate (`float`, *optional*): Of the clients' distillation.
+        arguments (`dict[str, Any]`): The constructor arguments of the federated trainer by name.
+        participants ([`Participants`]): The clients' models, tokenizers and arguments, and the public examples.
+        initial (`Mapping[str, torch.Tensor]`): The trainable parameters of the server's model before the first round.
+        seed (`int`): Seed of the run.
+        exchange (`str`): Which parameters of a model are trained and stored, as `exchange` of [`FederatedConfig`].
+        freeze (`str`, *optional*): Which layers of every model are frozen, as `freeze` of [`FederatedConfig`].
+        learning_rate (`float`, *optional*): Learning rate of distillation on clients.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ClientModelBuilder:
         self._exchange = exchange
         self._freeze = freeze
         self._learning_rate = learning_rate
-        # Clients with one tokenizer share the encoded public rows.
-        self._public: dict[int, tuple[Any, PublicRowsEncoded]] = {}
+        # Clients with the same tokenizer share the encoded public examples.
+        self._public: dict[int, tuple[Any, EncodedPublicDataset]] = {}
 
     def __call__(self, client_id: str) -> tuple[Trainer, Exchange, Student | None]:
         spec = self._participants.clients.get(client_id) or ClientSpec()
@@ -76,14 +76,14 @@ class ClientModelBuilder:
     def _model(self, client_id: str, spec: ClientSpec) -> nn.Module:
         init = self._participants.client_model_init
         if spec.model is None and init is None:
-            return self._copy_of_servers()
-        # A head that is drawn is another one for every client, and the same whenever it is drawn.
+            return self._copy_server_model()
+        # A new head has random weights. They differ between clients and are the same whenever the model is built.
         with isolated_rng(derived_seed(self._seed, "model", client_id)):
             if isinstance(spec.model, str):
                 if self._participants.task is None:
                     raise ValueError(
-                        f"The model of client {client_id!r} is {spec.model!r}, a name, which nothing says how to "
-                        "load: give the trainer a `task`, or a function that makes the model."
+                        f"The model of client {client_id!r} is the name {spec.model!r}, but there is no `task` to "
+                        "load it. Pass a `task` to the trainer, or pass a function that builds the model."
                     )
                 model = self._participants.task.load_model(spec.model)
             elif isinstance(spec.model, nn.Module):
@@ -97,7 +97,7 @@ class ClientModelBuilder:
             freeze_layers(model, self._freeze)
         return model
 
-    def _copy_of_servers(self) -> nn.Module:
+    def _copy_server_model(self) -> nn.Module:
         model = copy_model(self._trainer.model)
         Exchange(model, self._exchange).write(self._initial)
         return model
@@ -110,48 +110,52 @@ class ClientModelBuilder:
             "train_dataset": None,
             "eval_dataset": None,
             "callbacks": None,
-            # How long it trains is said with each message; evaluations, checkpoints and uploads are the server's.
+            # Messages set the length of local training. The server evaluates, saves checkpoints and uploads.
             "args": client_arguments(spec.args or self._arguments["args"], local_epochs=1, local_steps=None),
         }
         if task is not None and tokenizer is not self._trainer.processing_class:
             own["data_collator"] = task.data_collator(tokenizer, model)
         given = {name: value for name, value in self._arguments.items() if name != "model_init"}
-        # A trainer's constructor seeds the global generators.
+        # The constructor of `Trainer` seeds the global generators.
         with preserved_generators():
             return type(self._trainer)(**{**given, **own})
 
-    def _public_rows(self, tokenizer: Any) -> PublicRowsEncoded | None:
+    def _public_rows(self, tokenizer: Any) -> EncodedPublicDataset | None:
         if self._participants.public_dataset is None:
             return None
         if id(tokenizer) not in self._public:
-            # The tokenizer is kept with them, so that no other one can get its number.
+            # Keep a reference to the tokenizer, so that its `id()` is not reused.
             self._public[id(tokenizer)] = (tokenizer, self._participants.encode_public(tokenizer))
         return self._public[id(tokenizer)][1]
 
-    def _check_tokens(self, client_id: str, public: PublicRowsEncoded) -> None:
-        """Refuse a client whose tokenizer cuts public rows into other tokens than the server's."""
+    def _check_tokens(self, client_id: str, public: EncodedPublicDataset) -> None:
+        """
+        Raise an error if the client's tokenizer splits public examples into other tokens than the server's tokenizer.
+        """
         servers = self._public_rows(self._trainer.processing_class)
         assert servers is not None and servers.positions is not None
         if public is servers:
             return
         column = "labels" if servers.positions.feeds_labels else INPUT_IDS
-        for row, (ours, theirs) in enumerate(zip(public.rows[column], servers.rows[column], strict=False)):
-            if list(ours) != list(theirs):
+        for row, (client_ids, server_ids) in enumerate(zip(public.rows[column], servers.rows[column], strict=False)):
+            if list(client_ids) != list(server_ids):
                 raise ValueError(
-                    f"The tokenizer of client {client_id!r} makes {list(ours)[:8]} of public row {row}, and the "
-                    f"server's {list(theirs)[:8]}. Predictions of tokens are aligned by place: all clients need the "
-                    "server's tokenizer."
+                    f"The tokenizer of client {client_id!r} encodes public example {row} as {list(client_ids)[:8]}, "
+                    f"but the server's tokenizer encodes it as {list(server_ids)[:8]}. Predictions of tokens are "
+                    "aligned by position. Use the server's tokenizer for all clients."
                 )
 
 
 def align_padding(model: Any, tokenizer: Any) -> None:
     """
-    Let a model take for padding what its tokenizer pads with. `Trainer.train` does so too, but a model that was put
-    away and is built again predicts before it trains again, and a decoder that classifies reads its last token.
+    Set the model's padding token to the padding token of its tokenizer.
+
+    `Trainer.train` also does so. However, a model that is rebuilt predicts before it trains again, and a decoder with
+    a classification head needs the padding token to find the last token of an example.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): The client's. Others are left alone.
-        tokenizer (`PreTrainedTokenizerBase`): The client's.
+        model (`PreTrainedModel` or `PeftModel`): The client's model. Models of other classes are not changed.
+        tokenizer (`PreTrainedTokenizerBase`): The client's tokenizer.
     """
     if isinstance(model, (PreTrainedModel, PeftModel)) and isinstance(tokenizer, PreTrainedTokenizerBase):
         if tokenizer.pad_token_id is not None:
@@ -160,11 +164,11 @@ def align_padding(model: Any, tokenizer: Any) -> None:
 
 def check_labels(client_id: str, model: Any, servers: Any) -> None:
     """
-    Refuse a client whose model tells other classes apart than the server's, or in another order.
+    Check that a client's model has the same labels as the server's model, in the same order.
 
     Args:
-        client_id (`str`): The client.
-        model (`PreTrainedModel`): Its model.
+        client_id (`str`): Id of the client.
+        model (`PreTrainedModel`): The client's model.
         servers (`PreTrainedModel`): The server's model.
 
     Raises:
@@ -172,24 +176,26 @@ def check_labels(client_id: str, model: Any, servers: Any) -> None:
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(servers, PreTrainedModel):
         return
-    here, there = model.config.id2label, servers.config.id2label
-    unnamed = {f"LABEL_{number}" for number in range(max(len(here), len(there)))}
-    if len(here) == len(there) and (here == there or {*here.values()} <= unnamed or {*there.values()} <= unnamed):
+    labels, server_labels = model.config.id2label, servers.config.id2label
+    unnamed = {f"LABEL_{number}" for number in range(max(len(labels), len(server_labels)))}
+    if len(labels) == len(server_labels) and (
+        labels == server_labels or {*labels.values()} <= unnamed or {*server_labels.values()} <= unnamed
+    ):
         return
     raise ValueError(
-        f"The model of client {client_id!r} has the labels {list(here.values())}, and the server's has "
-        f"{list(there.values())}. Predictions are aligned by place: give all models the same labels in the same order "
-        "(`id2label` and `label2id` of their configs)."
+        f"The model of client {client_id!r} has the labels {list(labels.values())}, but the server's model has the "
+        f"labels {list(server_labels.values())}. Predictions are aligned by class index. Give all models the same "
+        "labels in the same order (`id2label` and `label2id` of their configs)."
     )
 
 
 def check_given_models(participants: Participants, servers: Any) -> None:
     """
-    [`check_labels`] of the models that there are when a trainer is constructed. Those that a name or a function stands
-    for are compared when they are first built, which is in the first round that asks the client.
+    Run [`check_labels`] for the models that exist when a trainer is constructed. Models given by name or function are
+    checked when they are first built, which is in the first round in which the client participates.
 
     Args:
-        participants ([`Participants`]): Whose clients differ.
+        participants ([`Participants`]): The clients and their models.
         servers (`PreTrainedModel`): The server's model.
     """
     for client_id, spec in participants.clients.items():
@@ -198,45 +204,46 @@ def check_given_models(participants: Participants, servers: Any) -> None:
 
 def check_vocabulary(client_id: str, model: Any, servers: Any) -> None:
     """
-    Refuse a client whose model predicts another number of tokens than the server's.
+    Check that a client's model has the same vocabulary size as the server's model.
 
     Args:
-        client_id (`str`): The client.
-        model (`PreTrainedModel`): Its model.
+        client_id (`str`): Id of the client.
+        model (`PreTrainedModel`): The client's model.
         servers (`PreTrainedModel`): The server's model.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the vocabulary sizes differ.
     """
-    here, there = (each.config.get_text_config(decoder=True).vocab_size for each in (model, servers))
-    if here != there:
+    size, server_size = (each.config.get_text_config(decoder=True).vocab_size for each in (model, servers))
+    if size != server_size:
         raise ValueError(
-            f"The model of client {client_id!r} predicts {here} tokens, and the server's {there}. Predictions of "
-            "tokens are aligned by place: give all models one vocabulary (`resize_token_embeddings` where only the "
-            "padding differs)."
+            f"The model of client {client_id!r} has a vocabulary of {size} tokens, but the server's model has "
+            f"{server_size}. Predictions of tokens are aligned by token id. Give all models the same vocabulary. If "
+            "only the padding of the vocabulary differs, call `resize_token_embeddings`."
         )
 
 
 def check_tokenizers(participants: Participants, servers: Any) -> None:
     """
-    Refuse clients that number tokens otherwise than the server, where predictions are about tokens.
+    Check that all clients have the vocabulary of the server's tokenizer. Predictions of tokens require it.
 
     Args:
-        participants ([`Participants`]): What clients have.
+        participants ([`Participants`]): The clients and their tokenizers.
         servers (`PreTrainedTokenizerBase`): The server's tokenizer.
 
     Raises:
-        ValueError: If so. The message names the client.
+        ValueError: If a vocabulary differs. The message names the client.
     """
-    there = servers.get_vocab()
+    server_vocab = servers.get_vocab()
     for client_id, spec in participants.clients.items():
         if spec.processing_class is None or spec.processing_class is servers:
             continue
-        here = spec.processing_class.get_vocab()
-        if here != there:
-            token = next(token for token in [*here, *there] if here.get(token) != there.get(token))
+        vocab = spec.processing_class.get_vocab()
+        if vocab != server_vocab:
+            token = next(token for token in [*vocab, *server_vocab] if vocab.get(token) != server_vocab.get(token))
             raise ValueError(
-                f"The tokenizer of client {client_id!r} has another vocabulary than the server's: {token!r} is number "
-                f"{here.get(token)} here and {there.get(token)} there. Predictions of tokens are aligned by place: "
-                "give all clients the server's tokenizer. Tags and labels can be distilled between any tokenizers."
+                f"The tokenizer of client {client_id!r} has another vocabulary than the server's tokenizer: {token!r} "
+                f"has the id {vocab.get(token)} for the client and {server_vocab.get(token)} for the server. "
+                "Predictions of tokens are aligned by token id. Use the server's tokenizer for all clients. "
+                "Distillation of tags and labels supports different tokenizers."
             )

@@ -1,8 +1,9 @@
-"""Which model a client trains: the one that all share in turn, or one of its own.
+"""The models that clients train: one shared model, or one model per client.
 
-Where parameters are exchanged, clients take turns on the federated trainer's model, and what they exchange is swapped.
-Where only predictions are, each client has a model of its own, perhaps of another architecture with another tokenizer,
-which it keeps from round to round: in memory as long as there is room, else in the client store.
+Algorithms that exchange parameters use [`SharedModel`]: clients take turns on the federated trainer's model, and each
+message brings the parameters. Algorithms that exchange predictions use [`OwnModels`]: each client has its own model,
+possibly with a different architecture and tokenizer, and keeps it from round to round. These models are in memory up
+to a limit; the remaining models are in the client store.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from .student import Student
 
 class ClientModel:
     """
-    A model in the hands of a client.
+    A client's model together with its trainer.
 
     Args:
-        trainer (`transformers.Trainer`): Of which the client's local trainers are copies.
-        exchange ([`Exchange`]): Reads and writes its model.
-        args (`TrainingArguments`): The client's, for the whole run.
-        student ([`Student`], *optional*): The model over the public rows, where there are any.
-        initial (`Mapping[str, torch.Tensor]`, *optional*): What it exchanges, as it was before the first round, where
-            that is needed later.
+        trainer (`transformers.Trainer`): The trainer from which the client's local trainers are copied.
+        exchange ([`Exchange`]): Reads and writes the exchanged parameters of the model.
+        args (`TrainingArguments`): The client's training arguments for the whole run.
+        student ([`Student`], *optional*): The model on the public examples, if there are public examples.
+        initial (`Mapping[str, torch.Tensor]`, *optional*): The exchanged parameters before the first round, if they
+            are needed later.
     """
 
     def __init__(
@@ -51,17 +52,21 @@ class ClientModel:
         self.student = student
         self.initial = initial
 
-    def restored_on_failure(self) -> AbstractContextManager[None]:
-        """Whatever the body raises leaves the model as it was, where it is not overwritten by the next message."""
+    def restore_on_failure(self) -> AbstractContextManager[None]:
+        """
+        Return a context manager that restores the model after an error.
+
+        Here it does nothing, because the next message overwrites a shared model.
+        """
         return nullcontext()
 
 
 class ClientModels(ABC):
     """
-    Hands each client its model, and keeps what clients keep.
+    Provides the model of each client and keeps the state of clients.
 
     Args:
-        store ([`ClientStore`]): Where they keep it.
+        store ([`ClientStore`]): Storage for the state of clients.
     """
 
     def __init__(self, store: ClientStore) -> None:
@@ -69,45 +74,46 @@ class ClientModels(ABC):
 
     @abstractmethod
     def open(self, client_id: str) -> ClientModel:
-        """The client's model, as the client left it."""
+        """Return the model of a client as its last training left it."""
 
     @abstractmethod
-    def kept(self, client_id: str) -> dict[str, Any]:
-        """What the client keeps beside its model: the state of its optimizer, of the algorithm."""
+    def get_state(self, client_id: str) -> dict[str, Any]:
+        """Return the client's state in addition to its model: the states of its optimizer and of the algorithm."""
 
     @abstractmethod
-    def keep(self, client_id: str, state: dict[str, Any]) -> None:
-        """Replace it."""
+    def set_state(self, client_id: str, state: dict[str, Any]) -> None:
+        """Replace the client's state."""
 
     def __contains__(self, client_id: object) -> bool:
-        """Whether a client keeps anything here."""
+        """Whether there is a state for a client."""
         return client_id in self.store
 
     def clear(self) -> None:
-        """Forget every client."""
+        """Delete the states of all clients."""
         self.store.clear()
 
     def save(self, directory: Path) -> dict[str, str]:
-        """As [`ClientStore.save`]."""
+        """Write all states into a directory. See [`ClientStore.save`]."""
         return self.store.save(directory)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        """As [`ClientStore.load`]."""
+        """Read states from a directory. See [`ClientStore.load`]."""
         self.store.load(directory, digests)
 
 
 class SharedModel(ClientModels):
     """
-    One model for all clients in turn; each gets its values with the message.
+    One model that all clients use in turn. Each message brings the values of its exchanged parameters.
 
     Args:
         trainer (`transformers.Trainer`): The federated trainer.
-        exchange ([`Exchange`]): Of its model.
-        args (`TrainingArguments`): The user's. Those of the trainer are of rounds while these run.
-        store ([`ClientStore`]): What clients keep.
-        student ([`Student`], *optional*): The model over the public rows, where there are any.
-        initial (`Mapping[str, torch.Tensor]`, *optional*): What they exchange, as it was before the first round, where
-            that is needed later.
+        exchange ([`Exchange`]): Reads and writes the exchanged parameters of the trainer's model.
+        args (`TrainingArguments`): The user's training arguments. While clients train, `trainer.args` count rounds
+            instead.
+        store ([`ClientStore`]): Storage for the state of clients.
+        student ([`Student`], *optional*): The model on the public examples, if there are public examples.
+        initial (`Mapping[str, torch.Tensor]`, *optional*): The exchanged parameters before the first round, if they
+            are needed later.
     """
 
     def __init__(
@@ -125,10 +131,10 @@ class SharedModel(ClientModels):
     def open(self, client_id: str) -> ClientModel:
         return self._model
 
-    def kept(self, client_id: str) -> dict[str, Any]:
+    def get_state(self, client_id: str) -> dict[str, Any]:
         return self.store.get(client_id)
 
-    def keep(self, client_id: str, state: dict[str, Any]) -> None:
+    def set_state(self, client_id: str, state: dict[str, Any]) -> None:
         if state:
             self.store.set(client_id, state)
 
@@ -138,29 +144,29 @@ class OwnModel(ClientModel):
     A client's own model while it is in memory.
 
     Args:
-        trainer (`transformers.Trainer`): The client's, with its model, tokenizer and arguments.
-        exchange ([`Exchange`]): Reads and writes what trains of it.
-        student ([`Student`], *optional*): The model over the public rows, where there are any.
-        kept (`dict[str, Any]`): What the client keeps beside its model.
+        trainer (`transformers.Trainer`): The client's trainer, with the client's model, tokenizer and arguments.
+        exchange ([`Exchange`]): Reads and writes the trainable parameters of the model.
+        student ([`Student`], *optional*): The model on the public examples, if there are public examples.
+        kept (`dict[str, Any]`): The client's state in addition to the model.
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, student: Student | None, kept: dict[str, Any]) -> None:
         super().__init__(trainer, exchange, trainer.args, student)
         self.kept = kept
-        # The forward pass of a mini-batch that waits for the server's answer, under what asked for it.
+        # The logits of a mini-batch whose server reply is pending, with the identity of the request.
         self.pending: tuple[Any, torch.Tensor] | None = None
 
     @contextmanager
-    def restored_on_failure(self) -> Iterator[None]:
-        # Its answer never came, and a forward pass is no use once the parameters have moved.
+    def restore_on_failure(self) -> Iterator[None]:
+        # Drop the pending forward pass: training changes the parameters that it was computed with.
         self.pending = None
         before = self.exchange.read()
         try:
             yield
             if name := first_non_finite(self.exchange.tensors):
                 raise FloatingPointError(
-                    f"Training left NaN or infinite values in {name!r}. Lower this client's learning rate, clip its "
-                    "gradients (`max_grad_norm`), or look at its data."
+                    f"Local training produced NaN or infinite values in {name!r}. Lower the client's learning rate, "
+                    "clip its gradients (`max_grad_norm`), or check its data."
                 )
         except BaseException:
             self.exchange.write(before)
@@ -169,14 +175,14 @@ class OwnModel(ClientModel):
 
 class OwnModels(ClientModels):
     """
-    A model of its own for each client, the last used of them in memory.
+    One model per client. The most recently used models are in memory.
 
     Args:
-        build (`Callable[[str], tuple[Trainer, Exchange, Student]]`):
-            Makes a client's trainer, as it is before the first round. What it makes of a client must not depend on
-            when it is called.
-        store ([`ClientStore`]): For the models that are not in memory, and for checkpoints.
-        max_resident (`int`, *optional*): Models in memory at a time; all by default.
+        build (`Callable[[str], tuple[Trainer, Exchange, Student | None]]`):
+            Builds the trainer of a client as it is before the first round. The result must not depend on the time of
+            the call.
+        store ([`ClientStore`]): Storage for the models that are not in memory, and for checkpoints.
+        max_resident (`int`, *optional*): Maximum number of models in memory. By default all models stay in memory.
     """
 
     def __init__(
@@ -195,7 +201,7 @@ class OwnModels(ClientModels):
             self._resident.move_to_end(client_id)
             return self._resident[client_id]
         while self._max_resident is not None and len(self._resident) >= self._max_resident:
-            self._put_away(next(iter(self._resident)))
+            self._evict(next(iter(self._resident)))
         trainer, exchange, student = self._build(client_id)
         state = self.store.get(client_id)
         if state:
@@ -206,21 +212,21 @@ class OwnModels(ClientModels):
         self._resident[client_id] = model
         return model
 
-    def _put_away(self, client_id: str) -> None:
-        self._write(client_id)
+    def _evict(self, client_id: str) -> None:
+        self._write_to_store(client_id)
         del self._resident[client_id]
 
-    def _write(self, client_id: str) -> None:
+    def _write_to_store(self, client_id: str) -> None:
         model = self._resident[client_id]
-        # The model may go on training, and an optimizer's state is changed in place.
+        # Copy: later training steps change the optimizer's state in place.
         student = {} if model.student is None else model.student.state_dict()
-        beside = copy.deepcopy({"student": student, "kept": model.kept})
-        self.store.set(client_id, {"model": model.exchange.read(), **beside})
+        other_state = copy.deepcopy({"student": student, "kept": model.kept})
+        self.store.set(client_id, {"model": model.exchange.read(), **other_state})
 
-    def kept(self, client_id: str) -> dict[str, Any]:
+    def get_state(self, client_id: str) -> dict[str, Any]:
         return self.open(client_id).kept
 
-    def keep(self, client_id: str, state: dict[str, Any]) -> None:
+    def set_state(self, client_id: str, state: dict[str, Any]) -> None:
         self.open(client_id).kept = state
 
     def __contains__(self, client_id: object) -> bool:
@@ -232,7 +238,7 @@ class OwnModels(ClientModels):
 
     def save(self, directory: Path) -> dict[str, str]:
         for client_id in self._resident:
-            self._write(client_id)
+            self._write_to_store(client_id)
         return super().save(directory)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:

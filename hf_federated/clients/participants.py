@@ -21,40 +21,41 @@ from .positions import Positions
 logger = logging.get_logger(__name__)
 
 
-# What encoded rows are told apart by, where no task says what is read.
+# Without a task, encoded examples are compared by this column.
 INPUT_IDS = "input_ids"
 
 
 @dataclass(frozen=True)
-class PublicRowsEncoded:
+class EncodedPublicDataset:
     """
-    The public rows for one tokenizer.
+    The public examples, encoded for one tokenizer.
 
     Args:
-        rows (`datasets.Dataset`): Encoded.
-        positions ([`~hf_federated.clients.positions.Positions`], *optional*): Where a model predicts in them, if that
-            is not once a row.
+        rows (`datasets.Dataset`): The encoded public examples.
+        positions ([`~hf_federated.clients.positions.Positions`], *optional*): The positions at which a model predicts,
+        if it does not make one prediction per example.
     """
 
     rows: Dataset
     positions: Positions | None = None
 
     def student(self, trainer: Trainer, learning_rate: float | None) -> Student:
-        """A trainer's model over these rows. Several may share them."""
+        """Create a [`Student`] for a trainer's model on these examples. Several students may share the examples."""
         return Student(trainer, self.rows, learning_rate, None if self.positions is None else self.positions.copy())
 
 
 @dataclass
 class Participants:
     """
-    What a federation has beside its clients' rows, as the user gave it to the trainer.
+    The parts of a federation in addition to its clients' examples, as passed to the trainer.
 
     Args:
-        task ([`Task`], *optional*): Encodes raw rows for each tokenizer. Without, rows are encoded already.
-        public_dataset (`datasets.Dataset`, *optional*): Rows that server and clients have, without labels.
-        server_dataset (`datasets.Dataset`, *optional*): The server's own rows, with labels.
-        clients (`Mapping[str, ClientSpec]`): Clients that differ.
-        client_model_init (`Callable[[str], PreTrainedModel]`, *optional*): Makes a client's model from its id.
+        task ([`Task`], *optional*): Encodes raw examples for each tokenizer. Without a task, the examples are already
+        encoded.
+        public_dataset (`datasets.Dataset`, *optional*): Unlabeled examples that the server and all clients have.
+        server_dataset (`datasets.Dataset`, *optional*): Labeled examples of the server.
+        clients (`Mapping[str, ClientSpec]`): Clients with their own model, tokenizer or training arguments.
+        client_model_init (`Callable[[str], PreTrainedModel]`, *optional*): Builds a client's model from the client id.
     """
 
     task: Task | None = None
@@ -66,15 +67,15 @@ class Participants:
     @cached_property
     def row_hashes(self) -> dict[str, str]:
         """
-        Hashes of the public rows and of the server's own, by the argument that they are, where there are any. What a
-        transform makes of rows when they are read is not in them.
+        Content hashes of `public_dataset` and `server_dataset`, by argument name. The hashes do not cover transforms
+        that run when examples are read (`set_transform`).
         """
         given = {"public_dataset": self.public_dataset, "server_dataset": self.server_dataset}
         for name, rows in given.items():
             if rows is not None and rows.format["type"] == "custom":
                 logger.warning(
-                    "`%s` has a transform, which a checkpoint cannot compare: resume with the same, or use `map` "
-                    "instead.",
+                    "`%s` has a transform (`set_transform`), which checkpoints cannot compare. Use the same transform "
+                    "when you resume, or use `map` instead.",
                     name,
                 )
         return {name: content_hash(rows) for name, rows in given.items() if rows is not None}
@@ -85,48 +86,52 @@ class Participants:
         return bool(self.clients) or self.client_model_init is not None
 
     def tokenizer_of(self, client_id: str, default: Any) -> Any:
-        """A client's tokenizer."""
+        """Return the tokenizer of a client, or `default` if the client has no own tokenizer."""
         spec = self.clients.get(client_id)
         return default if spec is None or spec.processing_class is None else spec.processing_class
 
     def encode(self, dataset: Any, tokenizer: Any, with_labels: bool = True) -> Any:
-        """Rows as a model with this tokenizer takes them."""
+        """Encode a dataset for a model with the given tokenizer. Without a task, the dataset is returned unchanged."""
         return dataset if self.task is None else self.task.prepare(dataset, tokenizer, with_labels)
 
     @property
     def prediction_unit(self) -> str | None:
-        """What a prediction is about, as [`Task`] says it. Rows that are encoded already have one each."""
+        """
+        The unit of a prediction, see [`Task`]. Without a task, it is `"row"`: models make one prediction per example.
+        """
         return "row" if self.task is None else self.task.prediction_unit
 
-    def encode_public(self, tokenizer: Any) -> PublicRowsEncoded:
-        """The public rows as a model with this tokenizer takes them, and where it predicts in them."""
+    def encode_public(self, tokenizer: Any) -> EncodedPublicDataset:
+        """
+        Encode the public examples for a model with the given tokenizer, and find the positions of its predictions.
+        """
         assert self.public_dataset is not None
         if self.task is None:
-            return PublicRowsEncoded(self.public_dataset)
+            return EncodedPublicDataset(self.public_dataset)
         rows = self.task.prepare_public(self.public_dataset, tokenizer)
         if self.task.prediction_unit == "row":
-            return PublicRowsEncoded(rows)
-        return PublicRowsEncoded(rows, Positions.of(rows, self.task.labels_are_inputs))
+            return EncodedPublicDataset(rows)
+        return EncodedPublicDataset(rows, Positions.from_dataset(rows, self.task.labels_are_inputs))
 
 
-# What a task fills in of a trainer's arguments, beside its rows.
+# The trainer arguments that a task fills in, in addition to the datasets.
 FROM_TASK = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics")
 
 
 def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
     """
-    Fill in what a task knows of a trainer's arguments: its evaluation rows encoded, its collator, its metrics.
+    Fill in the trainer arguments that a task defines: encoded evaluation examples, data collator and metrics.
 
     Args:
-        arguments (`dict[str, Any]`): The arguments by name, which are changed.
-        task ([`Task`]): What the trainer does.
+        arguments (`dict[str, Any]`): Trainer arguments by name. They are changed in place.
+        task ([`Task`]): The task of the trainer.
 
     Raises:
-        ValueError: If there is no tokenizer.
+        ValueError: If there is no tokenizer, or if `eval_dataset` is not a dataset.
     """
     tokenizer = arguments.get("processing_class")
     if tokenizer is None:
-        raise ValueError("`task` encodes raw rows, and needs the server's tokenizer: give `processing_class`.")
+        raise ValueError("`task` needs the server's tokenizer to encode raw examples. Pass `processing_class`.")
     rows = arguments.get("eval_dataset")
     if isinstance(rows, Dataset):
         features = task.for_evaluation(task.prepare(rows, tokenizer), tokenizer)
@@ -136,7 +141,8 @@ def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
             arguments["preprocess_logits_for_metrics"] = task.preprocess_logits_for_metrics
     elif rows is not None:
         raise ValueError(
-            f"With `task`, `eval_dataset` is a Dataset or a FederatedDataset of raw rows, got {type(rows).__name__}."
+            f"`eval_dataset` is a {type(rows).__name__}. With `task`, pass a Dataset or a FederatedDataset of raw "
+            "examples."
         )
     if arguments.get("data_collator") is None:
         arguments["data_collator"] = task.data_collator(tokenizer, arguments.get("model"))
@@ -144,12 +150,12 @@ def encode_for_server(arguments: dict[str, Any], task: Task) -> None:
 
 class EncodedClients(Mapping[str, Any]):
     """
-    The clients' raw rows, each encoded with the client's tokenizer, once, when it is first asked for.
+    The clients' examples, encoded with each client's tokenizer on first access and cached.
 
     Args:
-        clients ([`FederatedDataset`]): Raw rows.
-        participants ([`Participants`]): Whose task encodes them.
-        tokenizer (`PreTrainedTokenizerBase`): Of clients that have none of their own.
+        clients ([`FederatedDataset`]): The raw examples.
+        participants ([`Participants`]): Its task encodes the examples.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the clients that have no own tokenizer.
     """
 
     def __init__(self, clients: FederatedDataset, participants: Participants, tokenizer: Any) -> None:
@@ -176,11 +182,14 @@ class EncodedClients(Mapping[str, Any]):
 
 def count_overlap(clients: FederatedDataset, participants: Participants) -> int:
     """
-    How many private rows are public too: equal in what both hold of the columns that a model reads.
+    Count the private examples that also are in the public dataset.
+
+    Two examples are equal if they are equal in all columns that the model reads and that both datasets have.
 
     Args:
-        clients ([`FederatedDataset`]): Private rows. Streams are not read.
-        participants ([`Participants`]): Whose public rows, and whose task says what is read.
+        clients ([`FederatedDataset`]): The private examples. Streams are skipped.
+        participants ([`Participants`]): Its public dataset is compared. Its task defines the columns that the model
+        reads.
     """
     public, task = participants.public_dataset, participants.task
     if public is None:
@@ -199,6 +208,6 @@ def count_overlap(clients: FederatedDataset, participants: Participants) -> int:
 
 
 def _batches(rows: Dataset, columns: list[str]) -> Iterator[list[str]]:
-    """The values of some columns as text that can be compared, a thousand rows at a time."""
+    """Yield the values of the given columns as comparable strings, in batches of a thousand examples."""
     for batch in rows.select_columns(columns).with_format("arrow").iter(1000):
         yield [repr(list(row.values())) for row in batch.to_pylist()]

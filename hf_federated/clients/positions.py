@@ -1,14 +1,15 @@
-"""Where in public rows models predict, if that is not once a row: at each word, or at each token of a target.
+"""The positions of public examples at which models predict: each word, or each target token.
 
-A row has as many positions for everybody: its words, whatever a tokenizer makes of them, or its tokens, where all
-share one vocabulary. Predictions are tensors of shape `(positions, classes)`, the rows in their order and the
-positions of a row in theirs. Padding, special tokens and the further sub-tokens of a word are no positions.
+The positions of an example are the same for all clients: its words, for any tokenizer, or its tokens, if all clients
+share one vocabulary. Predictions are tensors of shape `(positions, classes)`, ordered by example and by position
+within an example. Padding, special tokens and all sub-tokens of a word except the first are no positions.
 
-**Words of which a tokenizer keeps nothing**, because a row is too long for it or because they are no text to it. A
-client cannot predict those. It says which they are (`absent`), and the server narrows the exchange down to the words
-that the cohort and its own model all have a place for: what is learned at a word is then what the method says, of all
-clients of the cohort, and at the others nothing is learned by anybody. (To let the remaining clients speak for a word
-would change their weights from word to word.)
+**Words that a tokenizer drops.** A tokenizer may keep no token of a word, because the example is too long or because
+the tokenizer does not treat the word as text. The client cannot predict at this word. It reports the positions that it
+cannot predict (`absent`), and the server restricts the exchange to the words that all clients of the cohort and its
+own model keep. These are the agreed positions. At an agreed position, all clients of the cohort contribute as the
+algorithm defines, and no model learns at the other positions. (If the remaining clients contributed at such a word,
+the weights of clients would change from word to word.)
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from datasets import Dataset
 from ..tasks.base import NUM_POSITIONS
 
 
-# What is named beside predictions and targets: numbers of positions, of those asked for, that they leave out.
+# Key of the left-out positions in messages with predictions or targets: indices among the requested positions.
 ABSENT = "absent"
 
 
 class Positions:
     """
-    The positions of public rows, for one model.
+    The positions of public examples, for one model.
 
     Args:
-        counts (`torch.Tensor` of shape `(rows,)`):
-            Positions of each row, int64, the same for everybody.
+        counts (`torch.Tensor` of shape `(examples,)`):
+            Number of positions of each example, int64. It is the same for all clients.
         seen (`torch.Tensor` of shape `(positions,)`, *optional*):
-            For which of them the model has a place, bool; all by default.
+            Whether the model can predict at each position, bool. By default it can predict at all positions.
         feeds_labels (`bool`, *optional*, defaults to `False`):
-            Whether the model is given the labels of public rows, which are then its decoder's inputs.
+            Whether the model receives the labels of public examples as inputs of its decoder.
 
     Example:
 
@@ -47,7 +48,7 @@ class Positions:
     >>> positions = Positions(torch.tensor([2, 1, 3]), torch.tensor([True, True, True, True, False, True]))
     >>> positions.numbers_of([2, 0])
     tensor([3, 4, 5, 0, 1])
-    >>> positions.agreed_of([2, 0])  # its tokenizer keeps nothing of the second word of the last row
+    >>> positions.agreed_of([2, 0])  # the tokenizer keeps no token of the second word of the last example
     tensor([3, 5, 0, 1])
     >>> positions.absent_of([2, 0])
     tensor([1], dtype=torch.int32)
@@ -59,43 +60,44 @@ class Positions:
         self.seen = torch.ones(int(counts.sum()), dtype=torch.bool) if seen is None else seen
         self.feeds_labels = feeds_labels
         self._starts = counts.cumsum(0) - counts
-        # Those that the exchange which runs is about: at most those seen.
+        # The positions of the current exchange: a subset of the seen positions.
         self._agreed = self.seen.clone()
 
     @classmethod
-    def of(cls, rows: Dataset, feeds_labels: bool) -> Positions:
+    def from_dataset(cls, rows: Dataset, feeds_labels: bool) -> Positions:
         """
-        Those of encoded public rows.
+        Find the positions of encoded public examples.
 
         Args:
-            rows (`datasets.Dataset`): From [`Task.prepare_public`].
-            feeds_labels (`bool`): As above. Otherwise `labels` are the numbers of positions in their row.
+            rows (`datasets.Dataset`): Examples from [`Task.prepare_public`].
+            feeds_labels (`bool`): See [`Positions`]. If `False`, the column `labels` has the index of each position
+                within its example.
         """
         counts = torch.tensor(rows[NUM_POSITIONS][:], dtype=torch.int64)
         positions = cls(counts, feeds_labels=feeds_labels)
         if not feeds_labels:
             seen = torch.zeros_like(positions.seen)
-            for start, marks in zip(positions._starts.tolist(), rows["labels"], strict=True):
-                found = np.asarray(marks, dtype=np.int64)
-                seen[start + found[found >= 0]] = True
+            for start, labels in zip(positions._starts.tolist(), rows["labels"], strict=True):
+                indices = np.asarray(labels, dtype=np.int64)
+                seen[start + indices[indices >= 0]] = True
             positions = cls(counts, seen)
         return positions
 
     def copy(self) -> Positions:
-        """The same positions, of which another model's exchanges may be about others."""
+        """Return the same positions for another model. The agreed positions of the copy change independently."""
         return Positions(self.counts, self.seen, self.feeds_labels)
 
     @property
     def num_rows(self) -> int:
-        """Public rows."""
+        """Number of public examples."""
         return len(self.counts)
 
     def numbers_of(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """
-        Of some rows, the numbers of their positions among all, int64.
+        Return the indices of the positions of some examples among all positions, int64.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
+            rows (`Sequence[int]`): Indices of examples.
         """
         rows = torch.as_tensor(rows, dtype=torch.int64)
         counts = self.counts[rows]
@@ -103,75 +105,78 @@ class Positions:
         return self._starts[rows].repeat_interleave(counts) + within
 
     def agreed_of(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """The numbers of those positions of some rows that the exchange is about."""
+        """Return the indices of the agreed positions of some examples."""
         numbers = self.numbers_of(rows)
         return numbers[self._agreed[numbers]]
 
     def agreed_among_seen(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Which of the positions of some rows that the model has a place for the exchange is about, bool."""
+        """
+        Return a bool mask of the agreed positions among the positions of some examples at which the model can predict.
+        """
         numbers = self.numbers_of(rows)
         return self._agreed[numbers[self.seen[numbers]]]
 
-    def places_among(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def index_map(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """
-        Where predictions of some rows have each position.
+        Map each position to its index in the predictions of some examples.
 
         Returns:
-            `torch.Tensor`: Of shape `(positions,)`, int64, −1 for those that are not among them.
+            `torch.Tensor`: Tensor of shape `(positions,)`, int64. Positions without a prediction have the value −1.
         """
-        places = torch.full((len(self.seen),), -1)
+        indices = torch.full((len(self.seen),), -1)
         agreed = self.agreed_of(rows)
-        places[agreed] = torch.arange(len(agreed))
-        return places
+        indices[agreed] = torch.arange(len(agreed))
+        return indices
 
-    def with_any(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Those of some rows with a position that the exchange is about."""
+    def rows_with_agreed(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Return the examples that have at least one agreed position."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        place = torch.arange(len(rows)).repeat_interleave(self.counts[rows])
-        found = torch.zeros(len(rows), dtype=torch.bool)
-        found[place[self._agreed[self.numbers_of(rows)]]] = True
-        return rows[found]
+        row_of_position = torch.arange(len(rows)).repeat_interleave(self.counts[rows])
+        has_agreed = torch.zeros(len(rows), dtype=torch.bool)
+        has_agreed[row_of_position[self._agreed[self.numbers_of(rows)]]] = True
+        return rows[has_agreed]
 
-    def first_row(self) -> int:
+    def first_seen_row(self) -> int:
         """
-        The first row for which the model has a place.
+        Return the index of the first example with a position at which the model can predict.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no such example.
         """
         if not self.seen.any():
             raise ValueError(
-                f"None of the {self.num_rows} public rows has anything to predict. Take texts of two tokens or more, "
-                "or rows with words that the tokenizer keeps."
+                f"None of the {self.num_rows} public examples has a position to predict. Use texts with at least two "
+                "tokens, or examples with words that the tokenizer keeps."
             )
         return int(torch.arange(self.num_rows).repeat_interleave(self.counts)[self.seen][0])
 
     def absent_of(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """The places, among all positions of some rows, of those that the exchange is not about, int32."""
+        """Return the positions of some examples that are not agreed, as indices among their positions, int32."""
         return (~self._agreed[self.numbers_of(rows)]).nonzero().flatten().to(torch.int32)
 
     def agree(self, rows: Sequence[int] | torch.Tensor, absent: torch.Tensor | None = None) -> None:
         """
-        Begin an exchange about some rows.
+        Set the agreed positions of some examples for a new exchange.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
+            rows (`Sequence[int]`): Indices of examples.
             absent (`torch.Tensor`, *optional*):
-                Places among all their positions that it is not about; by default those that are not seen.
+                Positions to leave out, as indices among the positions of these examples. By default the positions at
+                which the model cannot predict are left out.
 
         Raises:
-            ValueError: If it is about a position for which the model has no place.
+            ValueError: If the exchange includes a position at which the model cannot predict.
         """
         numbers = self.numbers_of(rows)
         wanted = self.seen[numbers] if absent is None else torch.ones(len(numbers), dtype=torch.bool)
         if absent is not None:
             wanted[absent.long()] = False
-        blind = wanted & ~self.seen[numbers]
-        if blind.any():
+        unpredictable = wanted & ~self.seen[numbers]
+        if unpredictable.any():
             raise ValueError(
-                f"The message is about {int(blind.sum())} words of which this client's tokenizer keeps nothing, the "
-                f"first is position {int(blind.nonzero()[0])} of those asked for. A client that never predicted a "
-                "word cannot learn it: was its tokenizer changed during the run?"
+                f"The message includes {int(unpredictable.sum())} words that this client's tokenizer drops. The first "
+                f"is position {int(unpredictable.nonzero()[0])} of the requested positions. A client learns only "
+                "words that it predicted. Check that the client's tokenizer did not change during the run."
             )
         self._agreed[numbers] = wanted
 
@@ -179,20 +184,21 @@ class Positions:
         self, rows: Sequence[int] | torch.Tensor, values: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """
-        What came about some rows, apart from the positions that it leaves out.
+        Split received tensors into values and the positions that they leave out.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
-            values (`Mapping[str, torch.Tensor]`): What came. It is not trusted.
+            rows (`Sequence[int]`): Indices of the examples that the message is about.
+            values (`Mapping[str, torch.Tensor]`): Tensors of the message. They are validated here.
 
         Returns:
-            `tuple`: The other tensors, and the places that are left out, int64, in order.
+            `tuple`: The other tensors, and the left-out positions as indices among the positions of the examples,
+                int64, ascending.
 
         Raises:
-            ValueError: If these are no places among the positions of the rows, in order and each once.
+            ValueError: If the indices are out of range, not ascending or not unique.
         """
-        others = dict(values)
-        absent = others.pop(ABSENT, torch.empty(0, dtype=torch.int32))
+        tensors = dict(values)
+        absent = tensors.pop(ABSENT, torch.empty(0, dtype=torch.int32))
         num_positions = int(self.counts[torch.as_tensor(rows, dtype=torch.int64)].sum())
         is_valid = absent.dtype == torch.int32 and absent.ndim == 1
         if is_valid and len(absent):
@@ -201,14 +207,15 @@ class Positions:
             )
         if not is_valid:
             raise ValueError(
-                f"{ABSENT!r} is {absent.dtype} of shape {tuple(absent.shape)}: {absent.flatten()[:16].tolist()}; "
-                f"expected int32 places below {num_positions}, the positions asked for, in order and each once."
+                f"{ABSENT!r} has dtype {absent.dtype}, shape {tuple(absent.shape)} and the first values "
+                f"{absent.flatten()[:16].tolist()}. It must be a one-dimensional int32 tensor of unique ascending "
+                f"indices below {num_positions}, the number of requested positions."
             )
-        return others, absent.long()
+        return tensors, absent.long()
 
     def add_absent(
         self, rows: Sequence[int] | torch.Tensor, values: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What goes out about some rows, with the positions that it leaves out if there are any."""
+        """Add the left-out positions of some examples to the tensors of a message, if there are any."""
         absent = self.absent_of(rows)
         return {**values, ABSENT: absent} if len(absent) else dict(values)

@@ -1,7 +1,7 @@
-"""Who takes part in a round, on how many rows, and with which randomness.
+"""Sampling of clients and of their examples, and the seeds of clients.
 
-All are functions of the run's seed and the round, with no state of their own, so a resumed run samples as the run that
-was never stopped.
+All functions depend on the seed of the run and the round only and keep no state. A resumed run therefore draws the
+same samples as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from ..utils.random import derived_seed
 
 
 def client_seed(seed: int, client_id: str, round: int) -> int:
-    """The seed of one client in one round, below 2**32."""
+    """Derive the seed of one client in one round, below 2**32."""
     return derived_seed(seed, client_id, round)
 
 
 class ClientSampler:
     """
-    Uniform sampling without replacement.
+    Uniform sampling of clients without replacement.
 
     Args:
-        client_ids (`Sequence[str]`): All clients.
-        clients_per_round (`int` or `float`): A count, or a share in (0, 1] that is rounded to the nearest count.
-        seed (`int`): Of the run.
+        client_ids (`Sequence[str]`): Ids of all clients.
+        clients_per_round (`int` or `float`): Number of clients per round, or a fraction in (0, 1] that is rounded to
+            the nearest number of clients.
+        seed (`int`): Seed of the run.
 
     Raises:
-        ValueError: If the share samples nobody or the count exceeds the clients.
+        ValueError: If a fraction rounds to zero clients, or if the number exceeds the number of clients.
 
     Example:
 
@@ -48,20 +49,23 @@ class ClientSampler:
             self.num_sampled = round(clients_per_round * total)
             if self.num_sampled == 0:
                 raise ValueError(
-                    f"clients_per_round={clients_per_round} of {total} clients samples nobody; one client is a share "
-                    f"of {1 / total:.3g}. Give a larger share or a count."
+                    f"clients_per_round={clients_per_round} rounds to 0 of {total} clients. Set it to at least "
+                    f"{1 / total:.3g} (one client), or to a number of clients."
                 )
         else:
             self.num_sampled = clients_per_round
         if self.num_sampled > total:
-            raise ValueError(f"clients_per_round={clients_per_round}, but the federation has {total} clients.")
+            raise ValueError(
+                f"clients_per_round={clients_per_round}, but the federation has {total} clients. Set it to at most "
+                f"{total}."
+            )
         self._seed = seed
 
     def __call__(self, round: int) -> tuple[str, ...]:
-        """The cohort of a round, in sorted order."""
+        """Return the cohort of a round, sorted by client id."""
         if self.num_sampled == len(self._client_ids):
             return tuple(self._client_ids)
-        # SeedSequence takes unsigned words; a negative seed is legal elsewhere.
+        # SeedSequence accepts unsigned integers only, but the seed of the run may be negative.
         generator = np.random.default_rng([abs(self._seed), int(self._seed < 0), round])
         chosen = generator.choice(len(self._client_ids), size=self.num_sampled, replace=False)
         return tuple(self._client_ids[i] for i in sorted(chosen))
@@ -69,14 +73,16 @@ class ClientSampler:
 
 class RowLimit:
     """
-    How many rows a client trains on in a round at most: the same number for the whole cohort.
+    Maximum number of examples that each client of a cohort trains on in a round.
 
     `balance="min"` is the balance trick of FedDRS (section 5.3): "the number of training samples for each client" does
-    not exceed "the count of the client with the fewest samples at the current iteration", which is the smallest of the
-    round's cohort, not of the federation. That client trains on all its rows; the others draw as many of theirs.
+    not exceed "the count of the client with the fewest samples at the current iteration". The minimum is taken over
+    the cohort of the round, not over the federation. The smallest client trains on all of its examples, and each of
+    the other clients draws the same number of its examples.
 
     Args:
-        num_rows (`Mapping[str, int]`): Rows of each client; `None` for a stream, which cannot be limited.
+        num_rows (`Mapping[str, int]`): Number of examples of each client; `None` for a stream, which cannot be
+            limited.
         balance (`str`, *optional*): `"min"` or `None`, as in [`FederatedConfig`].
         max_rows (`int`, *optional*): `max_rows_per_round` of [`FederatedConfig`].
 
@@ -99,35 +105,36 @@ class RowLimit:
         self._max_rows = max_rows
 
     def __call__(self, cohort: Sequence[str]) -> int | None:
-        """Of a cohort; `None` if it trains on all rows."""
+        """Return the limit for a cohort, or `None` if its clients train on all of their examples."""
         if self._balance is None:
             return self._max_rows
-        return at_most(min(self._num_rows[client_id] or 0 for client_id in cohort), self._max_rows)
+        return limit_examples(min(self._num_rows[client_id] or 0 for client_id in cohort), self._max_rows)
 
 
-def at_most(num_rows: int, max_rows: int | None) -> int:
+def limit_examples(num_rows: int, max_rows: int | None) -> int:
     """
-    How many of its rows a client trains on.
+    Return the number of its examples that a client trains on.
 
     Args:
-        num_rows (`int`): Rows that it has.
-        max_rows (`int`, *optional*): Rows that it trains on at most.
+        num_rows (`int`): Number of examples of the client.
+        max_rows (`int`, *optional*): Maximum number of examples to train on.
     """
     return num_rows if max_rows is None else min(num_rows, max_rows)
 
 
-def draw_rows(num_rows: int, max_rows: int | None, seed: int) -> np.ndarray | None:
+def draw_examples(num_rows: int, max_rows: int | None, seed: int) -> np.ndarray | None:
     """
-    Which of its rows a client trains on in a round.
+    Draw the examples that a client trains on in a round.
 
     Args:
-        num_rows (`int`): Rows that it has.
-        max_rows (`int`, *optional*): Rows that it trains on at most.
-        seed (`int`): The client's in this round.
+        num_rows (`int`): Number of examples of the client.
+        max_rows (`int`, *optional*): Maximum number of examples to train on.
+        seed (`int`): Seed of the client in this round.
 
     Returns:
-        `np.ndarray` of shape `(max_rows,)`, `int64`: Positions in ascending order, drawn uniformly without
-        replacement; `None` where all rows are trained on. The global generators are neither read nor changed.
+        `np.ndarray` of shape `(max_rows,)`, `int64`: Indices of the examples in ascending order, drawn uniformly
+            without replacement; `None` if the client trains on all of its examples. The global random number
+            generators are neither read nor changed.
     """
     if max_rows is None or num_rows <= max_rows:
         return None

@@ -1,4 +1,4 @@
-"""`ClientSpec`: what one client has of its own."""
+"""`ClientSpec`: the model, tokenizer and training arguments of one client."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from transformers import PreTrainedModel, TrainingArguments
 @dataclass
 class ClientSpec:
     """
-    A client that differs: its model, tokenizer or training arguments. What it does not say is the server's.
+    A client with its own model, tokenizer or training arguments. Fields that are not set default to the server's
+    values.
 
     Args:
         model (`str`, `PreTrainedModel` or `Callable[[], PreTrainedModel]`, *optional*):
-            A name or path, which the trainer's `task` loads; a model, which is trained as it is; or a function that
-            makes one whenever it is needed in memory. By default a copy of the server's as it is before the first
-            round.
+            One of the following: a name or path, which the trainer's `task` loads; a model, whose copy the client
+            trains; or a function that builds the model each time it is loaded into memory. By default the client
+            trains a copy of the server's model as it is before the first round.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The client's tokenizer. Rows must then be raw, and the trainer have a `task`.
+            The client's tokenizer. It requires raw datasets and a trainer with a `task`.
         args (`TrainingArguments`, *optional*):
-            The client's: batch size, learning rate, optimizer. How long it trains is the federation's.
+            The client's training arguments: batch size, learning rate, optimizer. The federation sets the length of
+            local training.
 
     Example:
 

@@ -1,8 +1,8 @@
-"""What clients keep between rounds: optimizer state, control variates, later local models.
+"""Storage of the state that clients keep between rounds: optimizer states, control variates, local models.
 
-It belongs to the client and never travels. One simulated client's state is a tree of scalars and tensors under the
-client's id. In memory or on disk, a store writes itself into a checkpoint and reads itself back, one packed file a
-client.
+The state belongs to its client and is never sent to the server. The state of one simulated client is a tree of scalars
+and tensors under the client id. The stores, in memory and on disk, write the same checkpoint format: one packed file
+per client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUFFIX = ".safetensors"
 
 
 def _file_name(client_id: str) -> str:
-    # A digest, since any text is a client id and not every text is a file name; the file holds the id itself.
+    # Any string is a valid client id, but not every string is a valid file name. The file contains the id.
     return hashlib.sha256(client_id.encode()).hexdigest()[:32] + SUFFIX
 
 
@@ -34,54 +34,55 @@ def _pack(client_id: str, state: dict[str, Any]) -> bytes:
 
 
 class ClientStore(ABC):
-    """The state of every client, by client id."""
+    """Storage for the state of every client, by client id."""
 
     @abstractmethod
     def get(self, client_id: str) -> dict[str, Any]:
-        """A client's tree, `{}` if it keeps nothing. The caller may change it without changing the store."""
+        """Return a copy of a client's state, or `{}` if there is none. Changes of the copy do not change the store."""
 
     @abstractmethod
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        """Replace a client's tree. The caller gives up the tensors in it."""
+        """Replace a client's state. The caller must not use the tensors in `state` afterwards."""
 
     @abstractmethod
     def remove(self, client_id: str) -> None:
-        """Forget a client."""
+        """Delete the state of a client."""
 
     @abstractmethod
     def __contains__(self, client_id: object) -> bool:
-        """Whether a client keeps anything."""
+        """Whether the store has a state for a client."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every client."""
+        """Delete the states of all clients."""
 
     @abstractmethod
     def save(self, directory: Path) -> dict[str, str]:
         """
-        Write all states into a directory, one file each.
+        Write all states into a directory, one file per client.
 
         Returns:
-            `dict[str, str]`: The SHA-256 digest of each client's file.
+            `dict[str, str]`: The SHA-256 digest of each client's file, by client id.
         """
 
     @abstractmethod
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         """
-        Replace all states by those of a directory that `save` wrote.
+        Replace all states with states that `save` wrote into a directory.
 
         Args:
-            directory (`pathlib.Path`): Written by stores of any kind, each with clients of its own.
-            digests (`Mapping[str, str]`): Whose to read, with what `save` returned of them.
+            directory (`pathlib.Path`): A directory written by `save`. Several stores of any kind may have written
+                their clients into it.
+            digests (`Mapping[str, str]`): Ids of the clients to read, with the digests that `save` returned.
 
         Raises:
-            ValueError: If a file is missing or another than was saved. The message names the client.
+            ValueError: If a file is missing or its digest differs. The message names the client.
         """
 
 
 class MemoryStore(ClientStore):
     """
-    States in memory: the fastest, and as large as clients × state.
+    Client states in memory. This store is the fastest; it needs memory for the states of all clients.
 
     Example:
 
@@ -102,7 +103,7 @@ class MemoryStore(ClientStore):
         return _map_tensors(self._states.get(client_id, {}), lambda tensor: tensor.clone())
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        # An accelerator's memory is for the one client that trains.
+        # Keep the memory of the accelerator free for the client that trains.
         self._states[client_id] = _map_tensors(state, lambda tensor: tensor.cpu())
 
     def remove(self, client_id: str) -> None:
@@ -129,16 +130,17 @@ class MemoryStore(ClientStore):
 
 class DiskStore(ClientStore):
     """
-    One file a client, for federations whose states do not fit in memory.
+    Client states on disk, one file per client, for federations whose states do not fit in memory.
 
-    A file is replaced as a whole and never written to again, so a checkpoint holds hard links to the files of its
-    moment and costs no copy.
+    `set` replaces a file as a whole, and no file is modified in place. A checkpoint can therefore hold hard links to
+    the files instead of copies.
 
     Args:
-        directory (`str` or `os.PathLike`): Where the files live. What lies there is deleted by `clear`.
+        directory (`str` or `os.PathLike`): Directory of the files. `clear` deletes the directory with all of its
+            contents.
 
     Raises:
-        OSError: If a file cannot be written or read. The message names it.
+        OSError: If a file cannot be written or read. The message names the file.
 
     Example:
 
@@ -155,19 +157,19 @@ class DiskStore(ClientStore):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        # Of each client's file; `None` if it was not needed since the file was written.
+        # Digest of each client's file; `None` if it has not been computed since the file was written.
         self._digests: dict[str, str | None] = {}
 
     def get(self, client_id: str) -> dict[str, Any]:
         path = self.directory / _file_name(client_id)
-        with _naming(path):
+        with _name_file_in_errors(path):
             return unpack(path.read_bytes())["state"] if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         path = self.directory / _file_name(client_id)
         partial = path.with_suffix(".partial")
         blob = _pack(client_id, state)
-        with _naming(path):
+        with _name_file_in_errors(path):
             self.directory.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(blob)
             os.replace(partial, path)
@@ -203,14 +205,14 @@ class DiskStore(ClientStore):
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error say which file it was about: a full disk, for one, does not."""
+def _name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the path of the file to errors. Some errors, such as the error of a full disk, do not name a file."""
     try:
         yield
     except OSError as error:
         reason = (
-            f"{error.strerror or error}. What clients keep lies below `output_dir`: make room there, choose another "
-            "place, or set client_store='memory'"
+            f"{error.strerror or error}. The states of clients are stored below `output_dir`. Free disk space there, "
+            "choose another `output_dir`, or set client_store='memory'"
         )
         raise OSError(error.errno, reason, os.fspath(path)) from error
     except ValueError as error:
@@ -228,10 +230,10 @@ def _digest(path: Path) -> str:
 def _checked_file(directory: Path, client_id: str, digest: str) -> Path:
     path = directory / _file_name(client_id)
     if not path.is_file() or _digest(path) != digest:
-        what = "is another file than was saved" if path.exists() else "is missing"
+        reason = "differs from the file that was saved" if path.exists() else "is missing"
         raise ValueError(
-            f"What client {client_id!r} keeps, {os.fspath(path)!r}, {what}: the checkpoint was damaged or copied in "
-            "part. Copy it again, or resume from another one."
+            f"The state of client {client_id!r}, {os.fspath(path)!r}, {reason}. The checkpoint is damaged or was "
+            "copied incompletely. Copy it again, or resume from another checkpoint."
         )
     return path
 
@@ -239,12 +241,12 @@ def _checked_file(directory: Path, client_id: str, digest: str) -> Path:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # Another file system, or one without hard links.
+    except OSError:  # The paths are on different file systems, or the file system has no hard links.
         shutil.copyfile(source, target)
 
 
 def _map_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of a tree with a function applied to every tensor."""
+    """Return a copy of a tree with a function applied to every tensor."""
     if isinstance(tree, dict):
         return {key: _map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

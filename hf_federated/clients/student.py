@@ -1,7 +1,8 @@
-"""`Student`: a model that learns from predictions on public rows.
+"""`Student`: a model that learns from predictions on public examples.
 
-The server's model is one, and so is each client's own. Its optimizer and its learning-rate curve last for the run:
-an optimizer made anew for every batch would take steps of the learning rate's length whatever the gradient.
+The server's model is a student, and so is the own model of each client. The optimizer and the learning-rate schedule
+of a student last for the whole run. A new optimizer for every batch would make each step as long as the learning rate,
+independent of the gradient.
 """
 
 from __future__ import annotations
@@ -25,48 +26,50 @@ from .local_training import place_schedule
 from .positions import Positions
 
 
-# Columns that a public row loses: what it is distilled from is predictions.
+# Label columns, which are dropped from public examples: students learn from predictions only.
 LABEL_COLUMNS = ("label", "labels", "label_ids")
 
-# Among the inputs of a batch, where in it the model is asked: bool, of shape `(rows, length)`.
+# Key of the prediction mask in the inputs of a batch: bool, of shape `(batch_size, length)`.
 ASKED = "asked_positions"
 
 
-class Rows(Protocol):
+class Targets(Protocol):
     """
-    What a tensor of shape `(rows, classes)` is to somebody who takes one batch of its rows after the other.
+    Targets of shape `(examples, classes)` that are read in batches: a tensor, or an object that computes batches on
+    access.
 
     Example:
 
     ```python
     >>> import torch
-    >>> from hf_federated.clients.student import Rows
+    >>> from hf_federated.clients.student import Targets
 
-    >>> rows: Rows = torch.eye(3)
-    >>> len(rows), rows[torch.tensor([2])]
+    >>> targets: Targets = torch.eye(3)
+    >>> len(targets), targets[torch.tensor([2])]
     (3, tensor([[0., 0., 1.]]))
     ```
     """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, places: torch.Tensor, /) -> torch.Tensor: ...
+    def __getitem__(self, indices: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Student:
     """
-    A trainer's model over the public rows, with an optimizer of its own.
+    A trainer's model on the public examples, with its own optimizer.
 
     Args:
         trainer (`transformers.Trainer`):
-            Its model, arguments, collator and optimizer are used; it is not changed.
+            Its model, arguments, data collator and optimizer class are used. The trainer is not changed.
         public (`datasets.Dataset`, *optional*):
-            The public rows, encoded for this model, where there are any. Label columns are dropped.
+            The public examples, encoded for this model. Label columns are dropped.
         learning_rate (`float`, *optional*):
-            Instead of that of the arguments.
+            Replaces the learning rate of the training arguments.
         positions ([`~hf_federated.clients.positions.Positions`], *optional*):
-            Where in a public row the model predicts; by default once a row. The public rows then have `labels`, −100
-            but at these places. "Rows" of predictions below are positions.
+            The positions of public examples at which the model predicts. By default it makes one prediction per
+            example. With positions, the public examples need a column `labels` that is −100 except at these positions,
+            and the first dimension of predictions and targets below counts positions instead of examples.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Student:
         learning_rate: float | None = None,
         positions: Positions | None = None,
     ) -> None:
-        # A shallow copy, on which an optimizer can be created without a trace.
+        # Create the optimizer on a shallow copy, so that the trainer stays unchanged.
         self._trainer = copy.copy(trainer)
         self._trainer.optimizer = None
         self._trainer.lr_scheduler = None
@@ -94,7 +97,7 @@ class Student:
         self._state: dict[str, Any] | None = None
 
     def select_columns(self, rows: Dataset) -> Dataset:
-        """Rows with those columns only that the model takes."""
+        """Drop the columns that the model does not accept."""
         self._trainer._set_signature_columns_if_needed()
         return self._trainer._remove_unused_columns(rows, "public")
 
@@ -104,133 +107,136 @@ class Student:
 
     @property
     def model(self) -> nn.Module:
-        """The model itself, not wrapped for several processes."""
+        """The model, without the wrapper for distributed training."""
         return self._trainer.model
 
     @functools.cached_property
     def num_classes(self) -> int:
-        """Classes that the model tells apart."""
+        """Number of classes of the model."""
         config: Any = self.model.config
         if not self.num_rows:
             return int(config.num_labels)
         positions = self.positions
         try:
-            # Whatever the exchange that runs is about.
+            # Count the classes independently of the agreed positions of the current exchange.
             self.positions = None if positions is None else positions.copy()
-            shape = self.predict([0 if positions is None else positions.first_row()]).shape
+            shape = self.predict([0 if positions is None else positions.first_seen_row()]).shape
         finally:
             self.positions = positions
         if len(shape) != 2:
             raise ValueError(
-                f"The model's prediction of a public row has the shape {tuple(shape[1:])}, expected one number for "
-                "each class. What is predicted at words or tokens is known to a task: give the trainer raw rows and a "
-                "`task`, such as SequenceTagging or LanguageModeling."
+                f"The model's prediction for a public example has the shape {tuple(shape[1:])}, but it must be one "
+                "number per class. To distill predictions of words or tokens, pass raw examples and a `task` such as "
+                "SequenceTagging or LanguageModeling to the trainer."
             )
         return shape[-1]
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self._trainer.args.device
 
     @property
     def batch_size(self) -> int:
-        """Rows of a training step."""
+        """Number of examples per training step."""
         return self._trainer.args.per_device_train_batch_size
 
     def inputs(self, rows: Sequence[int] | torch.Tensor) -> dict[str, Any]:
         """
-        Public rows as the model takes them.
+        Return public examples as model inputs.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
+            rows (`Sequence[int]`): Indices of public examples.
 
         Raises:
-            ValueError: If the collator does not keep labels in their places, where the model predicts there.
+            ValueError: If the student has positions and the data collator moves or drops labels.
         """
         assert self._public is not None
         inputs = self.collate([self._public[int(row)] for row in rows])
         if self.positions is None:
             return inputs
-        marks = inputs["labels"] if self.positions.feeds_labels else inputs.pop("labels")
-        asked = marks >= 0
+        labels = inputs["labels"] if self.positions.feeds_labels else inputs.pop("labels")
+        asked = labels >= 0
         agreed = self.positions.agreed_among_seen(rows)
         if int(asked.sum()) != len(agreed):
             raise ValueError(
-                f"{type(self._trainer.data_collator).__name__} makes {int(asked.sum())} labels of {len(agreed)} in "
-                f"{len(rows)} public rows: it must pad labels with -100 and leave them where they are, as "
-                "`data_collator` of the task does. Leave yours out."
+                f"{type(self._trainer.data_collator).__name__} returned {int(asked.sum())} labels for {len(rows)} "
+                f"public examples with {len(agreed)} labels. A data collator must pad labels with -100 and must not "
+                "move them. Leave out `data_collator` to use the collator of the task."
             )
         asked[asked.clone()] = agreed.to(asked.device)
         return {**inputs, ASKED: asked}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        """Encoded rows as the model takes them, on its device."""
+        """Return encoded examples as model inputs on the model's device."""
         return self._trainer._prepare_inputs(self._trainer.data_collator(features))
 
     @property
     def processing_class(self) -> Any:
-        """The model's tokenizer, if the trainer has one."""
+        """The model's tokenizer, or `None` if the trainer has no tokenizer."""
         return self._trainer.processing_class
 
     def forward(self, inputs: dict[str, Any], model: nn.Module | None = None) -> torch.Tensor:
         """
-        Logits of a batch, in float32 or wider.
+        Compute the logits of a batch, in float32 or wider.
 
         Args:
-            inputs (`dict[str, Any]`): From [`~Student.inputs`].
-            model (`torch.nn.Module`, *optional*): Another model to ask, in the same precision.
+            inputs (`dict[str, Any]`): Model inputs from [`~Student.inputs`].
+            model (`torch.nn.Module`, *optional*): Another model to run in the same precision.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows, classes)`.
+            `torch.Tensor`: Logits of shape `(examples, classes)`.
 
         Raises:
-            ValueError: If the model is asked at places of its inputs, and predicts at others.
+            ValueError: If the student has positions and the model's predictions are not aligned with its inputs.
         """
         asked = inputs.get(ASKED)
-        taken = {name: value for name, value in inputs.items() if name != ASKED}
+        model_inputs = {name: value for name, value in inputs.items() if name != ASKED}
         with self._trainer.compute_loss_context_manager():
-            logits = (self.model if model is None else model)(**taken).logits
+            logits = (self.model if model is None else model)(**model_inputs).logits
         if asked is not None:
             if logits.shape[:-1] != asked.shape:
                 raise ValueError(
-                    f"The model predicts at places of shape {tuple(logits.shape[:-1])}, and its inputs have the shape "
-                    f"{tuple(asked.shape)}. Distillation at tokens does not go with adapters that put virtual tokens "
-                    "before the inputs (prompt tuning, p-tuning); LoRA and prefix tuning do."
+                    f"The model's predictions have the shape {tuple(logits.shape[:-1])}, but its inputs have the "
+                    f"shape {tuple(asked.shape)}. Distillation of tokens does not support adapters that add virtual "
+                    "tokens to the inputs (prompt tuning, p-tuning). Use LoRA or prefix tuning."
                 )
             logits = logits[asked]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """
-        The loss of a batch with labels, as the model computes it.
+        Compute the model's loss on a batch with labels.
 
         Args:
-            inputs (`dict[str, Any]`): From [`~Student.collate`], with `labels`.
+            inputs (`dict[str, Any]`): Model inputs from [`~Student.collate`], with `labels`.
         """
         with self._trainer.compute_loss_context_manager():
             return self.model(**inputs).loss
 
     def predict(self, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """
-        Logits of public rows, without dropout.
+        Compute the logits of public examples, without dropout.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
+            rows (`Sequence[int]`): Indices of public examples.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows, classes)`, on the CPU.
+            `torch.Tensor`: Logits of shape `(examples, classes)`, on the CPU.
         """
         return torch.cat(self.predict_batches(rows, lambda logits: logits))
 
     def predict_batches(self, rows: Sequence[int] | torch.Tensor, each: Callable[[torch.Tensor], Any]) -> list[Any]:
         """
-        What is made of the logits of each batch, where all together are too many to keep.
+        Apply a function to the logits of each batch, without keeping all logits in memory.
 
         Args:
-            rows (`Sequence[int]`): Row numbers.
-            each (`Callable`): Of logits of shape `(rows, classes)` on the CPU, of one batch; of none, once, where
-                there is nothing to predict.
+            rows (`Sequence[int]`): Indices of public examples.
+            each (`Callable`): Function of the logits of one batch, of shape `(examples, classes)`, on the CPU. If
+                there is no position to predict, it is called once with empty logits.
+
+        Returns:
+            `list`: The results of `each`, one per batch.
         """
         asked = self.with_positions(rows)
         if not len(asked):
@@ -238,49 +244,50 @@ class Student:
         return self._evaluate(len(asked), lambda batch: each(self.forward(self.inputs(asked[batch])).cpu()))
 
     def with_positions(self, rows: Sequence[int] | torch.Tensor) -> Sequence[int] | torch.Tensor:
-        """Those of some rows at which the exchange is about anything: the others never reach the model."""
-        return rows if self.positions is None else self.positions.with_any(rows)
+        """Return the examples with at least one agreed position. The other examples are not run through the model."""
+        return rows if self.positions is None else self.positions.rows_with_agreed(rows)
 
     def features(self, rows: Dataset | None = None) -> torch.Tensor:
         """
-        What the model makes of rows below its head, without dropout ([`~hf_federated.clients.features`]).
+        Compute the features of examples, without dropout. See [`~hf_federated.clients.features`].
 
         Args:
-            rows (`datasets.Dataset`, *optional*): Encoded rows of which labels are not looked at; the public ones by
-                default.
+            rows (`datasets.Dataset`, *optional*): Encoded examples, whose labels are dropped. By default the public
+                examples.
 
         Returns:
-            `torch.Tensor`: Of shape `(rows, features)`, on the CPU.
+            `torch.Tensor`: Features of shape `(examples, features)`, on the CPU.
         """
         encoded = self._public if rows is None else self._without_labels(rows)
         assert encoded is not None
 
-        def of_batch(batch: slice) -> torch.Tensor:
+        def process_batch(batch: slice) -> torch.Tensor:
             inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])
             with self._trainer.compute_loss_context_manager():
                 return pooled_features(self.model, inputs).cpu()
 
-        return torch.cat(self._evaluate(len(encoded), of_batch))
+        return torch.cat(self._evaluate(len(encoded), process_batch))
 
     @torch.no_grad()
-    def _evaluate(self, num_rows: int, of_batch: Callable[[slice], Any]) -> list[Any]:
-        """What the model says of rows in evaluation mode, batch by batch."""
+    def _evaluate(self, num_rows: int, process_batch: Callable[[slice], Any]) -> list[Any]:
+        """Call a function on each batch, with the model in evaluation mode."""
         was_training = self.model.training
         self.model.eval()
         size = self._trainer.args.per_device_eval_batch_size
         try:
-            return [of_batch(slice(start, start + size)) for start in range(0, num_rows, size)]
+            return [process_batch(slice(start, start + size)) for start in range(0, num_rows, size)]
         finally:
             self.model.train(was_training)
 
     def prepare(self, num_training_steps: int, position: int = 0) -> None:
         """
-        Make the optimizer and its schedule, once, and move the schedule to a place in the run, if it is not there yet:
-        a client that was not asked for some rounds goes on where the others are.
+        Create the optimizer and its schedule once, and advance the schedule to a step of the run.
+
+        A client that skipped rounds thereby continues at the same step of the schedule as the other clients.
 
         Args:
-            num_training_steps (`int`): Steps of the whole run.
-            position (`int`, *optional*, defaults to `0`): Steps before this one.
+            num_training_steps (`int`): Number of steps of the whole run.
+            position (`int`, *optional*, defaults to `0`): Number of steps before the next step.
         """
         self._make_optimizer(num_training_steps)
         place_schedule(self._trainer.lr_scheduler, position)
@@ -298,28 +305,28 @@ class Student:
 
     def step(self, loss: torch.Tensor) -> torch.Tensor:
         """
-        One optimizer step down the gradient of a loss, clipped as the arguments say. [`~Student.prepare`] comes first.
+        Take one optimizer step on a loss. The gradient is clipped to `max_grad_norm`. Call [`~Student.prepare`] first.
 
         Args:
-            loss (`torch.Tensor`): A scalar of this model's outputs.
+            loss (`torch.Tensor`): A scalar that depends on the model's outputs.
 
         Returns:
             `torch.Tensor`: The loss, detached.
 
         Raises:
-            FloatingPointError: If the loss or its gradient is not finite. Model and optimizer are as they were.
+            FloatingPointError: If the loss or the gradient norm is not finite. Model and optimizer are then unchanged.
         """
         trainer = self._trainer
         try:
             loss.backward()
             parameters = [item for group in trainer.optimizer.param_groups for item in group["params"]]
             norm = nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or math.inf)
-            # An optimizer that has seen a NaN once has it in its moments forever.
+            # A NaN in the moments of an optimizer would never leave them.
             if not bool(norm.isfinite() & loss.detach().isfinite()):
                 raise FloatingPointError(
-                    f"A distillation step has the loss {float(loss)} and a gradient of norm {float(norm)}. Lower its "
+                    f"A distillation step has the loss {float(loss)} and the gradient norm {float(norm)}. Lower its "
                     "learning rate (`server_lr`, `client_lr`) or clip gradients "
-                    "(`max_grad_norm`); a loss on labelled rows is NaN where none of them has a label."
+                    "(`max_grad_norm`). The loss on labeled examples is also NaN if no example has a label."
                 )
             trainer.optimizer.step()
             trainer.lr_scheduler.step()
@@ -330,30 +337,30 @@ class Student:
     def fit(
         self,
         rows: torch.Tensor,
-        targets: Rows,
+        targets: Targets,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         num_epochs: int,
         seed: int,
     ) -> float:
         """
-        Train on targets of public rows, in batches drawn anew in every epoch.
+        Train on targets of public examples. Every epoch shuffles the examples into new batches.
 
         Args:
-            rows (`torch.Tensor`): Row numbers, of shape `(rows,)`.
-            targets (`torch.Tensor`): What to learn of each, of shape `(rows, classes)`. Batches are of whole rows, and
-                one without any positions is no step.
-            loss (`Callable`): `loss(logits, targets)` of a batch, a scalar.
-            num_epochs (`int`): Passes over the rows.
-            seed (`int`): Of the batches and of dropout.
+            rows (`torch.Tensor`): Indices of public examples, of shape `(examples,)`.
+            targets (`torch.Tensor`): Targets of shape `(examples, classes)`. With positions, a batch contains all
+                positions of its examples, and a batch without positions is skipped.
+            loss (`Callable`): Function `loss(logits, targets)` of a batch that returns a scalar.
+            num_epochs (`int`): Number of passes over the examples.
+            seed (`int`): Seed of the batches and of dropout.
 
         Returns:
-            `float`: The mean loss of the last epoch's steps.
+            `float`: Mean loss over the steps of the last epoch.
         """
         self.model.train()
         losses: list[torch.Tensor] = []
-        place_of = None
+        index_of = None
         if self.positions is not None:
-            place_of = self.positions.places_among(rows)
+            index_of = self.positions.index_map(rows)
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 losses = []
@@ -361,14 +368,14 @@ class Student:
                     asked = self.with_positions(rows[batch])
                     if not len(asked):
                         continue
-                    if self.positions is not None and place_of is not None:
-                        batch = place_of[self.positions.agreed_of(asked)]
+                    if self.positions is not None and index_of is not None:
+                        batch = index_of[self.positions.agreed_of(asked)]
                     logits = self.forward(self.inputs(asked))
                     losses.append(self.step(loss(logits, targets[batch].to(logits.device))))
         return float(torch.stack(losses).mean())
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer and its schedule, `{}` before the first step."""
+        """Return the states of the optimizer and its schedule, or `{}` before the first step."""
         if self._state is not None:
             return self._state
         if self._trainer.optimizer is None:
@@ -379,5 +386,5 @@ class Student:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, before the first step."""
+        """Load a state from `state_dict`. Call it before the first step."""
         self._state = state or None

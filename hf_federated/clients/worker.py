@@ -1,6 +1,6 @@
-"""`ClientWorker`: answers messages for clients, on the models that they train.
+"""`ClientWorker`: answers the server's messages for clients, with the models that the clients train.
 
-It is the only code that touches a client's rows, and it sees the server's side through messages alone.
+It is the only code that reads a client's examples. It communicates with the server through messages only.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .local_training import (
     preserved_process_state,
 )
 from .models import ClientModel, ClientModels, OwnModel
-from .sampling import draw_rows
+from .sampling import draw_examples
 
 
 logger = logging.get_logger(__name__)
 
-# What a log entry says of where it stands, and of tokens, which are reported beside the metrics.
-POSITIONS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
+# Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
+NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 
 
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
@@ -49,16 +49,16 @@ class ClientWorker:
     Trains and evaluates clients one after the other.
 
     Args:
-        models ([`ClientModels`]): What clients train, and what they keep.
-        train_datasets (`Mapping[str, Dataset]`): The clients' training rows.
-        eval_datasets (`Mapping[str, Dataset]`, *optional*): The clients' evaluation rows.
+        models ([`ClientModels`]): The models of clients and the state that clients keep.
+        train_datasets (`Mapping[str, Dataset]`): The clients' training examples.
+        eval_datasets (`Mapping[str, Dataset]`, *optional*): The clients' evaluation examples.
         algorithm (`Any`): Its `local_hook` is the client side of local training.
-        config ([`FederatedConfig`]): With `num_rounds` filled in.
-        private_models (`Callable`, *optional*): Makes the model that a client has beside the shared one, as it is
-            before the first round, from the client's id: a trainer around it, and its exchange.
-        distillation (`Any`, *optional*): What it says of predictions and losses is the client side of distillation.
+        config ([`FederatedConfig`]): Settings of the federation, with `num_rounds` set.
+        distillation (`Any`, *optional*): Its `client()` is the client side of distillation.
+        private_models (`Callable`, *optional*): Builds the private model of a client from the client id, as it is
+            before the first round. It returns a trainer around the model, and its exchange.
         postprocessors (`Sequence[Postprocessor]`, *optional*): Their client sides run here.
-        callbacks (`Sequence[TrainerCallback]`, *optional*): Run inside clients.
+        callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of local training.
     """
 
     def __init__(
@@ -87,22 +87,35 @@ class ClientWorker:
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
         self._open_datasets: dict[str, Any] = {}
-        # With one client the global generators are left alone, so that it equals the plain Trainer draw for draw.
+        # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
         self._is_federation = len(train_datasets) > 1
 
     def handle(self, message: Message) -> Message:
         """
-        The reply to a message.
+        Answer a message.
 
-        An exception on the client's side becomes a [`ClientFailure`], as it would from another machine; it is logged
-        here with its traceback and kept in `last_error`. An error of the store is raised: it is this process's fault.
+        An exception on the client's side is returned as a [`ClientFailure`], as from a client on another machine. It
+        is logged with its traceback and kept in `last_error`. Errors of the client store, and errors that do not
+        depend on the client, are raised.
+
+        Args:
+            message ([`Message`]): A message of the server.
+
+        Returns:
+            [`Message`]: The client's reply.
+
+        Raises:
+            TypeError: If the message has an unknown type.
         """
         known = (Fit, Evaluate) if self._distillation is None else (Fit, Evaluate, *self._distillation.messages)
         if not isinstance(message, known):
-            raise TypeError(f"A client does not know the message {type(message).__name__}.")
+            raise TypeError(
+                f"The client received a {type(message).__name__}, but it answers only "
+                f"{', '.join(each.__name__ for each in known)}."
+            )
         self.last_error = None
         model = self.models.open(message.client_id)
-        kept = self.models.kept(message.client_id) if isinstance(message, Fit) else {}
+        kept = self.models.get_state(message.client_id) if isinstance(message, Fit) else {}
         to_keep: dict[str, Any] = {}
         reply: Message
         try:
@@ -113,7 +126,7 @@ class ClientWorker:
             else:
                 reply, to_keep = self._answer(message, model)
         except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
-            # Not this client's fault, and not the end of this client alone.
+            # These errors do not depend on the client. They end the run.
             raise
         except Exception as error:
             self.last_error = error
@@ -121,18 +134,18 @@ class ClientWorker:
             text = f"{type(error).__name__}: {error}"
             return ClientFailure(message.round, message.client_id, text)
         if to_keep:
-            self.models.keep(message.client_id, to_keep)
+            self.models.set_state(message.client_id, to_keep)
         return reply
 
     def _answer(self, message: Message, model: ClientModel) -> tuple[Message, dict[str, Any]]:
-        """The reply to a message of a distillation, and the client's state if it changed."""
-        kept = self.models.kept(message.client_id)
+        """Answer a message of a distillation algorithm. Also return the client's state if it changed."""
+        kept = self.models.get_state(message.client_id)
         context = self._context(message.client_id, model, kept)
         reply = self._distillation.handle(message, context)
         return reply, {**kept, "distillation": context.state} if context.state_changed else {}
 
     def _fit(self, message: Fit, model: ClientModel, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
-        """The update, and what the client keeps."""
+        """Train a client. Return the update and the client's new state."""
         context = self._context(message.client_id, model, kept)
         if self._distillation is not None:
             self._distillation.before_training(context)
@@ -143,7 +156,7 @@ class ClientWorker:
             private, exchange, _ = self._private_models(message.client_id)
             hook.start(private, exchange, model.trainer.model)
         part = None if self._distillation is None else self._distillation.local_training(context, message.round)
-        with model.restored_on_failure():
+        with model.restore_on_failure():
             trainer = self._train(message, model, hook, part, kept.get("optimizer"))
         model.exchange.check_unchanged(model.trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
@@ -154,7 +167,7 @@ class ClientWorker:
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
         else:
-            # The optimizer and its schedule refer to each other; its moments would wait for a garbage collection.
+            # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
             trainer.optimizer.state.clear()
         if to_keep is not None:
             state["algorithm"] = to_keep
@@ -170,13 +183,13 @@ class ClientWorker:
             metrics=metrics,
             extra=extra,
         )
-        # A client that diverged goes on from its last good state if it is asked again; the server rejects the update.
+        # The server rejects the update of a diverged client. The client then keeps its last finite state.
         if state and first_non_finite(update.state) is not None:
             state = {}
         return run_client_side(self._postprocessors, update, message), state
 
     def _context(self, client_id: str, model: ClientModel, kept: dict[str, Any]) -> ClientContext:
-        """The client as the client side of a distillation sees it."""
+        """Build the context that the client side of a distillation algorithm receives."""
         return ClientContext(
             client_id,
             model,
@@ -201,27 +214,27 @@ class ClientWorker:
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
         if part is not None:
             callbacks += part.callbacks
-        trainer = local_trainer(outer, args, self._rows(message), local, callbacks)
+        trainer = local_trainer(outer, args, self._select_examples(message), local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
-                # accelerate's sampler takes the global generator's seed when it is built: the run's, for all clients.
+                # accelerate's sampler reads the global seed when it is built. All clients use the seed of the run.
                 seed_torch(args.seed if args.data_seed is None else args.data_seed)
                 trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)
             try:
                 trainer.train()
             except BaseException:
-                # What a finished training cleans up itself would otherwise reach the next client.
+                # An interrupted training does not clean up, and the next client must not see its state.
                 _remove_neftune(trainer)
                 outer.model.zero_grad()
                 raise
         return trainer
 
-    def _rows(self, message: Fit) -> Any:
-        """What the client trains on in this round: all its rows, or those that it draws."""
+    def _select_examples(self, message: Fit) -> Any:
+        """Return the examples that the client trains on in this round: all examples or a random subset."""
         rows = self._open_examples(message.client_id)
         if message.max_rows is None:
             return rows
-        drawn = draw_rows(len(rows), message.max_rows, message.seed)
+        drawn = draw_examples(len(rows), message.max_rows, message.seed)
         return rows if drawn is None else rows.select(drawn)
 
     def _open_examples(self, client_id: str) -> Any:
@@ -240,13 +253,15 @@ class ClientWorker:
 
     def _evaluate(self, message: Evaluate, model: ClientModel) -> Metrics:
         if self._eval_datasets is None or message.client_id not in self._eval_datasets:
-            raise ValueError(f"Client {message.client_id!r} has no evaluation data.")
+            raise ValueError(
+                f"Client {message.client_id!r} has no evaluation examples. Add the client to `eval_dataset`."
+            )
         dataset = self._eval_datasets[message.client_id]
         if message.state:
             model.exchange.write(message.state)
         local = LocalTraining(message.round, self._num_rounds, False, {})
         trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
-        # As amid a training: `bf16_full_eval` would otherwise cast a model that goes on training, for good.
+        # `bf16_full_eval` permanently casts the model unless the trainer is in training.
         trainer.is_in_train = trainer.is_in_train or isinstance(model, OwnModel)
         with preserved_process_state(model.trainer), preserved_generators():
             metrics = trainer.evaluate(dataset)
@@ -257,19 +272,17 @@ class ClientWorker:
 def _num_examples(trainer: Trainer) -> int:
     try:
         return len(trainer.train_dataset)
-    except TypeError:  # A stream.
+    except TypeError:  # A stream has no length.
         args = trainer.args
         return trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps
 
 
 def _training_metrics(trainer: Trainer) -> dict[str, float]:
-    """
-    The metrics of a local training: the last entry of the trainer's log that has a loss.
-    """
+    """Return the metrics of a local training: the last entry of the trainer's log that has a loss."""
     metrics = {"total_flos": float(trainer.state.total_flos)}
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     for name, value in (entries[-1] if entries else {}).items():
-        if name not in POSITIONS and isinstance(value, (int, float)):
+        if name not in NON_METRIC_KEYS and isinstance(value, (int, float)):
             metrics[name] = float(value)
     return metrics
 

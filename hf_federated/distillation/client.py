@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from ..clients.context import ClientContext
 from ..clients.models import OwnModel
 from ..clients.positions import Positions
-from ..clients.student import Rows, Student
+from ..clients.student import Student, Targets
 from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage, public_order
 from ..utils.random import isolated_rng
 
@@ -150,7 +150,7 @@ class DistillationClient:
         else:
             targets = self.algorithm.unpack_targets(_targets(message, student), student.num_classes)
             _check_count(targets, student.positions, rows)
-        with model.restored_on_failure():
+        with model.restore_on_failure():
             loss = student.fit(
                 rows,
                 targets,
@@ -226,7 +226,7 @@ def _targets(message: Distill | Feedback, student: Student) -> dict[str, torch.T
     return targets
 
 
-def _check_count(targets: Rows, positions: Positions, rows: torch.Tensor) -> None:
+def _check_count(targets: Targets, positions: Positions, rows: torch.Tensor) -> None:
     if len(targets) != (expected := len(positions.agreed_of(rows))):
         raise ValueError(
             f"The message has targets for {len(targets)} positions, but its {len(rows)} rows have {expected}. Give "

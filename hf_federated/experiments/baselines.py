@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 
 from hf_federated.adapters import freeze_layers
 from hf_federated.clients import ClientSampler, RowLimit
-from hf_federated.clients.sampling import at_most
+from hf_federated.clients.sampling import limit_examples
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 
@@ -83,7 +83,7 @@ def fraction_of_examples_drawn(
     for round in range(federation.num_rounds or 1):
         cohort = sampler(round)
         max_examples = limit(cohort)
-        num_drawn += sum(at_most(num_examples[client_id], max_examples) for client_id in cohort)
+        num_drawn += sum(limit_examples(num_examples[client_id], max_examples) for client_id in cohort)
         num_total += sum(num_examples[client_id] for client_id in cohort)
     return num_drawn / num_total
 

@@ -14,7 +14,7 @@ def positions() -> Positions:
     rows = Dataset.from_dict(
         {"num_positions": [2, 0, 1, 3], "labels": [[-100, 0, 1], [-100], [0], [0, -100, 2, -100]]}
     )
-    return Positions.of(rows, feeds_labels=False)
+    return Positions.from_dataset(rows, feeds_labels=False)
 
 
 def test_numbers_follow_the_order_of_the_rows():
@@ -23,9 +23,9 @@ def test_numbers_follow_the_order_of_the_rows():
     assert found.seen.tolist() == [True, True, True, True, False, True]
     assert found.agreed_of(torch.tensor([3, 2])).tolist() == [3, 5, 2]
     assert found.agreed_among_seen([3, 2]).tolist() == [True, True, True]
-    assert found.places_among([3, 2]).tolist() == [-1, -1, 2, 0, -1, 1]
-    assert found.with_any([1, 0, 3, 1]).tolist() == [0, 3]
-    assert found.numbers_of([]).tolist() == found.with_any([1]).tolist() == []
+    assert found.index_map([3, 2]).tolist() == [-1, -1, 2, 0, -1, 1]
+    assert found.rows_with_agreed([1, 0, 3, 1]).tolist() == [0, 3]
+    assert found.numbers_of([]).tolist() == found.rows_with_agreed([1]).tolist() == []
 
 
 def test_what_one_side_leaves_out_the_other_reads():
@@ -74,5 +74,5 @@ def test_targets_of_a_word_that_is_not_seen_are_refused():
 def test_rows_without_anything_to_predict_are_refused():
     rows = Dataset.from_dict({"num_positions": [0, 2], "labels": [[-100], [-100, -100]]})
     with pytest.raises(ValueError, match="None of the 2 public rows has anything to predict"):
-        Positions.of(rows, feeds_labels=False).first_row()
-    assert positions().first_row() == 0
+        Positions.from_dataset(rows, feeds_labels=False).first_seen_row()
+    assert positions().first_seen_row() == 0

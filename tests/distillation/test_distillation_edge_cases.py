@@ -245,7 +245,7 @@ def test_client_without_evaluation_data_is_left_out_of_the_ensemble(tmp_path):
         record=record,
     )
     trainer.train()
-    assert list(record.rejected[0]) == ["b"] and "has no evaluation data" in record.rejected[0]["b"]
+    assert list(record.rejected[0]) == ["b"] and "has no evaluation examples" in record.rejected[0]["b"]
     assert trainer.distillation.weights == {"a": 0.5, "c": 0.5}
 
 

@@ -126,7 +126,7 @@ def test_model_name_without_a_task_is_rejected(tmp_path):
     trainer = distillation_trainer(
         tmp_path, "dsfl", different_models=False, clients={"b": ClientSpec(model="roberta-base")}
     )
-    with pytest.raises(ValueError, match="client 'b' is 'roberta-base', a name, .* give the trainer a `task`"):
+    with pytest.raises(ValueError, match="client 'b' is the name 'roberta-base', .* Pass a `task` to the trainer"):
         trainer.train()
 
 

@@ -446,7 +446,7 @@ class Bare(nn.Module):
 
 
 def test_model_without_a_base_model_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="Bare is no PreTrainedModel"):
+    with pytest.raises(ValueError, match="model is a Bare, but features require a PreTrainedModel"):
         distillation_trainer(tmp_path, "fedaux", model=Bare())
 
 
@@ -457,7 +457,7 @@ def test_hidden_states_without_positions_are_rejected():
 
     model = tiny_model()
     model.bert = Odd()
-    with pytest.raises(ValueError, match=r"Odd gives hidden states of shape \(2, 16\) for a mask of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"Odd returned hidden states of shape \(2, 16\) for an attention mask of shape \(2, 3\)"):
         pooled_features(model, {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3).long()})
 
 

@@ -436,7 +436,7 @@ def test_encoded_datasets_without_a_task_are_rejected(tmp_path):
         public_dataset=encoded.remove_columns("labels"),
         federation=FederatedConfig(num_rounds=1, distillation="dsfl"),
     )
-    with pytest.raises(ValueError, match="give the trainer raw rows and a `task`, such as SequenceTagging"):
+    with pytest.raises(ValueError, match="pass raw examples and a `task` such as SequenceTagging"):
         trainer.train()
 
 
@@ -447,7 +447,7 @@ def test_collator_that_changes_labels_is_rejected(tmp_path):
             return {**batch, "labels": batch["labels"].clamp(max=-100)}
 
     trainer = tagging_trainer(tmp_path, "dsfl", clients=None, data_collator=DropsLabels(word_tokenizer()))
-    with pytest.raises(ValueError, match=r"DropsLabels makes 0 labels of \d+ in 1 public rows.*Leave yours out"):
+    with pytest.raises(ValueError, match=r"DropsLabels returned 0 labels for 1 public examples with \d+ labels.*Leave out `data_collator`"):
         trainer.train()
 
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, default_data_collator
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.cards import RunRecord, render
 from hf_federated.clients import RowLimit, client_seed
-from hf_federated.clients.sampling import draw_rows
+from hf_federated.clients.sampling import draw_examples
 from hf_federated.trainer.checkpoint import list_checkpoints
 
 
@@ -118,7 +118,7 @@ def test_drawn_rows_are_the_clients_own_without_repetition_and_others_in_the_nex
             assert len(seen) == len(set(seen)) == min(SIZES[client_id], 5)
             assert {OWNER[ids] for ids in seen} == {client_id}
         # A function of the client's seed of the run, the round and its id.
-        positions = draw_rows(10, 5, client_seed(42, "a", round))
+        positions = draw_examples(10, 5, client_seed(42, "a", round))
         assert drawn[round] == {tuple(ids) for ids in CLIENTS["a"][positions]["input_ids"]}
     assert len(set(drawn)) == 4
 
@@ -140,7 +140,7 @@ def test_local_steps_are_taken_on_the_drawn_rows(tmp_path):
 def test_every_row_is_drawn_about_equally_often_and_in_the_order_of_the_data():
     counts = np.zeros(10)
     for seed in range(4000):
-        drawn = draw_rows(10, 3, seed)
+        drawn = draw_examples(10, 3, seed)
         assert drawn.tolist() == sorted(set(drawn.tolist()))
         counts[drawn] += 1
     deviation = (4000 * 0.3 * 0.7) ** 0.5
@@ -150,7 +150,7 @@ def test_every_row_is_drawn_about_equally_often_and_in_the_order_of_the_data():
 def test_drawing_leaves_the_global_generators_alone():
     np.random.seed(0), torch.manual_seed(0)
     states = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    draw_rows(10, 3, seed=1)
+    draw_examples(10, 3, seed=1)
     assert states == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
