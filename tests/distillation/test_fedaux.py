@@ -457,7 +457,9 @@ def test_hidden_states_without_positions_are_rejected():
 
     model = tiny_model()
     model.bert = Odd()
-    with pytest.raises(ValueError, match=r"Odd returned hidden states of shape \(2, 16\) for an attention mask of shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"Odd returned hidden states of shape \(2, 16\) for an attention mask of shape \(2, 3\)"
+    ):
         pooled_features(model, {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3).long()})
 
 

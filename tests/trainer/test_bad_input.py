@@ -81,7 +81,10 @@ def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> 
             "mutual_kd, scaffold",
         ),
         ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed are .*weighting"),
-        ({"clients_per_round": 0.1}, "clients_per_round=0.1 rounds to 0 of 3 clients\\. .*0.333 .*a number of clients"),
+        (
+            {"clients_per_round": 0.1},
+            "clients_per_round=0.1 rounds to 0 of 3 clients.*at least 0.333 .*number of clients",
+        ),
         ({"clients_per_round": 4}, "clients_per_round=4, but the federation has 3 clients"),
         (
             {"clients_per_round": 2, "min_clients": 3},
