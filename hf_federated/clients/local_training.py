@@ -173,8 +173,9 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
 
 def _divides_loss_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     """
-    Compare two losses to find out whether the model uses `num_items_in_batch`. Many models accept the argument and
-    ignore it.
+    Find out whether the model's loss depends on `num_items_in_batch`.
+
+    Many models accept the argument and ignore it, so the losses of two values are compared.
     """
     losses = []
     for num_items in (1, 2):

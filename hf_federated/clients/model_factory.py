@@ -191,8 +191,10 @@ def check_labels(client_id: str, model: Any, servers: Any) -> None:
 
 def check_given_models(participants: Participants, servers: Any) -> None:
     """
-    Run [`check_labels`] for the models that exist when a trainer is constructed. Models given by name or function are
-    checked when they are first built, which is in the first round in which the client participates.
+    Run [`check_labels`] for the models that exist when a trainer is constructed.
+
+    Models given by name or function are checked when they are first built, which is in the first round in which the
+    client participates.
 
     Args:
         participants ([`Participants`]): The clients and their models.

@@ -67,8 +67,9 @@ class Participants:
     @cached_property
     def row_hashes(self) -> dict[str, str]:
         """
-        Content hashes of `public_dataset` and `server_dataset`, by argument name. The hashes do not cover transforms
-        that run when examples are read (`set_transform`).
+        Content hashes of `public_dataset` and `server_dataset`, by argument name.
+
+        The hashes do not cover transforms that run when examples are read (`set_transform`).
         """
         given = {"public_dataset": self.public_dataset, "server_dataset": self.server_dataset}
         for name, rows in given.items():

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, TrainingArguments
 @dataclass
 class ClientSpec:
     """
-    A client with its own model, tokenizer or training arguments. Fields that are not set default to the server's
-    values.
+    A client with its own model, tokenizer or training arguments.
+
+    Fields that are not set default to the server's values.
 
     Args:
         model (`str`, `PreTrainedModel` or `Callable[[], PreTrainedModel]`, *optional*):

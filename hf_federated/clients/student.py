@@ -35,8 +35,9 @@ ASKED = "asked_positions"
 
 class Targets(Protocol):
     """
-    Targets of shape `(examples, classes)` that are read in batches: a tensor, or an object that computes batches on
-    access.
+    Targets of shape `(examples, classes)` that are read in batches.
+
+    They are a tensor, or an object that computes batches on access.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Invariants 2 to 5: what a client's update depends on, what leaves a client, what stays behind, and memory."""
+"""Isolation of clients: inputs of an update, contents of messages, state after a round, and memory use."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CLIENTS = {"a": rows(6), "b": rows(8, seed=1), "c": rows(5, seed=2), "d": rows(9, seed=3)}
 
 
-class Recorder(FederatedCallback):
-    """The bytes of every update's values, by round and client, and the global values after each round."""
+class UpdateRecorder(FederatedCallback):
+    """Records the bytes of every update by round and client, and the global values after each round."""
 
     def __init__(self) -> None:
         self.updates: dict[tuple[int, str], bytes] = {}
@@ -54,14 +54,14 @@ class Recorder(FederatedCallback):
         self.globals.append(pack(server.weights))
 
 
-class Standstill(Aggregation):
-    """The global state stays what it was, so that updates of later rounds can be compared between federations."""
+class ConstantAggregation(Aggregation):
+    """Keeps the global state constant, so that updates of later rounds can be compared between federations."""
 
     def aggregate(self, accumulator, state):
         return state
 
 
-def trained(
+def train_federation(
     train_dataset: Any,
     *callbacks: TrainerCallback,
     model: nn.Module | None = None,
@@ -71,7 +71,7 @@ def trained(
     trainer: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> FederatedTrainer:
-    """A federation of two rounds, trained; `kwargs` are training arguments."""
+    """Train a federation for two rounds. `kwargs` are training arguments."""
     federated = federate(base)(
         model=tiny_model() if model is None else model,
         args=arguments(tempfile.mkdtemp(), **kwargs),
@@ -85,32 +85,32 @@ def trained(
     return federated
 
 
-# ---- 2: the global state, its own data, its own seed
+# ---- An update depends only on the global state, the client's data and the client's seed
 
 
 @pytest.mark.parametrize("optimizer_state", ["reset", "carry"])
-@pytest.mark.parametrize("others", [["b"], ["d", "c", "b"]])
-def test_an_update_does_not_depend_on_the_other_clients(optimizer_state, others) -> None:
-    federation = {"aggregation": Standstill(), "client_optimizer_state": optimizer_state}
-    all_of_them, some = Recorder(), Recorder()
-    trained(CLIENTS, all_of_them, federation=federation)
-    trained({name: CLIENTS[name] for name in [*others, "a"]}, some, federation=federation)
+@pytest.mark.parametrize("other_clients", [["b"], ["d", "c", "b"]])
+def test_update_does_not_depend_on_other_clients(optimizer_state, other_clients) -> None:
+    federation = {"aggregation": ConstantAggregation(), "client_optimizer_state": optimizer_state}
+    all_clients, subset = UpdateRecorder(), UpdateRecorder()
+    train_federation(CLIENTS, all_clients, federation=federation)
+    train_federation({name: CLIENTS[name] for name in [*other_clients, "a"]}, subset, federation=federation)
     for round in range(2):
-        assert some.updates[round, "a"] == all_of_them.updates[round, "a"]
-        assert some.updates[round, "a"] != some.updates[round, "b"]
-    # Dropout and shuffling are new in every round.
-    assert some.updates[0, "a"] != some.updates[1, "a"]
+        assert subset.updates[round, "a"] == all_clients.updates[round, "a"]
+        assert subset.updates[round, "a"] != subset.updates[round, "b"]
+    # Every round has new dropout masks and a new order of examples.
+    assert subset.updates[0, "a"] != subset.updates[1, "a"]
 
 
-def test_an_update_does_not_depend_on_what_was_drawn_before() -> None:
-    undisturbed, disturbed = Recorder(), Recorder()
+def test_update_does_not_depend_on_earlier_random_draws() -> None:
+    undisturbed, disturbed = UpdateRecorder(), UpdateRecorder()
 
     class Draw(FederatedCallback):
         def on_client_begin(self, *args, **kwargs) -> None:
             torch.rand(3), np.random.rand(3), random.random()
 
-    trained(CLIENTS, undisturbed)
-    trained(CLIENTS, Draw(), disturbed)
+    train_federation(CLIENTS, undisturbed)
+    train_federation(CLIENTS, Draw(), disturbed)
     assert disturbed.updates == undisturbed.updates
 
 
@@ -120,16 +120,18 @@ def masked_language_model() -> nn.Module:
         return BertForMaskedLM(tiny_model().config)
 
 
-def test_what_a_collator_with_a_seed_masks_is_the_clients_own() -> None:
-    def updates(names: str, seed: int = 7) -> Recorder:
+def test_masks_of_seeded_collator_depend_on_the_client_and_not_on_other_clients() -> None:
+    """A collator with a seed masks by its seed and the client's seed."""
+
+    def updates(names: str, seed: int = 7) -> UpdateRecorder:
         collator = DataCollatorForLanguageModeling(masking_tokenizer(), seed=seed)
-        recorder = Recorder()
-        trained(
+        recorder = UpdateRecorder()
+        train_federation(
             {name: CLIENTS[name].remove_columns("labels") for name in names},
             recorder,
             model=masked_language_model(),
             trainer={"data_collator": collator, "eval_dataset": rows(4).remove_columns("labels")},
-            federation={"aggregation": Standstill()},
+            federation={"aggregation": ConstantAggregation()},
             eval_strategy="steps",
         )
         assert collator.generator is None
@@ -141,29 +143,29 @@ def test_what_a_collator_with_a_seed_masks_is_the_clients_own() -> None:
             assert three.updates[round, name] == pair.updates[round, name] != other_seed.updates[round, name]
 
 
-def test_two_clients_with_the_same_rows_mask_differently() -> None:
-    recorder, masks = Recorder(), []
+def test_clients_with_equal_examples_mask_differently() -> None:
+    recorder, label_sums = UpdateRecorder(), []
 
-    class Masks(Trainer):
+    class MaskCounter(Trainer):
         def compute_loss(self, model, inputs, **kwargs):
-            masks.append(inputs["labels"].sum().item())
+            label_sums.append(inputs["labels"].sum().item())
             return super().compute_loss(model, inputs, **kwargs)
 
     data = rows(8).remove_columns("labels")
-    trained(
+    train_federation(
         {"a": data, "b": data},
         recorder,
         model=masked_language_model(),
-        base=Masks,
+        base=MaskCounter,
         trainer={"data_collator": DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)},
-        federation={"aggregation": Standstill()},
+        federation={"aggregation": ConstantAggregation()},
     )
     assert len(set(recorder.updates.values())) == 4
-    assert len(set(masks)) == 8
+    assert len(set(label_sums)) == 8
 
 
-class Tempered(Trainer):
-    """A loss with a parameter of its own, trained beside the model."""
+class LearnedTemperatureTrainer(Trainer):
+    """A trainer whose loss has a parameter outside the model, which the optimizer trains."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -180,21 +182,21 @@ class Tempered(Trainer):
 
 
 @pytest.mark.parametrize("clients", [CLIENTS, {"a": CLIENTS["a"]}], ids=["many", "one"])
-def test_parameters_that_would_not_travel_are_refused_by_name(clients) -> None:
-    with pytest.raises(ValueError, match="optimizer trains 'criterion.temperature'.*would not travel.*into the model"):
-        trained(clients, base=Tempered)
+def test_optimizer_with_parameters_outside_the_model_is_refused_by_name(clients) -> None:
+    with pytest.raises(ValueError, match="trains 'criterion.temperature'.*would not be exchanged.*to the model"):
+        train_federation(clients, base=LearnedTemperatureTrainer)
 
 
-def test_an_optimizer_may_hold_what_is_frozen() -> None:
+def test_optimizer_may_contain_frozen_parameters() -> None:
     class Everything(Trainer):
         def create_optimizer(self) -> Any:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             return self.optimizer
 
-    trained(CLIENTS, base=Everything, federation={"freeze": "embeddings"})
+    train_federation(CLIENTS, base=Everything, federation={"freeze": "embeddings"})
 
 
-def test_federation_seed_changes_the_updates_but_not_the_order_of_rows() -> None:
+def test_federation_seed_changes_the_updates_but_not_the_order_of_examples() -> None:
     class Batches(Trainer):
         seen: dict[int, list[Any]] = {}
 
@@ -202,41 +204,41 @@ def test_federation_seed_changes_the_updates_but_not_the_order_of_rows() -> None
             self.seen.setdefault(self.federation.federation_seed, []).append(inputs["input_ids"].tolist())
             return super().compute_loss(model, inputs, **kwargs)
 
-    recorders = {seed: Recorder() for seed in (1, 2)}
+    recorders = {seed: UpdateRecorder() for seed in (1, 2)}
     for seed, recorder in recorders.items():
-        trained(CLIENTS, recorder, base=Batches, federation={"federation_seed": seed})
+        train_federation(CLIENTS, recorder, base=Batches, federation={"federation_seed": seed})
     assert Batches.seen[1] == Batches.seen[2]
     assert recorders[1].updates[0, "a"] != recorders[2].updates[0, "a"]
 
 
-def test_two_clients_with_the_same_rows_draw_differently() -> None:
-    recorder = Recorder()
-    trained({"a": rows(8), "b": rows(8)}, recorder)
+def test_clients_with_equal_examples_send_different_updates() -> None:
+    recorder = UpdateRecorder()
+    train_federation({"a": rows(8), "b": rows(8)}, recorder)
     assert recorder.updates[0, "a"] != recorder.updates[0, "b"]
 
 
-def test_clients_with_equal_rows_come_to_one_clients_update() -> None:
-    many, one = Recorder(), Recorder()
-    a = trained({str(i): rows(8) for i in range(5)}, many, model=tiny_model(**NO_DROPOUT))
-    b = trained({"0": rows(8)}, one, model=tiny_model(**NO_DROPOUT))
-    assert set(many.updates.values()) == set(one.updates.values())
-    assert many.globals == one.globals
+def test_equal_clients_without_dropout_give_the_result_of_one_client() -> None:
+    with_many, one = UpdateRecorder(), UpdateRecorder()
+    a = train_federation({str(i): rows(8) for i in range(5)}, with_many, model=tiny_model(**NO_DROPOUT))
+    b = train_federation({"0": rows(8)}, one, model=tiny_model(**NO_DROPOUT))
+    assert set(with_many.updates.values()) == set(one.updates.values())
+    assert with_many.globals == one.globals
     assert same_weights(a.model, b.model)
 
 
-def test_running_the_same_federation_twice_gives_the_same_bytes() -> None:
-    first, second = Recorder(), Recorder()
-    trained(CLIENTS, first, federation={"clients_per_round": 2})
-    trained(dict(reversed(CLIENTS.items())), second, federation={"clients_per_round": 2})
+def test_repeated_run_gives_identical_updates() -> None:
+    first, second = UpdateRecorder(), UpdateRecorder()
+    train_federation(CLIENTS, first, federation={"clients_per_round": 2})
+    train_federation(dict(reversed(CLIENTS.items())), second, federation={"clients_per_round": 2})
     assert first.updates == second.updates
     assert first.globals == second.globals
 
 
-# ---- 3: the server's weights arrive
+# ---- Clients train from the server's weights
 
 
-class Poison(FederatedCallback):
-    """Overwrites what the resident model holds just before a client gets the server's weights."""
+class OverwriteWeights(FederatedCallback):
+    """Overwrites the weights of the resident model before a client receives the server's weights."""
 
     def __init__(self, only_trainable: bool) -> None:
         self.only_trainable = only_trainable
@@ -256,30 +258,33 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedopt", "scaffold"])
-def test_poisoned_local_weights_change_nothing(aggregation) -> None:
-    clean, poisoned = Recorder(), Recorder()
-    trained(CLIENTS, clean, federation={"aggregation": aggregation})
-    trained(CLIENTS, Poison(only_trainable=False), poisoned, federation={"aggregation": aggregation})
-    assert poisoned.updates == clean.updates
-    assert poisoned.globals == clean.globals
+def test_overwritten_local_weights_do_not_change_updates(aggregation) -> None:
+    clean, overwritten = UpdateRecorder(), UpdateRecorder()
+    train_federation(CLIENTS, clean, federation={"aggregation": aggregation})
+    train_federation(
+        CLIENTS, OverwriteWeights(only_trainable=False), overwritten, federation={"aggregation": aggregation}
+    )
+    assert overwritten.updates == clean.updates
+    assert overwritten.globals == clean.globals
 
 
-def test_a_poisoned_adapter_changes_nothing() -> None:
-    clean, poisoned = Recorder(), Recorder()
-    trained(CLIENTS, clean, model=lora(tiny_model()))
-    trained(CLIENTS, Poison(only_trainable=True), poisoned, model=lora(tiny_model()))
-    assert poisoned.updates == clean.updates
+def test_overwritten_local_adapter_does_not_change_updates() -> None:
+    clean, overwritten = UpdateRecorder(), UpdateRecorder()
+    train_federation(CLIENTS, clean, model=lora(tiny_model()))
+    train_federation(CLIENTS, OverwriteWeights(only_trainable=True), overwritten, model=lora(tiny_model()))
+    assert overwritten.updates == clean.updates
 
 
-def test_clients_diverge_during_a_round_and_agree_after_it() -> None:
+def test_clients_start_each_round_from_the_same_weights_and_end_with_different_ones() -> None:
+    """Every client of a round receives the global weights of the round before."""
     starts: list[bytes] = []
 
     class AtStart(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs) -> None:
             starts.append(pack({name: value.clone() for name, value in model.named_parameters()}))
 
-    recorder = Recorder()
-    trainer = trained(CLIENTS, recorder, client_callbacks=[AtStart()])
+    recorder = UpdateRecorder()
+    trainer = train_federation(CLIENTS, recorder, client_callbacks=[AtStart()])
     assert len(starts) == 2 * len(CLIENTS)
     first, second = set(starts[: len(CLIENTS)]), set(starts[len(CLIENTS) :])
     assert len(first) == len(second) == 1
@@ -288,11 +293,11 @@ def test_clients_diverge_during_a_round_and_agree_after_it() -> None:
     assert pack({name: value.clone() for name, value in trainer.model.named_parameters()}) == recorder.globals[1]
 
 
-# ---- 4: nothing leaves a client but what its messages declare
+# ---- A client sends only the declared contents of its messages
 
 
-class AsOverANetwork(FederatedCallback):
-    """Every message goes through its bytes, and the clients' side of the algorithm is an instance of its own."""
+class SerializedMessages(FederatedCallback):
+    """Serializes every message and gives the client side another instance of the algorithm."""
 
     def __init__(self, algorithm: Aggregation) -> None:
         self.algorithm = algorithm
@@ -304,10 +309,11 @@ class AsOverANetwork(FederatedCallback):
 
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedopt", "scaffold"])
-def test_messages_are_all_that_server_and_clients_share(aggregation) -> None:
+def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
+    """Server and clients must share no state except their messages, so that they can run on different machines."""
     federation = {"aggregation": aggregation, "client_optimizer_state": "carry"}
-    direct = trained(CLIENTS, federation=federation)
-    network = AsOverANetwork(AGGREGATIONS[aggregation]())
+    direct = train_federation(CLIENTS, federation=federation)
+    network = SerializedMessages(AGGREGATIONS[aggregation]())
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tempfile.mkdtemp()),
@@ -321,11 +327,11 @@ def test_messages_are_all_that_server_and_clients_share(aggregation) -> None:
     assert trainer.ledger.to_dict() == direct.ledger.to_dict()
 
 
-def test_rows_never_travel() -> None:
-    recorder = Recorder()
+def test_update_contains_no_training_text() -> None:
+    recorder = UpdateRecorder()
     note = "the patient said"
     data = {name: rows(6, seed=i).add_column("note", [note] * 6) for i, name in enumerate("ab")}
-    trained(data, recorder)
+    train_federation(data, recorder)
     for message in recorder.messages:
         blob = message.to_bytes()
         assert note.encode() not in blob
@@ -344,32 +350,32 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_base_weights_of_a_peft_model_never_travel(adapter) -> None:
+def test_update_of_peft_model_contains_no_base_weights(adapter) -> None:
     base = tiny_model()
     model = get_peft_model(base, ADAPTERS[adapter])
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    before = {name: value.clone() for name, value in model.state_dict().items() if name not in trains}
-    recorder = Recorder()
-    trained(CLIENTS, recorder, model=model)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: value.clone() for name, value in model.state_dict().items() if name not in trainable}
+    recorder = UpdateRecorder()
+    train_federation(CLIENTS, recorder, model=model)
     for message in recorder.messages:
-        assert set(message.state) == trains
-    assert all(name.startswith("base_model.model.classifier") or "default" in name.split(".") for name in trains)
+        assert set(message.state) == trainable
+    assert all(name.startswith("base_model.model.classifier") or "default" in name.split(".") for name in trainable)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def test_frozen_layers_never_travel() -> None:
-    recorder = Recorder()
-    trained(CLIENTS, recorder, federation={"freeze": "embeddings+1"})
+def test_update_contains_no_frozen_layers() -> None:
+    recorder = UpdateRecorder()
+    train_federation(CLIENTS, recorder, federation={"freeze": "embeddings+1"})
     names = set(recorder.messages[0].state)
     assert names and not any("embeddings" in name or "layer.0." in name for name in names)
     assert any("layer.1." in name for name in names)
 
 
-# ---- 5: memory does not grow with the number of clients
+# ---- Memory does not grow with the number of clients
 
 
 def live_bytes() -> int:
-    """Bytes of all living tensors that are not views of each other."""
+    """Number of bytes of all live tensors. Tensors that share storage are counted once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
@@ -379,32 +385,32 @@ def live_bytes() -> int:
 
 
 def peak_bytes(num_clients: int, aggregation: Aggregation) -> int:
-    """The largest amount of memory in tensors at any time a client has answered."""
+    """Peak number of bytes in live tensors, measured after each client's update."""
     peak = 0
 
     class Measure(FederatedCallback):
         def on_client_end(self, args, state, control, **kwargs) -> None:
             nonlocal peak
-            # What was made by now is frozen out of sight in `train()`; the same for any number of clients.
+            # `train()` freezes earlier objects, so `gc` does not list them. Their size does not depend on the clients.
             peak = max(peak, live_bytes())
 
     data = rows(4)
-    trained({str(i): data for i in range(num_clients)}, Measure(), federation={"aggregation": aggregation})
+    train_federation({str(i): data for i in range(num_clients)}, Measure(), federation={"aggregation": aggregation})
     return peak
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
 @pytest.mark.parametrize("aggregation", [FedAvg(), FedProx(), FedOpt("adam", server_lr=0.1)], ids=lambda a: a.name)
 def test_memory_does_not_grow_with_the_number_of_clients(aggregation) -> None:
-    few, many = (peak_bytes(num_clients, aggregation) for num_clients in (3, 24))
+    with_few, with_many = (peak_bytes(num_clients, aggregation) for num_clients in (3, 24))
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
-    assert few > model_bytes
-    # Short of one more update.
-    assert many - few < model_bytes / 2
+    assert with_few > model_bytes
+    # The difference is less than one more update.
+    assert with_many - with_few < model_bytes / 2
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
-def test_nothing_of_a_client_stays_until_the_next_one_trains() -> None:
+def test_memory_of_a_client_is_freed_before_the_next_client_trains() -> None:
     measured = []
 
     class Measure(FederatedCallback):
@@ -412,20 +418,20 @@ def test_nothing_of_a_client_stays_until_the_next_one_trains() -> None:
             measured.append(live_bytes())
 
     data = rows(4)
-    trained({str(i): data for i in range(4)}, Measure(), federation={"aggregation": FedAvg()})
+    train_federation({str(i): data for i in range(4)}, Measure(), federation={"aggregation": FedAvg()})
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
-    # The model, the global weights, and their sum in float64; no update and no moments of an optimizer.
+    # The model, the global weights and their float64 sum; no update and no optimizer moments.
     assert max(measured) < 4.5 * model_bytes
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
-def test_scaffold_keeps_one_control_variate_a_client() -> None:
+def test_scaffold_keeps_one_control_variate_per_client() -> None:
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
-    few, many = (peak_bytes(num_clients, Scaffold()) for num_clients in (3, 24))
-    assert (many - few) / model_bytes == pytest.approx(21, rel=0.05)
+    with_few, with_many = (peak_bytes(num_clients, Scaffold()) for num_clients in (3, 24))
+    assert (with_many - with_few) / model_bytes == pytest.approx(21, rel=0.05)
 
 
-# ---- Nothing else is touched
+# ---- Local training does not change other state
 
 
 def generators() -> tuple[Any, ...]:
@@ -433,7 +439,7 @@ def generators() -> tuple[Any, ...]:
     return random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()
 
 
-def test_global_generators_are_untouched_by_a_federation() -> None:
+def test_training_does_not_change_global_generators() -> None:
     trainer = FederatedTrainer(
         model=tiny_model(), args=arguments(tempfile.mkdtemp()), train_dataset=CLIENTS, eval_dataset=None
     )
@@ -442,7 +448,7 @@ def test_global_generators_are_untouched_by_a_federation() -> None:
     assert generators() == before
 
 
-def test_global_generators_are_untouched_by_a_failing_client() -> None:
+def test_failing_client_does_not_change_global_generators() -> None:
     class Failing(Trainer):
         def compute_loss(self, *args, **kwargs):
             torch.rand(1)
@@ -455,7 +461,7 @@ def test_global_generators_are_untouched_by_a_failing_client() -> None:
     assert generators() == before
 
 
-def test_what_a_client_sets_on_its_trainer_stays_with_it() -> None:
+def test_trainer_attributes_set_by_a_client_are_not_visible_to_other_clients() -> None:
     class Counting(Trainer):
         count = 0
         counts: list[int] = []
@@ -465,13 +471,13 @@ def test_what_a_client_sets_on_its_trainer_stays_with_it() -> None:
             self.counts.append(self.count)
             return super().compute_loss(*args, **kwargs)
 
-    trainer = trained({"a": rows(4), "b": rows(4)}, base=Counting)
+    trainer = train_federation({"a": rows(4), "b": rows(4)}, base=Counting)
     assert Counting.counts == [1] * 4
     assert trainer.count == 0
 
 
-def test_a_clients_data_set_is_not_left_on_the_trainer() -> None:
-    trainer = trained(CLIENTS)
+def test_trainer_keeps_its_federated_dataset_after_training() -> None:
+    trainer = train_federation(CLIENTS)
     assert list(trainer.train_dataset) == list(CLIENTS)
     assert not isinstance(trainer.train_dataset, Dataset)
     assert trainer.accelerator._dataloaders == []

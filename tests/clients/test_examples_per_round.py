@@ -1,4 +1,4 @@
-"""`max_rows_per_round` and `balance`: which rows a client trains on in a round, and what follows from it."""
+"""`max_rows_per_round` and `balance`: the examples that a client trains on in a round, and the effects on training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hf_federated.trainer.checkpoint import list_checkpoints
 
 
 SIZES = {"a": 10, "b": 3, "c": 7}
-CLIENTS = {client_id: rows(size, seed=place) for place, (client_id, size) in enumerate(SIZES.items())}
+CLIENTS = {client_id: rows(size, seed=seed) for seed, (client_id, size) in enumerate(SIZES.items())}
 OWNER = {tuple(ids): client_id for client_id, data in CLIENTS.items() for ids in data["input_ids"]}
 
 
-class Collator:
-    """The default one, which notes the rows that it is given."""
+class RecordingCollator:
+    """The default collator. It records the examples that it receives."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
@@ -35,109 +35,109 @@ class Collator:
         return default_data_collator(features)
 
 
-class Rounds(FederatedCallback):
-    """What clients sent, and the rows that they trained on, by round."""
+class RoundRecorder(FederatedCallback):
+    """Records the updates of clients and the examples that they trained on, by round."""
 
     def __init__(self) -> None:
-        self.collator = Collator()
+        self.collator = RecordingCollator()
         self.updates: list[dict[str, Any]] = []
-        self.rows: list[dict[str, list[tuple[int, ...]]]] = []
+        self.examples: list[dict[str, list[tuple[int, ...]]]] = []
         self.global_states: list[dict[str, torch.Tensor]] = []
 
     def on_round_begin(self, args, state, control, server=None, **kwargs):
         self.updates.append({})
-        self.rows.append({})
+        self.examples.append({})
 
     def on_client_end(self, args, state, control, update=None, **kwargs):
         self.updates[-1][update.client_id] = update
-        self.rows[-1][update.client_id] = self.collator.seen.copy()
+        self.examples[-1][update.client_id] = self.collator.seen.copy()
         self.collator.seen.clear()
 
     def on_distill(self, args, state, control, server=None, **kwargs):
         self.global_states.append(dict(server.weights))
 
 
-def trained(
+def train_federation(
     folder: Path, num_rounds: int = 2, callbacks: Any = (), clients: Any = None, resume: Any = None, **settings: Any
-) -> tuple[FederatedTrainer, Rounds]:
-    """A federation that was trained; `args` among the settings are training arguments."""
-    noted = Rounds()
+) -> tuple[FederatedTrainer, RoundRecorder]:
+    """Train a federation. `args` in `settings` are training arguments; the other settings configure the federation."""
+    recorder = RoundRecorder()
     trainer = FederatedTrainer(
         model=tiny_model(problem_type="single_label_classification"),
         args=arguments(folder, **settings.pop("args", {})),
         train_dataset=clients or CLIENTS,
-        data_collator=noted.collator,
-        callbacks=[noted, *callbacks],
+        data_collator=recorder.collator,
+        callbacks=[recorder, *callbacks],
         federation=FederatedConfig(num_rounds=num_rounds, **settings),
     )
     trainer.train(resume_from_checkpoint=resume)
-    return trainer, noted
+    return trainer, recorder
 
 
-def num_examples(noted: Rounds) -> list[dict[str, int]]:
-    return [{client_id: update.num_examples for client_id, update in of.items()} for of in noted.updates]
+def num_examples(recorder: RoundRecorder) -> list[dict[str, int]]:
+    return [{client_id: update.num_examples for client_id, update in updates.items()} for updates in recorder.updates]
 
 
-# ---- How many
+# ---- Number of examples
 
 
 @pytest.mark.parametrize(
     ("balance", "max_rows", "expected"),
     [("min", None, 3), ("min", 2, 2), ("min", 9, 3), (None, 8, 8), (None, None, None)],
 )
-def test_all_of_a_cohort_have_one_limit(balance, max_rows, expected):
+def test_limit_of_a_cohort(balance, max_rows, expected):
     assert RowLimit(SIZES, balance, max_rows)(["a", "b", "c"]) == expected
 
 
-def test_balanced_clients_train_on_as_many_rows_as_the_smallest(tmp_path):
-    _, noted = trained(tmp_path, balance="min")
-    assert num_examples(noted) == [{"a": 3, "b": 3, "c": 3}] * 2
+def test_balanced_clients_train_on_the_number_of_examples_of_the_smallest_client(tmp_path):
+    _, recorder = train_federation(tmp_path, balance="min")
+    assert num_examples(recorder) == [{"a": 3, "b": 3, "c": 3}] * 2
 
 
-def test_the_smallest_is_that_of_the_cohort_and_not_of_the_federation(tmp_path):
-    _, noted = trained(tmp_path, num_rounds=6, balance="min", clients_per_round=2)
-    cohorts = [tuple(counts) for counts in num_examples(noted)]
+def test_balance_uses_the_smallest_client_of_the_cohort(tmp_path):
+    _, recorder = train_federation(tmp_path, num_rounds=6, balance="min", clients_per_round=2)
+    cohorts = [tuple(counts) for counts in num_examples(recorder)]
     assert {("a", "c"), ("b", "c")} <= set(cohorts)
-    for cohort, counts in zip(cohorts, num_examples(noted), strict=True):
+    for cohort, counts in zip(cohorts, num_examples(recorder), strict=True):
         assert set(counts.values()) == {min(SIZES[client_id] for client_id in cohort)}
 
 
-def test_a_cap_leaves_smaller_clients_all_their_rows(tmp_path):
-    _, noted = trained(tmp_path, max_rows_per_round=5)
-    assert num_examples(noted) == [{"a": 5, "b": 3, "c": 5}] * 2
+def test_clients_below_the_limit_train_on_all_examples(tmp_path):
+    _, recorder = train_federation(tmp_path, max_rows_per_round=5)
+    assert num_examples(recorder) == [{"a": 5, "b": 3, "c": 5}] * 2
 
 
-# ---- Which
+# ---- Selection of examples
 
 
-def test_drawn_rows_are_the_clients_own_without_repetition_and_others_in_the_next_round(tmp_path):
-    _, noted = trained(tmp_path, num_rounds=4, max_rows_per_round=5)
-    drawn = [frozenset(of["a"]) for of in noted.rows]
-    for round, of_clients in enumerate(noted.rows):
-        for client_id, seen in of_clients.items():
+def test_each_round_draws_other_examples_of_the_client_without_replacement(tmp_path):
+    _, recorder = train_federation(tmp_path, num_rounds=4, max_rows_per_round=5)
+    drawn = [frozenset(seen["a"]) for seen in recorder.examples]
+    for round, examples_by_client in enumerate(recorder.examples):
+        for client_id, seen in examples_by_client.items():
             assert len(seen) == len(set(seen)) == min(SIZES[client_id], 5)
             assert {OWNER[ids] for ids in seen} == {client_id}
-        # A function of the client's seed of the run, the round and its id.
+        # The selection depends only on the seed of the run, the round and the client id.
         positions = draw_examples(10, 5, client_seed(42, "a", round))
         assert drawn[round] == {tuple(ids) for ids in CLIENTS["a"][positions]["input_ids"]}
     assert len(set(drawn)) == 4
 
 
-def test_local_epochs_pass_over_the_drawn_rows(tmp_path):
-    _, noted = trained(tmp_path, num_rounds=1, max_rows_per_round=5, local_epochs=3)
-    seen = noted.rows[0]["a"]
+def test_local_epochs_repeat_the_drawn_examples(tmp_path):
+    _, recorder = train_federation(tmp_path, num_rounds=1, max_rows_per_round=5, local_epochs=3)
+    seen = recorder.examples[0]["a"]
     assert len(seen) == 15 and {seen.count(ids) for ids in seen} == {3}
-    assert noted.updates[0]["a"].num_steps == 3 * 2  # batches of 4
+    assert recorder.updates[0]["a"].num_steps == 3 * 2  # batches of 4
 
 
-def test_local_steps_are_taken_on_the_drawn_rows(tmp_path):
-    trainer, noted = trained(tmp_path, num_rounds=1, max_rows_per_round=5, local_steps=6)
-    assert {of.num_steps for of in noted.updates[0].values()} == {6}
-    assert len(set(noted.rows[0]["a"])) == 5
-    assert num_examples(noted) == [{"a": 5, "b": 3, "c": 5}]
+def test_local_steps_use_the_drawn_examples(tmp_path):
+    trainer, recorder = train_federation(tmp_path, num_rounds=1, max_rows_per_round=5, local_steps=6)
+    assert {update.num_steps for update in recorder.updates[0].values()} == {6}
+    assert len(set(recorder.examples[0]["a"])) == 5
+    assert num_examples(recorder) == [{"a": 5, "b": 3, "c": 5}]
 
 
-def test_every_row_is_drawn_about_equally_often_and_in_the_order_of_the_data():
+def test_examples_are_drawn_uniformly_and_keep_their_order():
     counts = np.zeros(10)
     for seed in range(4000):
         drawn = draw_examples(10, 3, seed)
@@ -147,42 +147,42 @@ def test_every_row_is_drawn_about_equally_often_and_in_the_order_of_the_data():
     assert np.abs(counts - 1200).max() < 5 * deviation
 
 
-def test_drawing_leaves_the_global_generators_alone():
+def test_draws_do_not_change_the_global_generators():
     np.random.seed(0), torch.manual_seed(0)
     states = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     draw_examples(10, 3, seed=1)
     assert states == (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
-def test_limits_that_reach_no_client_change_nothing(tmp_path):
-    plain, _ = trained(tmp_path / "plain", clients={"a": rows(6), "b": rows(6, seed=1)})
-    limited, _ = trained(
+def test_limits_above_all_clients_do_not_change_the_result(tmp_path):
+    plain, _ = train_federation(tmp_path / "plain", clients={"a": rows(6), "b": rows(6, seed=1)})
+    limited, _ = train_federation(
         tmp_path / "limited", clients={"a": rows(6), "b": rows(6, seed=1)}, balance="min", max_rows_per_round=6
     )
     assert same_weights(plain.model, limited.model)
 
 
-def test_what_a_client_draws_does_not_depend_on_the_others(tmp_path):
-    _, alone = trained(tmp_path / "alone", clients={"a": CLIENTS["a"]}, max_rows_per_round=5)
-    _, together = trained(tmp_path / "together", max_rows_per_round=5)
+def test_drawn_examples_do_not_depend_on_other_clients(tmp_path):
+    _, alone = train_federation(tmp_path / "alone", clients={"a": CLIENTS["a"]}, max_rows_per_round=5)
+    _, together = train_federation(tmp_path / "together", max_rows_per_round=5)
     for round in range(2):
-        assert set(alone.rows[round]["a"]) == set(together.rows[round]["a"])
+        assert set(alone.examples[round]["a"]) == set(together.examples[round]["a"])
 
 
-# ---- What follows
+# ---- Effects on training
 
 
-def test_averages_weigh_clients_by_the_rows_they_trained_on(tmp_path):
-    _, noted = trained(tmp_path, num_rounds=1, max_rows_per_round=5)
-    updates, weights = noted.updates[0], {"a": 5, "b": 3, "c": 5}
-    for name, value in noted.global_states[0].items():
+def test_average_weights_clients_by_the_number_of_drawn_examples(tmp_path):
+    _, recorder = train_federation(tmp_path, num_rounds=1, max_rows_per_round=5)
+    updates, weights = recorder.updates[0], {"a": 5, "b": 3, "c": 5}
+    for name, value in recorder.global_states[0].items():
         if value.is_floating_point():
             mean = sum(weights[client_id] * updates[client_id].state[name].double() for client_id in SIZES) / 13
             torch.testing.assert_close(value.double(), mean, atol=1e-6, rtol=0)
 
 
-def test_the_learning_rate_falls_over_the_rounds_whatever_their_cohorts_draw(tmp_path):
-    _, noted = trained(
+def test_global_schedule_decays_over_the_rounds_for_cohorts_of_any_size(tmp_path):
+    _, recorder = train_federation(
         tmp_path,
         num_rounds=6,
         balance="min",
@@ -190,18 +190,18 @@ def test_the_learning_rate_falls_over_the_rounds_whatever_their_cohorts_draw(tmp
         local_epochs=4,
         args={"lr_scheduler_type": "linear"},
     )
-    assert len({tuple(of) for of in num_examples(noted)}) > 1
-    for round, updates in enumerate(noted.updates):
+    assert len({tuple(counts) for counts in num_examples(recorder)}) > 1
+    for round, updates in enumerate(recorder.updates):
         for update in updates.values():
             steps = update.num_steps
             assert steps == 4 * -(-update.num_examples // 4)
-            # At the last step of its round: `steps` of each round lie on a curve of six rounds of them.
+            # The learning rate at the last step of the round, on a linear schedule of six rounds of `steps` steps.
             expected = 1e-2 * (1 - (round * steps + steps - 1) / (6 * steps))
             assert update.metrics["learning_rate"] == pytest.approx(expected)
 
 
-def test_samples_per_second_count_what_was_trained_on(tmp_path):
-    trainer, _ = trained(tmp_path, balance="min", local_epochs=2)
+def test_samples_per_second_counts_drawn_examples(tmp_path):
+    trainer, _ = train_federation(tmp_path, balance="min", local_epochs=2)
     assert trainer._federation.examples_seen == 2 * 2 * 9
 
 
@@ -210,40 +210,38 @@ class StopAfterFirst(TrainerCallback):
         control.should_training_stop = True
 
 
-def test_a_resumed_run_draws_the_rows_of_one_that_was_never_stopped(tmp_path):
+def test_resumed_run_draws_the_examples_of_an_uninterrupted_run(tmp_path):
     settings: dict[str, Any] = {"num_rounds": 3, "balance": "min", "max_rows_per_round": 6, "clients_per_round": 2}
     saving = {"args": {"save_strategy": "steps"}}
-    whole, expected = trained(tmp_path / "whole", **settings, **saving)
-    trained(tmp_path / "stopped", **settings, **saving, callbacks=[StopAfterFirst()])
+    uninterrupted, expected = train_federation(tmp_path / "whole", **settings, **saving)
+    train_federation(tmp_path / "stopped", **settings, **saving, callbacks=[StopAfterFirst()])
     assert [path.name for path in list_checkpoints(tmp_path / "stopped")] == ["checkpoint-1"]
-    resumed, noted = trained(tmp_path / "stopped", **settings, **saving, resume=True)
-    assert noted.rows == expected.rows[1:]
-    assert same_weights(resumed.model, whole.model)
-    with pytest.raises(ValueError, match="max_rows_per_round: 5 in this run, 6 in the checkpoint"):
-        trained(tmp_path / "stopped", **{**settings, "max_rows_per_round": 5}, **saving, resume=True)
+    resumed, recorder = train_federation(tmp_path / "stopped", **settings, **saving, resume=True)
+    assert recorder.examples == expected.examples[1:]
+    assert same_weights(resumed.model, uninterrupted.model)
+    with pytest.raises(ValueError, match="max_rows_per_round: here 5, there 6"):
+        train_federation(tmp_path / "stopped", **{**settings, "max_rows_per_round": 5}, **saving, resume=True)
 
 
-def test_the_card_says_how_many_rows_clients_train_on(tmp_path):
-    trainer, _ = trained(tmp_path, num_rounds=1, balance="min", max_rows_per_round=1250)
+def test_model_card_states_the_limit_of_examples(tmp_path):
+    trainer, _ = train_federation(tmp_path, num_rounds=1, balance="min", max_rows_per_round=1250)
     card = render(RunRecord.from_trainer(trainer))
     assert re.search(
         r"Examples per client and round \| at most 1,250, at most the number of the smallest sampled client", card
     )
 
 
-# ---- Refused
+# ---- Invalid settings
 
 
 @pytest.mark.parametrize("settings", [{"balance": "min"}, {"max_rows_per_round": 3}])
-def test_a_stream_has_no_rows_to_draw_from(tmp_path, settings):
+def test_limits_are_refused_for_streams(tmp_path, settings):
     clients = {"a": rows(4).to_iterable_dataset(), "b": rows(4, seed=1).to_iterable_dataset()}
     with pytest.raises(ValueError, match="Client 'a' has a stream.*leave `balance` and `max_rows_per_round` out"):
-        trained(tmp_path, clients=clients, local_steps=2, **settings)
+        train_federation(tmp_path, clients=clients, local_steps=2, **settings)
 
 
-def test_a_cap_below_a_batch_is_refused_where_the_rest_of_an_epoch_is_dropped(tmp_path):
+def test_limit_below_the_batch_size_is_refused_with_dataloader_drop_last(tmp_path):
     clients = {"a": rows(8), "b": rows(8, seed=1)}
-    with pytest.raises(
-        ValueError, match="max_rows_per_round=3 is less than a batch of 4.*Set `dataloader_drop_last` to False"
-    ):
-        trained(tmp_path, clients=clients, max_rows_per_round=3, args={"dataloader_drop_last": True})
+    with pytest.raises(ValueError, match="max_rows_per_round=3 is less than a batch of 4.*set it to False"):
+        train_federation(tmp_path, clients=clients, max_rows_per_round=3, args={"dataloader_drop_last": True})

@@ -1,4 +1,4 @@
-"""Which positions public rows have, and how an exchange is narrowed down to some of them."""
+"""The positions of public examples, and the restriction of an exchange to some of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hf_federated.clients.positions import ABSENT, Positions
 
 
 def positions() -> Positions:
-    """Rows of two, none, one and three positions; the second of the last is not seen."""
+    """Examples with 2, 0, 1 and 3 positions. The model cannot predict at the second position of the last example."""
     rows = Dataset.from_dict(
         {"num_positions": [2, 0, 1, 3], "labels": [[-100, 0, 1], [-100], [0], [0, -100, 2, -100]]}
     )
     return Positions.from_dataset(rows, feeds_labels=False)
 
 
-def test_numbers_follow_the_order_of_the_rows():
+def test_position_indices_follow_the_order_of_the_examples():
     found = positions()
     assert found.numbers_of([3, 1, 0]).tolist() == [3, 4, 5, 0, 1]
     assert found.seen.tolist() == [True, True, True, True, False, True]
@@ -28,7 +28,7 @@ def test_numbers_follow_the_order_of_the_rows():
     assert found.numbers_of([]).tolist() == found.rows_with_agreed([1]).tolist() == []
 
 
-def test_what_one_side_leaves_out_the_other_reads():
+def test_receiver_reads_the_positions_that_the_sender_leaves_out():
     sender, receiver = positions(), positions()
     sent = sender.add_absent([3, 2], {"values": torch.zeros(3, 2)})
     assert sent[ABSENT].tolist() == [1] and sent[ABSENT].dtype == torch.int32
@@ -42,11 +42,11 @@ def test_what_one_side_leaves_out_the_other_reads():
     assert ABSENT not in sender.add_absent([0, 2], {})
 
 
-def test_copies_are_narrowed_one_by_one():
-    one = positions()
-    other = one.copy()
-    one.agree([0], torch.tensor([0, 1]))
-    assert one.agreed_of([0]).tolist() == [] and other.agreed_of([0]).tolist() == [0, 1]
+def test_copies_have_independent_agreed_positions():
+    first = positions()
+    second = first.copy()
+    first.agree([0], torch.tensor([0, 1]))
+    assert first.agreed_of([0]).tolist() == [] and second.agreed_of([0]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_copies_are_narrowed_one_by_one():
         torch.tensor([2, -(2**31), 3], dtype=torch.int32),
     ],
 )
-def test_places_that_are_none_are_refused(absent):
-    with pytest.raises(ValueError, match="expected int32 places below 4"):
+def test_invalid_absent_positions_are_refused(absent):
+    with pytest.raises(ValueError, match="must be a one-dimensional int32 tensor of unique ascending indices below 4"):
         positions().take_absent([3, 2], {ABSENT: absent})
 
 
-def test_targets_of_a_word_that_is_not_seen_are_refused():
-    with pytest.raises(ValueError, match="about 1 words of which this client's tokenizer keeps nothing.* position 1 "):
+def test_targets_of_a_word_that_the_tokenizer_drops_are_refused():
+    with pytest.raises(ValueError, match="includes 1 words that this client's tokenizer drops.* position 1 "):
         positions().agree([3, 2], torch.tensor([0]))
 
 
-def test_rows_without_anything_to_predict_are_refused():
+def test_public_examples_without_positions_are_refused():
     rows = Dataset.from_dict({"num_positions": [0, 2], "labels": [[-100], [-100, -100]]})
-    with pytest.raises(ValueError, match="None of the 2 public rows has anything to predict"):
+    with pytest.raises(ValueError, match="None of the 2 public examples has a position to predict"):
         Positions.from_dataset(rows, feeds_labels=False).first_seen_row()
     assert positions().first_seen_row() == 0

@@ -1,4 +1,4 @@
-"""Both stores keep trees apart, hand out copies, and write checkpoints that later rounds do not change."""
+"""Client stores: separate states, copies on read, and checkpoints that later rounds do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_federated.clients import DiskStore, MemoryStore
 
 @pytest.fixture(params=["memory", "disk"])
 def new_store(request, tmp_path):
-    """Makes stores of one kind, each with a place of its own."""
+    """Creates stores of one kind, each with its own directory."""
     numbers = iter(range(100))
 
     def make():
@@ -30,7 +30,7 @@ def store(new_store):
 
 
 def tree(value: float = 1.0) -> dict:
-    """As an optimizer's state is: integer keys, tuples, scalars and tensors."""
+    """A tree like an optimizer state: integer keys, tuples, scalars and tensors."""
     return {
         "optimizer": {
             "state": {0: {"step": torch.tensor(value), "exp_avg": torch.full((2, 2), value)}},
@@ -40,7 +40,7 @@ def tree(value: float = 1.0) -> dict:
     }
 
 
-def assert_is(state, value: float) -> None:
+def assert_tree_equals(state, value: float) -> None:
     expected = tree(value)
     assert list(state) == list(expected)
     assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
@@ -50,25 +50,25 @@ def assert_is(state, value: float) -> None:
     assert control.dtype == torch.bfloat16 and torch.equal(control, expected["algorithm"]["control"]["layer.weight"])
 
 
-def test_a_client_that_keeps_nothing_has_an_empty_tree(store):
+def test_client_without_state_has_an_empty_tree(store):
     assert store.get("a") == {}
 
 
-def test_clients_are_kept_apart(store):
+def test_states_of_clients_are_separate(store):
     store.set("a", tree(1.0))
     store.set("b", tree(2.0))
-    assert_is(store.get("a"), 1.0)
-    assert_is(store.get("b"), 2.0)
+    assert_tree_equals(store.get("a"), 1.0)
+    assert_tree_equals(store.get("b"), 2.0)
     assert store.get("c") == {}
 
 
-def test_a_tree_is_replaced_as_a_whole(store):
+def test_set_replaces_the_whole_tree(store):
     store.set("a", tree(1.0))
     store.set("a", {"step": 3})
     assert store.get("a") == {"step": 3}
 
 
-def test_what_is_got_is_a_copy(store):
+def test_get_returns_a_copy(store):
     store.set("a", tree(1.0))
     for _ in range(2):
         state = store.get("a")
@@ -76,16 +76,16 @@ def test_what_is_got_is_a_copy(store):
         state["optimizer"]["param_groups"][0]["lr"] = 9.0
         state["optimizer"]["param_groups"].append({})
         del state["algorithm"]
-        assert_is(store.get("a"), 1.0)
+        assert_tree_equals(store.get("a"), 1.0)
 
 
-def test_clear_forgets_every_client(store):
+def test_clear_deletes_all_states(store):
     store.clear()
     store.set("a", tree())
     store.clear()
     assert store.get("a") == {}
     store.set("a", tree(2.0))
-    assert_is(store.get("a"), 2.0)
+    assert_tree_equals(store.get("a"), 2.0)
 
 
 IDS = [
@@ -108,7 +108,7 @@ IDS = [
 ]
 
 
-def test_any_text_is_a_client_id(store, new_store, tmp_path):
+def test_any_string_is_a_valid_client_id(store, new_store, tmp_path):
     for number, client_id in enumerate(IDS):
         store.set(client_id, {"number": number})
     saved = tmp_path / "saved"
@@ -118,22 +118,25 @@ def test_any_text_is_a_client_id(store, new_store, tmp_path):
     for instance in (store, loaded):
         assert [instance.get(client_id)["number"] for client_id in IDS] == list(range(len(IDS)))
     assert len(list(saved.iterdir())) == len(IDS)
-    assert {path.name for path in tmp_path.iterdir()} <= {"saved", "stores"}  # nothing went elsewhere
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "saved",
+        "stores",
+    }  # no file elsewhere
 
 
-def test_a_checkpoint_gives_back_what_was_saved(store, new_store, tmp_path):
+def test_load_restores_saved_states(store, new_store, tmp_path):
     store.set("a", tree(1.0))
     store.set("b", tree(2.0))
     loaded = new_store()
     loaded.set("a", tree(5.0))
     loaded.set("only here", tree(6.0))
     loaded.load(tmp_path, store.save(tmp_path))
-    assert_is(loaded.get("a"), 1.0)
-    assert_is(loaded.get("b"), 2.0)
+    assert_tree_equals(loaded.get("a"), 1.0)
+    assert_tree_equals(loaded.get("b"), 2.0)
     assert loaded.get("only here") == {}
 
 
-def test_an_empty_store_saves_nothing_and_loads_nothing(store, new_store, tmp_path):
+def test_empty_store_saves_and_loads_an_empty_checkpoint(store, new_store, tmp_path):
     loaded = new_store()
     loaded.set("a", tree())
     loaded.load(tmp_path, store.save(tmp_path))
@@ -141,7 +144,7 @@ def test_an_empty_store_saves_nothing_and_loads_nothing(store, new_store, tmp_pa
 
 
 def test_later_rounds_do_not_change_a_checkpoint(store, new_store, tmp_path):
-    """Disk stores link the files of a checkpoint instead of copying them."""
+    """A checkpoint has hard links to the files of a disk store, so the store must not modify files in place."""
     store.set("a", tree(1.0))
     store.set("b", tree(1.0))
     digests = store.save(tmp_path)
@@ -150,7 +153,7 @@ def test_later_rounds_do_not_change_a_checkpoint(store, new_store, tmp_path):
     store.clear()
     store.set("b", tree(3.0))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    # Nor does a run that goes on from it.
+    # A run that resumes from the checkpoint does not change it either.
     resumed = new_store()
     resumed.load(tmp_path, digests)
     resumed.set("a", tree(4.0))
@@ -169,7 +172,7 @@ def test_both_stores_write_the_same_checkpoint(tmp_path):
     assert files[0] == files[1]
 
 
-def test_the_digests_are_those_of_the_files(store, new_store, tmp_path):
+def test_save_returns_the_digests_of_the_files(store, new_store, tmp_path):
     store.set("a", tree(1.0))
     store.set("b", tree(2.0))
     first, second = tmp_path / "first", tmp_path / "second"
@@ -186,18 +189,18 @@ def test_the_digests_are_those_of_the_files(store, new_store, tmp_path):
         assert sorted(digests.values()) == files
 
 
-def test_a_checkpoint_may_be_read_in_part(store, new_store, tmp_path):
+def test_load_can_read_some_clients_of_a_checkpoint(store, new_store, tmp_path):
     store.set("a", tree(1.0))
     store.set("b", tree(2.0))
     digests = store.save(tmp_path)
     loaded = new_store()
     loaded.load(tmp_path, {"b": digests["b"]})
     assert loaded.get("a") == {}
-    assert_is(loaded.get("b"), 2.0)
+    assert_tree_equals(loaded.get("b"), 2.0)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut short", "another's"])
-def test_a_checkpoint_that_is_not_whole_is_refused_by_the_clients_name(store, new_store, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["missing", "cut short", "another state"])
+def test_damaged_checkpoint_is_refused_and_names_the_client(store, new_store, tmp_path, damage):
     store.set("a", tree(1.0))
     digests = store.save(tmp_path)
     (file,) = [path for path in tmp_path.iterdir() if path.is_file()]
@@ -206,22 +209,22 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_the_clients_name(store, ne
     elif damage == "cut short":
         file.write_bytes(file.read_bytes()[:-1])
     else:
-        # Of another moment, and of the same size. A new file, since a disk store links the old one.
+        # A state of the same size. Delete the old file first, because a disk store has a hard link to it.
         size = file.stat().st_size
         file.unlink()
         other = new_store()
         other.set("a", tree(2.0))
         other.save(tmp_path)
         assert file.stat().st_size == size
-    what = "is missing" if damage == "missing" else "is another file than was saved"
-    with pytest.raises(ValueError, match=f"client 'a' keeps, '.*{file.name}', {what}"):
+    reason = "is missing" if damage == "missing" else "differs from the file that was saved"
+    with pytest.raises(ValueError, match=f"client 'a', '.*{file.name}', {reason}"):
         new_store().load(tmp_path, digests)
 
 
-# ---- On disk
+# ---- Disk store
 
 
-def test_a_checkpoint_costs_no_copy_on_disk(tmp_path):
+def test_checkpoint_of_disk_store_uses_hard_links(tmp_path):
     store = DiskStore(tmp_path / "store")
     store.set("a", tree())
     (tmp_path / "saved").mkdir()
@@ -230,7 +233,7 @@ def test_a_checkpoint_costs_no_copy_on_disk(tmp_path):
     assert os.stat(saved).st_nlink == 2
 
 
-def test_files_are_copied_where_links_do_not_exist(tmp_path, monkeypatch):
+def test_files_are_copied_if_hard_links_are_not_supported(tmp_path, monkeypatch):
     def no_links(source, target):
         raise OSError("not supported")
 
@@ -240,10 +243,11 @@ def test_files_are_copied_where_links_do_not_exist(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", no_links)
     loaded = DiskStore(tmp_path / "loaded")
     loaded.load(tmp_path / "saved", store.save(tmp_path / "saved"))
-    assert_is(loaded.get("a"), 1.0)
+    assert_tree_equals(loaded.get("a"), 1.0)
 
 
-def test_a_file_left_half_written_is_no_state(tmp_path):
+def test_partially_written_file_is_ignored(tmp_path):
+    """A killed process can leave a `.partial` file."""
     store = DiskStore(tmp_path / "store")
     store.set("a", tree(1.0))
     (file,) = store.directory.iterdir()
@@ -251,31 +255,33 @@ def test_a_file_left_half_written_is_no_state(tmp_path):
     (tmp_path / "saved").mkdir()
     store.save(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [file.name]
-    assert_is(store.get("a"), 1.0)
+    assert_tree_equals(store.get("a"), 1.0)
 
 
-def test_a_store_goes_on_where_its_directory_stands(tmp_path):
+def test_new_store_reads_states_in_an_existing_directory(tmp_path):
     DiskStore(tmp_path / "store").set("a", tree(1.0))
-    assert_is(DiskStore(tmp_path / "store").get("a"), 1.0)
+    assert_tree_equals(DiskStore(tmp_path / "store").get("a"), 1.0)
 
 
-def test_an_error_of_the_disk_names_the_file_and_what_to_change(tmp_path):
+def test_disk_error_names_the_file_and_the_remedy(tmp_path):
     (tmp_path / "in the way").write_text("")
     store = DiskStore(tmp_path / "in the way")
     with pytest.raises(FileExistsError, match=r"client_store='memory'.*in the way/\w+\.safetensors'"):
         store.set("a", tree())
 
 
-def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+def test_full_disk_error_names_the_file(tmp_path, monkeypatch):
+    """The operating system's error for a full disk does not name a file."""
+
     def full(path, blob):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"No space left.*make room.*/\w+\.safetensors'"):
+    with pytest.raises(OSError, match=r"No space left.*Free disk space.*/\w+\.safetensors'"):
         DiskStore(tmp_path / "store").set("a", tree())
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_damaged_file_is_named(tmp_path):
     store = DiskStore(tmp_path / "store")
     store.set("a", tree())
     (file,) = store.directory.iterdir()

@@ -202,7 +202,7 @@ def test_clients_that_shall_evaluate_need_rows_for_it(tmp_path):
     ("method", "kwargs", "words"),
     [
         ("fedid", {}, "loss on a batch of its labelled rows is nan: none of them has a label"),
-        ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN where none of them has a label"),
+        ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN if no example has a label"),
     ],
 )
 def test_rows_of_the_server_whose_labels_are_left_out_are_said(tmp_path, method, kwargs, words):
