@@ -1,4 +1,4 @@
-"""Settings that every test needs before the libraries are imported."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets and transformers are imported, which read it once
+os.environ["HF_HUB_OFFLINE"] = "1"  # datasets and transformers read it once, when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -23,15 +23,15 @@ disable_progress_bar()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def settled_heap() -> None:
-    """What was imported stays; the collection that begins every `train()` need not look at it again (`garbage.py`)."""
+def freeze_imported_objects() -> None:
+    """Exclude imported objects from the garbage collection at the start of every `train()`."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def nothing_is_frozen() -> Iterator[None]:
-    """For tests of what is frozen, and of what `gc.get_objects()` finds while something trains."""
+    """Unfreeze all objects, for tests of `gc.freeze` and tests that call `gc.get_objects()` during training."""
     gc.unfreeze()
     yield
     gc.freeze()
@@ -39,11 +39,11 @@ def nothing_is_frozen() -> Iterator[None]:
 
 @pytest.fixture
 def model() -> BertForSequenceClassification:
-    """A fresh two-layer BERT, the same for every test."""
+    """A two-layer BERT with the same initial weights in every test."""
     return tiny_model()
 
 
 @pytest.fixture(scope="session")
 def train_rows() -> Dataset:
-    """Sixteen rows with a rule to learn."""
+    """Sixteen examples with a learnable label."""
     return rows(16)

@@ -1,4 +1,4 @@
-"""The examples of every public class and function run, and every public class has one."""
+"""Every public class has a docstring example, and all docstring examples run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hf_federated
 
 
 class MarkdownParser(doctest.DocTestParser):
-    """Examples inside Markdown fences: the closing fence is no output."""
+    """Parses examples inside Markdown fences. A closing fence is not part of the expected output."""
 
     def parse(self, string: str, name: str = "<string>") -> list[Any]:
         return super().parse("\n".join("" if line.strip() == "```" else line for line in string.split("\n")), name)
@@ -24,7 +24,7 @@ FINDER = doctest.DocTestFinder(parser=MarkdownParser(), recurse=False)
 
 
 def public_objects() -> dict[str, Any]:
-    """Every public class and function defined in the package, and the public methods of its classes."""
+    """All public classes and functions of the package, and the public methods of its classes, by dotted name."""
     found: dict[str, Any] = {}
     for info in pkgutil.walk_packages(hf_federated.__path__, "hf_federated."):
         if info.name.endswith("__main__"):
@@ -51,7 +51,7 @@ WITH_EXAMPLES = sorted(name for name, item in OBJECTS.items() if inspect.getdoc(
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_example_runs(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # an example may write files
+    monkeypatch.chdir(tmp_path)  # examples may write files
     for test in examples(OBJECTS[name], name):
         report: list[str] = []
         result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
@@ -66,10 +66,10 @@ def test_public_class_has_an_example(name):
 
 
 def test_every_public_object_is_documented():
-    bare = sorted(name for name, item in OBJECTS.items() if callable(item) and not inspect.getdoc(item))
-    assert not bare
+    undocumented = sorted(name for name, item in OBJECTS.items() if callable(item) and not inspect.getdoc(item))
+    assert not undocumented
 
 
-def test_examples_were_found():
+def test_doctest_finder_finds_known_examples():
     names = {name.rpartition(".")[2] for name in WITH_EXAMPLES}
     assert {"FederatedTrainer", "FedAvg", "Ledger", "pack", "federate"} <= names

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows is what runs."""
+"""The code examples of CONTRIBUTING.md run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def python_blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_algorithm_of_the_contributing_guide_runs():
-    names: dict = {}
-    exec(compile(python_blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), names)
-    algorithm = names["PartialAverage"](server_lr=0.25)
+def test_aggregation_example_of_contributing_guide_runs():
+    namespace: dict = {}
+    exec(compile(python_blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), namespace)
+    algorithm = namespace["PartialAverage"](server_lr=0.25)
     assert algorithm.non_default_settings() == {"server_lr": 0.25}
     state = {"weight": torch.tensor([3.0]), "steps": torch.tensor(0)}
     accumulator = algorithm.accumulator(state)
@@ -30,16 +30,16 @@ def test_the_algorithm_of_the_contributing_guide_runs():
         trained = {"weight": torch.tensor([value]), "steps": torch.tensor(7)}
         accumulator.add(ClientUpdate(0, client_id, trained, num_examples=num_examples, num_tokens=0, num_steps=1))
     new = algorithm.aggregate(accumulator, state)
-    # The mean is (1·4 + 3·8) / 4 = 7; a quarter of the way from 3 to 7.
+    # The mean is (1·4 + 3·8) / 4 = 7. With server_lr=0.25 the value moves from 3 to 3 + 0.25 · (7 − 3) = 4.
     assert new["weight"].item() == 4.0 and new["steps"].item() == 7
 
 
-def test_the_distillation_of_the_contributing_guide_runs(tmp_path):
-    # A dataclass looks up the types of its fields in its module.
-    names: dict = {"__name__": __name__}
-    exec(compile(python_blocks("CONTRIBUTING.md")[1], "CONTRIBUTING.md", "exec"), names)
-    majority = names["Majority"](server_epochs=2)
-    logits = {client_id: torch.tensor([[0.0, place]]) for client_id, place in (("a", 1.0), ("b", 2.0), ("c", -9.0))}
+def test_distillation_example_of_contributing_guide_runs(tmp_path):
+    # `dataclass` looks up the types of fields in the module named `__name__`.
+    namespace: dict = {"__name__": __name__}
+    exec(compile(python_blocks("CONTRIBUTING.md")[1], "CONTRIBUTING.md", "exec"), namespace)
+    majority = namespace["Majority"](server_epochs=2)
+    logits = {client_id: torch.tensor([[0.0, logit]]) for client_id, logit in (("a", 1.0), ("b", 2.0), ("c", -9.0))}
     assert majority.ensemble(logits, None).tolist() == [[0.0, 1.0]]
     trainer = FederatedTrainer(
         model=tiny_model(),

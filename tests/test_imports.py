@@ -1,4 +1,4 @@
-"""Imports point down, as the house is built, and importing the package loads nothing that is optional."""
+"""Folders import only from lower layers, and importing the package loads no optional dependency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import hf_federated
 
 PACKAGE = Path(hf_federated.__file__).parent
 
-# From the bottom up. A module imports from its own layer and from the layers below it.
+# Layers from bottom to top. A module may import from its own folder and from lower layers.
 LAYERS = (
     "config utils",
     "messages distributed",
@@ -35,13 +35,13 @@ LAYER = {folder: number for number, folders in enumerate(LAYERS) for folder in f
 
 
 def modules() -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Every module with the parts of its dotted name below the package."""
+    """Yield the path of every module with the parts of its dotted name below the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path, path.relative_to(PACKAGE).with_suffix("").parts
 
 
 def imported_folders(path: Path, name: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """Line number and top-level folder of each import from the package, including imports inside functions."""
+    """Yield line number and top-level folder of each import from the package, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         imported: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
@@ -58,7 +58,7 @@ def imported_folders(path: Path, name: tuple[str, ...]) -> Iterator[tuple[int, s
 
 
 def imports_between_folders() -> dict[tuple[str, str], str]:
-    """One example (file and line) for each pair of folders of which the first imports the second."""
+    """One location (file and line) for each pair of folders of which the first imports the second."""
     found: dict[tuple[str, str], str] = {}
     for path, name in modules():
         for line, imported in imported_folders(path, name) if name[0] != "__init__" else ():
@@ -72,11 +72,11 @@ def test_every_folder_has_a_layer():
     assert folders == set(LAYER)
 
 
-def test_imports_point_down():
-    # `from .. import name` imports a public name of the package, which is above all layers.
+def test_folders_import_only_from_lower_layers():
+    # `from .. import name` imports a public name of the package itself, which is above all layers.
     wrong = [
-        f"{place}: {folder} imports {imported}"
-        for (folder, imported), place in imports_between_folders().items()
+        f"{location}: {folder} imports {imported}"
+        for (folder, imported), location in imports_between_folders().items()
         if LAYER.get(imported, len(LAYERS)) > LAYER[folder]
     ]
     assert not wrong, "\n".join(wrong)
@@ -104,9 +104,9 @@ def test_import_scan_finds_known_imports():
     assert {"clients", "engines", "server"} <= found[1]
 
 
-def test_algorithms_see_tensors_and_messages_only():
+def test_aggregation_imports_only_tensor_and_message_modules():
     allowed = {"aggregation", "messages", "postprocessing", "utils"}
-    # MutualKD distils too, and trains a private model of the client.
+    # MutualKD also distills and trains a private model of the client.
     exceptions = {"mutual_kd": {"distillation"}}
     for path, name in modules():
         if name[0] == "aggregation":
@@ -114,8 +114,8 @@ def test_algorithms_see_tensors_and_messages_only():
             assert folders <= allowed | exceptions.get(path.stem, set()), path.name
 
 
-def test_public_names_are_sorted_and_there():
-    # Constants, classes, functions, each by name: as ruff sorts.
+def test_public_names_are_sorted_and_exist():
+    # ruff sorts constants, classes and functions separately, each by name.
     order = sorted(hf_federated.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert hf_federated.__all__ == order
     assert set(hf_federated.__all__) <= set(vars(hf_federated))
@@ -123,10 +123,12 @@ def test_public_names_are_sorted_and_there():
 
 @pytest.fixture(scope="module")
 def loaded_by_import() -> set[str]:
-    """Top-level modules that `import hf_federated` loads in a fresh interpreter, beyond those of its requirements."""
+    """
+    Top-level modules that `import hf_federated` loads in a fresh interpreter, except modules of its requirements.
+    """
     names = "{name.partition('.')[0] for name in sys.modules}"
-    # PEFT imports bitsandbytes wherever it is installed.
-    # Those that need the extra `split` are named, whether the package imports them or not.
+    # Import PEFT first, because it imports bitsandbytes if bitsandbytes is installed.
+    # Also import the packages that need the extra `split`.
     package = (
         "hf_federated, hf_federated.security.certificates, hf_federated.security.encrypted_session, "
         "hf_federated.transport"
@@ -136,11 +138,11 @@ def loaded_by_import() -> set[str]:
     return set(result.stdout.split())
 
 
-def test_the_core_requires_nothing_optional():
+def test_required_packages_exclude_optional_packages():
     try:
         requirements = importlib.metadata.requires("hf-federated") or []
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package is not installed, so nobody knows its requirements")
+        pytest.skip("the package is not installed, so its requirements are unknown")
     required = {re.split(r"[^\w.-]", text)[0].lower() for text in requirements if "extra ==" not in text}
     assert {"torch", "transformers"} <= required
     assert required.isdisjoint({"trl", "bitsandbytes", "flwr", "ray", "sentence-transformers", "matplotlib"})
