@@ -59,7 +59,7 @@ class ClientModelBuilder:
     def __call__(self, client_id: str) -> tuple[Trainer, Exchange, Student | None]:
         spec = self._participants.clients.get(client_id) or ClientSpec()
         tokenizer = self._participants.tokenizer_of(client_id, self._trainer.processing_class)
-        model = self._model(client_id, spec)
+        model = self._build_model(client_id, spec)
         if self._participants.prediction_unit == "token":
             check_vocabulary(client_id, model, self._trainer.model)
         else:
@@ -67,13 +67,13 @@ class ClientModelBuilder:
         align_padding(model, tokenizer)
         trainer = self._build_trainer(model, tokenizer, spec)
         exchange = Exchange(trainer.model, self._exchange)
-        public = self._public_rows(tokenizer)
+        public = self._encoded_public(tokenizer)
         if public is not None and self._participants.prediction_unit == "token":
             self._check_tokens(client_id, public)
         student = None if public is None else public.student(trainer, self._learning_rate)
         return trainer, exchange, student
 
-    def _model(self, client_id: str, spec: ClientSpec) -> nn.Module:
+    def _build_model(self, client_id: str, spec: ClientSpec) -> nn.Module:
         init = self._participants.client_model_init
         if spec.model is None and init is None:
             return self._copy_server_model()
@@ -120,7 +120,7 @@ class ClientModelBuilder:
         with preserved_generators():
             return type(self._trainer)(**{**given, **own})
 
-    def _public_rows(self, tokenizer: Any) -> EncodedPublicDataset | None:
+    def _encoded_public(self, tokenizer: Any) -> EncodedPublicDataset | None:
         if self._participants.public_dataset is None:
             return None
         if id(tokenizer) not in self._public:
@@ -132,12 +132,14 @@ class ClientModelBuilder:
         """
         Raise an error if the client's tokenizer splits public examples into other tokens than the server's tokenizer.
         """
-        servers = self._public_rows(self._trainer.processing_class)
-        assert servers is not None and servers.positions is not None
-        if public is servers:
+        server_public = self._encoded_public(self._trainer.processing_class)
+        assert server_public is not None and server_public.positions is not None
+        if public is server_public:
             return
-        column = "labels" if servers.positions.feeds_labels else INPUT_IDS
-        for row, (client_ids, server_ids) in enumerate(zip(public.rows[column], servers.rows[column], strict=False)):
+        column = "labels" if server_public.positions.feeds_labels else INPUT_IDS
+        for row, (client_ids, server_ids) in enumerate(
+            zip(public.rows[column], server_public.rows[column], strict=False)
+        ):
             if list(client_ids) != list(server_ids):
                 raise ValueError(
                     f"The tokenizer of client {client_id!r} encodes public example {row} as {list(client_ids)[:8]}, "
@@ -162,21 +164,21 @@ def align_padding(model: Any, tokenizer: Any) -> None:
             model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
-def check_labels(client_id: str, model: Any, servers: Any) -> None:
+def check_labels(client_id: str, model: Any, server_model: Any) -> None:
     """
     Check that a client's model has the same labels as the server's model, in the same order.
 
     Args:
         client_id (`str`): Id of the client.
         model (`PreTrainedModel`): The client's model.
-        servers (`PreTrainedModel`): The server's model.
+        server_model (`PreTrainedModel`): The server's model.
 
     Raises:
         ValueError: If the labels differ in number or order. The message names the client and both orders.
     """
-    if not isinstance(model, PreTrainedModel) or not isinstance(servers, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or not isinstance(server_model, PreTrainedModel):
         return
-    labels, server_labels = model.config.id2label, servers.config.id2label
+    labels, server_labels = model.config.id2label, server_model.config.id2label
     unnamed = {f"LABEL_{number}" for number in range(max(len(labels), len(server_labels)))}
     if len(labels) == len(server_labels) and (
         labels == server_labels or {*labels.values()} <= unnamed or {*server_labels.values()} <= unnamed
@@ -189,7 +191,7 @@ def check_labels(client_id: str, model: Any, servers: Any) -> None:
     )
 
 
-def check_given_models(participants: Participants, servers: Any) -> None:
+def check_given_models(participants: Participants, server_model: Any) -> None:
     """
     Run [`check_labels`] for the models that exist when a trainer is constructed.
 
@@ -198,25 +200,25 @@ def check_given_models(participants: Participants, servers: Any) -> None:
 
     Args:
         participants ([`Participants`]): The clients and their models.
-        servers (`PreTrainedModel`): The server's model.
+        server_model (`PreTrainedModel`): The server's model.
     """
     for client_id, spec in participants.clients.items():
-        check_labels(client_id, spec.model, servers)
+        check_labels(client_id, spec.model, server_model)
 
 
-def check_vocabulary(client_id: str, model: Any, servers: Any) -> None:
+def check_vocabulary(client_id: str, model: Any, server_model: Any) -> None:
     """
     Check that a client's model has the same vocabulary size as the server's model.
 
     Args:
         client_id (`str`): Id of the client.
         model (`PreTrainedModel`): The client's model.
-        servers (`PreTrainedModel`): The server's model.
+        server_model (`PreTrainedModel`): The server's model.
 
     Raises:
         ValueError: If the vocabulary sizes differ.
     """
-    size, server_size = (each.config.get_text_config(decoder=True).vocab_size for each in (model, servers))
+    size, server_size = (each.config.get_text_config(decoder=True).vocab_size for each in (model, server_model))
     if size != server_size:
         raise ValueError(
             f"The model of client {client_id!r} has a vocabulary of {size} tokens, but the server's model has "
@@ -225,20 +227,20 @@ def check_vocabulary(client_id: str, model: Any, servers: Any) -> None:
         )
 
 
-def check_tokenizers(participants: Participants, servers: Any) -> None:
+def check_tokenizers(participants: Participants, server_tokenizer: Any) -> None:
     """
     Check that all clients have the vocabulary of the server's tokenizer. Predictions of tokens require it.
 
     Args:
         participants ([`Participants`]): The clients and their tokenizers.
-        servers (`PreTrainedTokenizerBase`): The server's tokenizer.
+        server_tokenizer (`PreTrainedTokenizerBase`): The server's tokenizer.
 
     Raises:
         ValueError: If a vocabulary differs. The message names the client.
     """
-    server_vocab = servers.get_vocab()
+    server_vocab = server_tokenizer.get_vocab()
     for client_id, spec in participants.clients.items():
-        if spec.processing_class is None or spec.processing_class is servers:
+        if spec.processing_class is None or spec.processing_class is server_tokenizer:
             continue
         vocab = spec.processing_class.get_vocab()
         if vocab != server_vocab:

@@ -33,7 +33,7 @@ class EncodedPublicDataset:
     Args:
         rows (`datasets.Dataset`): The encoded public examples.
         positions ([`~hf_federated.clients.positions.Positions`], *optional*): The positions at which a model predicts,
-        if it does not make one prediction per example.
+            if it does not make one prediction per example.
     """
 
     rows: Dataset
@@ -51,7 +51,7 @@ class Participants:
 
     Args:
         task ([`Task`], *optional*): Encodes raw examples for each tokenizer. Without a task, the examples are already
-        encoded.
+            encoded.
         public_dataset (`datasets.Dataset`, *optional*): Unlabeled examples that the server and all clients have.
         server_dataset (`datasets.Dataset`, *optional*): Labeled examples of the server.
         clients (`Mapping[str, ClientSpec]`): Clients with their own model, tokenizer or training arguments.
@@ -190,7 +190,7 @@ def count_overlap(clients: FederatedDataset, participants: Participants) -> int:
     Args:
         clients ([`FederatedDataset`]): The private examples. Streams are skipped.
         participants ([`Participants`]): Its public dataset is compared. Its task defines the columns that the model
-        reads.
+            reads.
     """
     public, task = participants.public_dataset, participants.task
     if public is None:
