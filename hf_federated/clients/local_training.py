@@ -87,9 +87,9 @@ class LocalTraining:
 
     def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         """
-        Return the factor between the mean loss of a batch and the trainer's loss on the batch.
+        Return the factor by which the trainer's loss on a batch differs from the mean loss of the batch.
 
-        The factor is 1 unless gradients are accumulated and the model divides its loss by the number of items (tokens
+        The trainer's loss is the mean loss times this factor. The factor is 1 unless gradients are accumulated and the model divides its loss by the number of items (tokens
         with a label) of the whole step. In this case the factor is the share of the batch in these items.
 
         Args:

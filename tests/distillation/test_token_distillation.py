@@ -424,7 +424,7 @@ def test_clients_with_invalid_predictions_are_left_out_and_named(is_packed):
         "blind": "keeps nothing of any of the 3 words",
         "few": r"shape \(2, 2\), expected \(3, 2\)",
         "many": r"shape \(3, 2\), expected \(2, 2\)",
-        "beyond": "int32 places below 3",
+        "beyond": "int32 tensor of unique ascending indices below 3",
         "nan": "NaN",
     }
     assert set(cohort.rejected) == set(reasons)
