@@ -89,8 +89,9 @@ class LocalTraining:
         """
         Return the factor by which the trainer's loss on a batch differs from the mean loss of the batch.
 
-        The trainer's loss is the mean loss times this factor. The factor is 1 unless gradients are accumulated and the model divides its loss by the number of items (tokens
-        with a label) of the whole step. In this case the factor is the share of the batch in these items.
+        The trainer's loss is the mean loss times this factor. The factor is 1 unless gradients are accumulated and the
+        model divides its loss by the number of items (tokens with a label) of the whole step. In this case the factor
+        is the share of the batch in these items.
 
         Args:
             trainer (`transformers.Trainer`): The client's trainer, during a step.
