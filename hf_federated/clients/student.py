@@ -30,7 +30,7 @@ from .positions import Positions
 LABEL_COLUMNS = ("label", "labels", "label_ids")
 
 # Key of the prediction mask in the inputs of a batch: bool, of shape `(batch_size, length)`.
-ASKED = "asked_positions"
+PREDICTION_MASK = "prediction_mask"
 
 
 class Targets(Protocol):
@@ -157,16 +157,16 @@ class Student:
         if self.positions is None:
             return inputs
         labels = inputs["labels"] if self.positions.feeds_labels else inputs.pop("labels")
-        asked = labels >= 0
+        mask = labels >= 0
         agreed = self.positions.agreed_among_seen(rows)
-        if int(asked.sum()) != len(agreed):
+        if int(mask.sum()) != len(agreed):
             raise ValueError(
-                f"{type(self._trainer.data_collator).__name__} returned {int(asked.sum())} labels for {len(rows)} "
+                f"{type(self._trainer.data_collator).__name__} returned {int(mask.sum())} labels for {len(rows)} "
                 f"public examples with {len(agreed)} labels. A data collator must pad labels with -100 and must not "
                 "move them. Leave out `data_collator` to use the collator of the task."
             )
-        asked[asked.clone()] = agreed.to(asked.device)
-        return {**inputs, ASKED: asked}
+        mask[mask.clone()] = agreed.to(mask.device)
+        return {**inputs, PREDICTION_MASK: mask}
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """Return encoded examples as model inputs on the model's device."""
@@ -191,18 +191,18 @@ class Student:
         Raises:
             ValueError: If the student has positions and the model's predictions are not aligned with its inputs.
         """
-        asked = inputs.get(ASKED)
-        model_inputs = {name: value for name, value in inputs.items() if name != ASKED}
+        mask = inputs.get(PREDICTION_MASK)
+        model_inputs = {name: value for name, value in inputs.items() if name != PREDICTION_MASK}
         with self._trainer.compute_loss_context_manager():
             logits = (self.model if model is None else model)(**model_inputs).logits
-        if asked is not None:
-            if logits.shape[:-1] != asked.shape:
+        if mask is not None:
+            if logits.shape[:-1] != mask.shape:
                 raise ValueError(
                     f"The model's predictions have the shape {tuple(logits.shape[:-1])}, but its inputs have the "
-                    f"shape {tuple(asked.shape)}. Distillation of tokens does not support adapters that add virtual "
+                    f"shape {tuple(mask.shape)}. Distillation of tokens does not support adapters that add virtual "
                     "tokens to the inputs (prompt tuning, p-tuning). Use LoRA or prefix tuning."
                 )
-            logits = logits[asked]
+            logits = logits[mask]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -239,10 +239,10 @@ class Student:
         Returns:
             `list`: The results of `each`, one per batch.
         """
-        asked = self.with_positions(rows)
-        if not len(asked):
+        selected = self.with_positions(rows)
+        if not len(selected):
             return [each(torch.empty(0, self.num_classes))]
-        return self._evaluate(len(asked), lambda batch: each(self.forward(self.inputs(asked[batch])).cpu()))
+        return self._evaluate(len(selected), lambda batch: each(self.forward(self.inputs(selected[batch])).cpu()))
 
     def with_positions(self, rows: Sequence[int] | torch.Tensor) -> Sequence[int] | torch.Tensor:
         """Return the examples with at least one agreed position. The other examples are not run through the model."""
@@ -366,12 +366,12 @@ class Student:
             for epoch in range(num_epochs):
                 losses = []
                 for batch in public_order(len(rows), derived_seed(seed, "epoch", epoch)).split(self.batch_size):
-                    asked = self.with_positions(rows[batch])
-                    if not len(asked):
+                    selected = self.with_positions(rows[batch])
+                    if not len(selected):
                         continue
                     if self.positions is not None and index_of is not None:
-                        batch = index_of[self.positions.agreed_of(asked)]
-                    logits = self.forward(self.inputs(asked))
+                        batch = index_of[self.positions.agreed_of(selected)]
+                    logits = self.forward(self.inputs(selected))
                     losses.append(self.step(loss(logits, targets[batch].to(logits.device))))
         return float(torch.stack(losses).mean())
 
