@@ -447,7 +447,10 @@ def test_collator_that_changes_labels_is_rejected(tmp_path):
             return {**batch, "labels": batch["labels"].clamp(max=-100)}
 
     trainer = tagging_trainer(tmp_path, "dsfl", clients=None, data_collator=DropsLabels(word_tokenizer()))
-    with pytest.raises(ValueError, match=r"DropsLabels returned 0 labels for 1 public examples with \d+ labels.*Leave out `data_collator`"):
+    with pytest.raises(
+        ValueError,
+        match=r"DropsLabels returned 0 labels for 1 public examples with \d+ labels.*Leave out `data_collator`",
+    ):
         trainer.train()
 
 

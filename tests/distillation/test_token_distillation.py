@@ -330,7 +330,9 @@ def renumbered_tokenizer():
 
 def test_different_vocabulary_of_a_client_is_rejected(tmp_path):
     clients = {"south": ClientSpec(model=language_model(24), processing_class=renumbered_tokenizer())}
-    with pytest.raises(ValueError, match=r"client 'south' has another vocabulary.*'s\w+' has the id \d+ for the client"):
+    with pytest.raises(
+        ValueError, match=r"client 'south' has another vocabulary.*'s\w+' has the id \d+ for the client"
+    ):
         language_model_trainer(tmp_path, "mhat", clients=clients)
 
 
@@ -339,7 +341,10 @@ def test_different_tokenization_of_a_client_is_rejected(tmp_path):
     other.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
     clients = {"south": ClientSpec(model=language_model(24), processing_class=other)}
     trainer = language_model_trainer(tmp_path, "mhat", clients=clients)
-    with pytest.raises(ValueError, match="tokenizer of client 'south' encodes public example 0 as .*, but the server's tokenizer encodes"):
+    with pytest.raises(
+        ValueError,
+        match="tokenizer of client 'south' encodes public example 0 as .*, but the server's tokenizer encodes",
+    ):
         trainer.train()
 
 
@@ -347,7 +352,9 @@ def test_different_vocabulary_size_of_a_client_model_is_rejected(tmp_path):
     larger = language_model(24)
     larger.resize_token_embeddings(VOCABULARY + 5)
     trainer = language_model_trainer(tmp_path, "mhat", clients={"south": ClientSpec(model=larger)})
-    with pytest.raises(ValueError, match="client 'south' has a vocabulary of 32 tokens, but the server's model has 27"):
+    with pytest.raises(
+        ValueError, match="client 'south' has a vocabulary of 32 tokens, but the server's model has 27"
+    ):
         trainer.train()
 
 
