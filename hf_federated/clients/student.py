@@ -89,12 +89,13 @@ class Student:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
         self.positions = positions
-        if positions is None:
-            self._public = None if public is None else self._without_labels(public)
-        else:
-            assert public is not None
-            self._public = self.select_columns(public.remove_columns(NUM_POSITIONS))
         self.num_rows = 0 if public is None else len(public)
+        if public is None:
+            self._public = Dataset.from_dict({})
+        elif positions is None:
+            self._public = self._without_labels(public)
+        else:
+            self._public = self.select_columns(public.remove_columns(NUM_POSITIONS))
         self._state: dict[str, Any] | None = None
 
     def select_columns(self, rows: Dataset) -> Dataset:
@@ -152,7 +153,6 @@ class Student:
         Raises:
             ValueError: If the student has positions and the data collator moves or drops labels.
         """
-        assert self._public is not None
         inputs = self.collate([self._public[int(row)] for row in rows])
         if self.positions is None:
             return inputs
@@ -260,7 +260,6 @@ class Student:
             `torch.Tensor`: Features of shape `(examples, features)`, on the CPU.
         """
         encoded = self._public if rows is None else self._without_labels(rows)
-        assert encoded is not None
 
         def process_batch(batch: slice) -> torch.Tensor:
             inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])

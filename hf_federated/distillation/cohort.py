@@ -108,7 +108,7 @@ class Cohort:
     seed: int
     min_clients: int = 1
     rejected: dict[str, str] = field(default_factory=dict)
-    extra: WeightedMean | None = None
+    extra: WeightedMean = field(default_factory=WeightedMean)
     teachers: Teachers | None = None
     positions: Positions | None = None
     run_on_main: RunOnMain = field(default_factory=lambda: lambda label, find: find())

@@ -231,6 +231,5 @@ class FedAUX(Distillation):
             )
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
-        assert cohort.extra is not None
         weighted, scores = (cohort.extra.mean_of(name, wide=True) for name in (WEIGHTED_LOGITS, CERTAINTY))
         return self.train_server((weighted / scores.unsqueeze(-1)).to(torch.float32), cohort.round, server)

@@ -96,5 +96,4 @@ class FedDF(Distillation):
         return {PUBLIC_LOGITS: torch.empty(server.num_agreed(server.all_rows), server.student.num_classes)}
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
-        assert cohort.extra is not None
         return self.train_server(cohort.extra.mean_of(PUBLIC_LOGITS), cohort.round, server)

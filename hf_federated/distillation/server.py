@@ -146,6 +146,12 @@ class DistillationServer:
         steps = public_epochs * self.batches_per_epoch + labelled_epochs * labelled_batches
         self.student.prepare(self.num_rounds * steps)
 
+    def _require_labelled(self) -> Dataset:
+        """The labelled examples, which the method requires."""
+        if self.labelled is None:
+            raise ValueError("The server has no labelled examples. Pass `server_dataset` to the trainer.")
+        return self.labelled
+
     def fit_labelled(self, num_epochs: int, round: int) -> float:
         """
         Train the server's model on the server's labelled examples with the loss that the model computes.
@@ -157,17 +163,15 @@ class DistillationServer:
         Returns:
             `float`: Mean loss of the last epoch.
         """
-        assert self.labelled is not None, "checked when the trainer was built"
+        labelled = self._require_labelled()
         seed = derived_seed(self.seed, "labelled training", round)
         self.student.model.train()
         losses: list[torch.Tensor] = []
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
-                order = public_order(len(self.labelled), derived_seed(seed, "epoch", epoch))
+                order = public_order(len(labelled), derived_seed(seed, "epoch", epoch))
                 losses = [
-                    self.student.step(
-                        self.student.loss(self.student.collate([self.labelled[int(row)] for row in batch]))
-                    )
+                    self.student.step(self.student.loss(self.student.collate([labelled[int(row)] for row in batch])))
                     for batch in order.split(self.batch_size)
                 ]
         return float(torch.stack(losses).mean())
@@ -218,6 +222,6 @@ class DistillationServer:
         Returns:
             `dict[str, Any]`: The batch, as inputs of the server's model, with `labels`.
         """
-        assert self.labelled is not None, "checked when the trainer was built"
-        rows = public_order(len(self.labelled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
-        return self.student.collate([self.labelled[int(row)] for row in rows])
+        labelled = self._require_labelled()
+        rows = public_order(len(labelled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
+        return self.student.collate([labelled[int(row)] for row in rows])

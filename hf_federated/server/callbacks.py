@@ -288,7 +288,7 @@ class DistillationCallback(FederatedCallback):
     def __init__(self, algorithm: Distillation) -> None:
         self.algorithm = algorithm
         self.logs: dict[str, float] = {}
-        self._extra: WeightedMean | None = None
+        self._extra = WeightedMean()
 
     def start(self, server: DistillationServer, run_on_main: RunOnMain) -> None:
         """
@@ -352,7 +352,7 @@ class DistillationCallback(FederatedCallback):
         if student.positions is not None:
             # Less than the number of positions if a tokenizer of the cohort drops words.
             self.logs["public_positions"] = self.server.num_agreed(self.server.all_rows)
-        self._extra = None
+        self._extra = WeightedMean()
         server.weights = server.read(self.server.exchange)
 
     def state_dict(self) -> dict[str, Any]:

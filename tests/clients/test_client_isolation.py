@@ -252,18 +252,26 @@ class OverwriteWeights(FederatedCallback):
             buffer.zero_()
 
 
+# Every algorithm in which clients train the global model alone, and the training arguments that it needs.
+AVERAGING = [
+    name
+    for name, algorithm in AGGREGATIONS.items()
+    if algorithm.exchanges_parameters and not algorithm.trains_private_models
+]
+TRAINING = {"fednova": {"optim": "sgd", "learning_rate": 0.05}}
+
+
 def lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
 
 
-@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedopt", "scaffold"])
+@pytest.mark.parametrize("aggregation", AVERAGING)
 def test_overwritten_local_weights_do_not_change_updates(aggregation) -> None:
     clean, overwritten = UpdateRecorder(), UpdateRecorder()
-    train_federation(CLIENTS, clean, federation={"aggregation": aggregation})
-    train_federation(
-        CLIENTS, OverwriteWeights(only_trainable=False), overwritten, federation={"aggregation": aggregation}
-    )
+    federation, training = {"aggregation": aggregation}, TRAINING.get(aggregation, {})
+    train_federation(CLIENTS, clean, federation=federation, **training)
+    train_federation(CLIENTS, OverwriteWeights(only_trainable=False), overwritten, federation=federation, **training)
     assert overwritten.updates == clean.updates
     assert overwritten.globals == clean.globals
 
@@ -308,15 +316,16 @@ class SerializedMessages(FederatedCallback):
         engine.worker._algorithm = self.algorithm
 
 
-@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedopt", "scaffold"])
+@pytest.mark.parametrize("aggregation", AVERAGING)
 def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
     """Server and clients must share no state except their messages, so that they can run on different machines."""
     federation = {"aggregation": aggregation, "client_optimizer_state": "carry"}
-    direct = train_federation(CLIENTS, federation=federation)
+    training = TRAINING.get(aggregation, {})
+    direct = train_federation(CLIENTS, federation=federation, **training)
     network = SerializedMessages(AGGREGATIONS[aggregation]())
     trainer = FederatedTrainer(
         model=tiny_model(),
-        args=arguments(tempfile.mkdtemp()),
+        args=arguments(tempfile.mkdtemp(), **training),
         train_dataset=CLIENTS,
         callbacks=[network],
         federation=FederatedConfig(num_rounds=2, **federation),

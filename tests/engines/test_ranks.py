@@ -1,4 +1,7 @@
-"""`RankEngine`: a federation gives the same results over one process and over several processes."""
+"""`RankEngine`: a federation gives the same results over one process and over several processes.
+
+The scenarios here combine algorithms with features of a federation. `test_conformance.py` runs every algorithm.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,6 @@ SCENARIOS = [
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
 RUNS = [(name, 2) for name in SCENARIOS]
-OTHER_METHODS = ["cronus", "dsfl", "feddf", "feded", "fedkd", "fedmd", "mhat", "mutual_kd"]
-RUNS += [pytest.param(name, 2, marks=[] if name in ("dsfl", "mutual_kd") else SLOW) for name in OTHER_METHODS]
 RUNS += [("fedid mpl_sampled", 2), pytest.param("fedid per_example", 2, marks=SLOW)]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}

@@ -1,0 +1,178 @@
+"""An engine that is given to a trainer, the deadline of a round, and the server's device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tiny import arguments, rows, same_weights, tiny_model
+from transformers import TrainerCallback
+
+from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, RoundFailedError, ServerState
+from hf_federated.adapters import Exchange
+from hf_federated.distributed.process_group import check_launch
+from hf_federated.engines import LocalEngine, Plan, RankEngine
+from hf_federated.messages import ClientUpdate
+
+
+CLIENTS = {"a": rows(4), "b": rows(4, seed=1), "c": rows(4, seed=2)}
+
+
+def train(tmp_path, engine=None, client_callbacks=(), callbacks=(), **federation):
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset=CLIENTS,
+        federation=FederatedConfig(**{"num_rounds": 1, **federation}),
+        engine=engine,
+        callbacks=list(callbacks),
+        client_callbacks=client_callbacks,
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_given_engine_runs_the_clients(tmp_path):
+    delivered: list[str] = []
+
+    class Counting(LocalEngine):
+        def _deliver(self, message):
+            delivered.append(message.client_id)
+            return super()._deliver(message)
+
+    engine = Counting()
+    trainer = train(tmp_path, engine)
+    assert trainer.engine is engine and delivered == ["a", "b", "c"]
+
+
+def test_one_process_gets_a_local_engine_by_default(tmp_path):
+    assert type(train(tmp_path).engine) is LocalEngine
+
+
+def test_an_engine_can_run_a_second_training(tmp_path):
+    engine = LocalEngine()
+    first = train(tmp_path / "first", engine)
+    second = train(tmp_path / "second", engine)
+    assert same_weights(first.model, second.model)
+    assert second.ledger.to_dict() == engine.ledger.to_dict() and len(second.ledger.rounds()) == 1
+
+
+def test_a_local_engine_is_refused_in_a_launch_of_several_processes():
+    with pytest.raises(ValueError, match="runs in one process, but the launch has 2 processes"):
+        LocalEngine().check_launch(2)
+    RankEngine().check_launch(2)
+
+
+class Sleep(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        time.sleep(0.3)
+
+
+class Rejected(FederatedCallback):
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def on_aggregate(self, args, state, control, server, **kwargs):
+        self.reasons = dict(server.rejected)
+
+
+@pytest.mark.parametrize(("min_clients", "accepted"), [(1, ["a"]), (2, ["a", "b"])])
+def test_a_round_ends_at_its_deadline_with_the_replies_it_needs(tmp_path, min_clients, accepted):
+    rejected = Rejected()
+    trainer = train(
+        tmp_path, client_callbacks=[Sleep()], callbacks=[rejected], round_deadline=0.2, min_clients=min_clients
+    )
+    late = [client_id for client_id in CLIENTS if client_id not in accepted]
+    assert list(rejected.reasons) == late
+    assert all(
+        f"Client {name!r}, round 0: no reply within round_deadline=0.2" in rejected.reasons[name] for name in late
+    )
+    log = next(entry for entry in trainer.state.log_history if "federated/num_clients" in entry)
+    assert (log["federated/num_clients"], log["federated/num_failed"]) == (len(accepted), len(late))
+
+
+def test_a_round_without_a_deadline_waits_for_all_clients(tmp_path):
+    rejected = Rejected()
+    train(tmp_path, client_callbacks=[Sleep()], callbacks=[rejected])
+    assert rejected.reasons == {}
+
+
+def test_a_late_client_counts_as_failed_if_too_few_are_left(tmp_path):
+    class FailsAfterSleep(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            time.sleep(0.1)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(
+        RoundFailedError, match="0 of 3 clients delivered a valid update, but min_clients=1.*out of mem"
+    ):
+        train(tmp_path, client_callbacks=[FailsAfterSleep()], round_deadline=0.05)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "min_replies", "num_replies", "is_over"),
+    [(None, 0, 5, False), (1e9, 0, 5, False), (1e-9, 0, 0, True), (1e-9, 3, 2, False), (1e-9, 3, 3, True)],
+)
+def test_a_plan_is_over_at_its_deadline_once_it_has_its_replies(deadline, min_replies, num_replies, is_over):
+    plan = Plan(0, ("a",), lambda client_id: None, deadline=deadline, min_replies=min_replies)
+    assert plan.is_over(time.monotonic() - 1e-3, num_replies) is is_over
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_a_deadline_must_be_positive(value):
+    with pytest.raises(ValueError, match="`round_deadline` is"):
+        FederatedConfig(round_deadline=value)
+
+
+# ---- Where the server's state is
+
+
+def test_the_server_on_the_cpu_trains_the_same_model(tmp_path):
+    on_model = train(tmp_path / "model", aggregation="fedopt", num_rounds=2)
+    on_cpu = train(tmp_path / "cpu", aggregation="fedopt", num_rounds=2, server_device="cpu")
+    assert same_weights(on_model.model, on_cpu.model)
+
+
+def test_the_servers_state_and_updates_move_to_its_device():
+    """`meta` stands in for a device that this machine may not have."""
+    meta = torch.device("meta")
+    state = ServerState({}, device=meta).read(Exchange(tiny_model()))
+    assert {value.device for value in state.values()} == {meta}
+    update = ClientUpdate(0, "a", {"w": torch.ones(2)}, 1, 0, 1, extra={"e": torch.ones(1)}).to(meta)
+    assert update.state["w"].device == update.extra["e"].device == meta
+
+
+def test_an_unknown_server_device_is_refused():
+    with pytest.raises(ValueError, match="server_device"):
+        FederatedConfig(server_device="cuda:7")
+
+
+# ---- Launches whose processes do not find each other
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "sets 2 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "sets 4 processes"),
+        ({"MASTER_ADDR": "10.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "main process at 10.0.0.1"),
+    ],
+)
+def test_a_launch_of_several_processes_that_sees_one_is_refused(monkeypatch, environment, message):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    check_launch(1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    check_launch(2)
+    with pytest.raises(ValueError, match=message):
+        check_launch(1)
+
+
+def test_a_trainer_checks_the_launch(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(ValueError, match="each process would train the whole federation alone"):
+        train(tmp_path)
