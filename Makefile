@@ -1,6 +1,6 @@
 # make demo   federated fine-tuning of MiniLM on movie reviews, with everything it needs
 # make test   the suite; make test PYTEST_ARGS="-m slow" for the long tests
-# make lint   ruff and mypy
+# make lint   ruff, mypy and tests/check_prose.py
 # Each target makes its own virtual environment in .venv; after that nothing is downloaded.
 
 PYTHON ?= python3
@@ -28,6 +28,7 @@ lint: .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/check_prose.py
 
 clean:
 	rm -rf .venv outputs
