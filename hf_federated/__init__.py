@@ -54,7 +54,7 @@ from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
 from .trainer.federate import FederatedTrainer, federate
 
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AGGREGATIONS",
