@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType
+from tiny import supported_names
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainingArguments
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
@@ -57,7 +58,7 @@ def arguments(directory: Path, **changes: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(**{**settings, **changes})
+    return TrainingArguments(**supported_names({**settings, **changes}))
 
 
 def split_trainer(

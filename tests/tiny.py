@@ -18,6 +18,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
+from hf_federated._compat import HAS_ACTIVATION_CHECKPOINTING
+
 
 VOCAB_SIZE = 32
 ROW_LENGTH = 6
@@ -80,7 +82,20 @@ def arguments(output_dir: str | os.PathLike[str], **kwargs: Any) -> TrainingArgu
         "use_cpu": True,
         **kwargs,
     }
-    return TrainingArguments(output_dir=os.fspath(output_dir), **values)
+    return TrainingArguments(output_dir=os.fspath(output_dir), **supported_names(values))
+
+
+def supported_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Training arguments under the names of the installed transformers (`hf_federated/_compat.py`)."""
+    if HAS_ACTIVATION_CHECKPOINTING:
+        return values
+    old = "gradient_checkpointing"
+    return {name.replace("activation_checkpointing", old): value for name, value in values.items()}
+
+
+def checkpoints_activations(model: Any) -> bool:
+    """Whether activation checkpointing of a model is on."""
+    return model.is_activation_checkpointing if HAS_ACTIVATION_CHECKPOINTING else model.is_gradient_checkpointing
 
 
 def same_weights(model_a: nn.Module, model_b: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
+from .._compat import set_last_lr
 from ..utils.weighted_mean import State, wide_dtype
 from .base import Accumulator, Aggregation
 
@@ -268,5 +269,5 @@ class FedOpt(Aggregation):
             parameter.copy_(saved["parameters"][name])
         optimizer.load_state_dict(saved["optimizer"])
         self._scheduler.last_epoch = saved["scheduler"]["last_epoch"]
-        self._scheduler._last_lr = saved["scheduler"]["last_lr"]
+        set_last_lr(self._scheduler, saved["scheduler"]["last_lr"])
         self._saved = {}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .._compat import attention_implementation
 from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
 from ..messages import ClientUpdate, Disclosure, Fit
@@ -321,7 +322,7 @@ def check_returns_attention(model: Any, description: str) -> None:
     Raises:
         ValueError: If the model uses fused attention, which returns no attention maps.
     """
-    found = getattr(model.config, "_attn_implementation", None)
+    found = attention_implementation(model.config)
     if found != "eager":
         raise ValueError(
             f"match_attention=True, but the {description} does not return attention maps with "

@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from transformers.modelcard import TASK_MAPPING
 
+from .._compat import commit_hash, dataset_fingerprint
 from ..data import FederatedDataset
 from ..split import SplitModel
 
@@ -89,7 +90,7 @@ class ModelFacts:
             library_name="peft" if adapter else "transformers",
             base_model=base_model,
             # `transformers` stores the commit of a Hub model in this private attribute; there is no public one
-            base_revision=vars(base.config).get("_commit_hash") if base_model == name else None,
+            base_revision=commit_hash(base.config) if base_model == name else None,
             start="hub" if base_model else "local" if name else "unnamed",
             adapter=adapter,
             task=next((task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()), None),
@@ -147,7 +148,7 @@ class DataFacts:
         if isinstance(data, FederatedDataset):
             return cls._from_clients(data, name)
         if isinstance(data, Dataset):
-            return cls(**_recorded_source(data, name), fingerprint=data._fingerprint, num_rows=len(data))
+            return cls(**_recorded_source(data, name), fingerprint=dataset_fingerprint(data), num_rows=len(data))
         if isinstance(data, Mapping):
             parts = [cls.from_data(part, name) for part in data.values()]
             counts = [part.num_rows for part in parts if part.num_rows is not None]
@@ -161,7 +162,7 @@ class DataFacts:
         dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
         return cls(
             **_recorded_source(dataset, name),
-            fingerprint=clients.source._fingerprint if clients.source is not None else None,
+            fingerprint=dataset_fingerprint(clients.source) if clients.source is not None else None,
             num_rows=sum(counts) if known else None,
             num_clients=len(clients),
             rows_per_client=[min(counts), statistics.median(counts), max(counts)] if known else None,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.state import GradientState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import (
@@ -31,6 +30,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
+from .._compat import gradient_state, num_items_in_batch, prepared_objects, set_prepared_objects
 from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .sampling import limit_examples
 
@@ -104,7 +104,7 @@ class LocalTraining:
             self._divides_by_items = trainer.model_accepts_loss_kwargs and _divides_loss_by_items(trainer, inputs)
         if not self._divides_by_items:
             return 1.0
-        return trainer._get_num_items_in_batch([inputs], trainer.args.device) / num_items
+        return num_items_in_batch(trainer, [inputs], trainer.args.device) / num_items
 
     def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
         """
@@ -367,17 +367,17 @@ def fresh_collator(collator: Any, seed: int | None = None) -> Any:
 def preserved_process_state(trainer: Trainer) -> Iterator[None]:
     """Restore the state outside the trainer object that a nested `train()` or `evaluate()` changes."""
     accelerator, model = trainer.accelerator, trainer.model
-    lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    lists = prepared_objects(accelerator)
     step = accelerator.step
-    shared = GradientState._shared_state
-    gradient_state = {key: list(value) if isinstance(value, list) else value for key, value in shared.items()}
+    shared = gradient_state()
+    saved_state = {key: list(value) if isinstance(value, list) else value for key, value in shared.items()}
     training = model.training
     try:
         yield
     finally:
-        accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
+        set_prepared_objects(accelerator, lists)
         accelerator.step = step
         shared.clear()
-        shared.update(gradient_state)
+        shared.update(saved_state)
         if model.training != training:
             model.train(training)

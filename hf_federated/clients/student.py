@@ -18,6 +18,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
+from .._compat import prepare_inputs, remove_unused_columns, set_signature_columns
 from ..messages import public_order
 from ..tasks.base import NUM_POSITIONS
 from ..utils.random import derived_seed, isolated_rng
@@ -100,8 +101,8 @@ class Student:
 
     def select_columns(self, rows: Dataset) -> Dataset:
         """Drop the columns that the model does not accept."""
-        self._trainer._set_signature_columns_if_needed()
-        return self._trainer._remove_unused_columns(rows, "public")
+        set_signature_columns(self._trainer)
+        return remove_unused_columns(self._trainer, rows, "public")
 
     def _without_labels(self, rows: Dataset) -> Dataset:
         labels = sorted({*LABEL_COLUMNS, *self._trainer.label_names} & set(rows.column_names))
@@ -170,7 +171,7 @@ class Student:
 
     def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """Return encoded examples as model inputs on the model's device."""
-        return self._trainer._prepare_inputs(self._trainer.data_collator(features))
+        return prepare_inputs(self._trainer, self._trainer.data_collator(features))
 
     @property
     def processing_class(self) -> Any:

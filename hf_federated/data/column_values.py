@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from .._compat import indices_table
+
 
 def group_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray]:
     """
@@ -58,9 +60,9 @@ def read_column(dataset: Dataset, column: str) -> tuple[pa.ChunkedArray, np.ndar
     values: pa.ChunkedArray = dataset.data.column(column)
     # The table holds the rows before any `select`, `shuffle` or `filter`. `datasets` keeps the selection in a private
     # attribute; its public API reads the selection row by row, which takes seconds for a million rows.
-    if dataset._indices is None:
+    if (indices := indices_table(dataset)) is None:
         return values, None
-    rows = dataset._indices.column(0).to_numpy().astype(np.int64, copy=False)
+    rows = indices.column(0).to_numpy().astype(np.int64, copy=False)
     if 4 * len(rows) < len(values):  # a small selection: copying its values is cheaper than reading all values
         return values.take(pa.array(rows)), None
     return values, rows

@@ -6,6 +6,8 @@ import numpy as np
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
+from .._compat import dataset_fingerprint
+
 
 def select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
     """
@@ -15,5 +17,5 @@ def select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
     """
     # The fingerprint is the same in every process, so `map` finds its cache. A list of `int` takes the fast path of
     # `select`, which iterates over the elements of an array one by one.
-    fingerprint = Hasher.hash((source._fingerprint, indices.astype(np.int64).tobytes()))
+    fingerprint = Hasher.hash((dataset_fingerprint(source), indices.astype(np.int64).tobytes()))
     return source.select(indices.tolist(), new_fingerprint=fingerprint)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .._compat import prepare_inputs
 from ..utils.random import isolated_rng
 
 
@@ -78,7 +79,7 @@ class EpochLosses(TrainerCallback):
         self._is_tested = True
         if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
             return
-        inputs = trainer._prepare_inputs(inputs)
+        inputs = prepare_inputs(trainer, inputs)
         losses = []
         num_items = torch.as_tensor(num_items)
         for items in ({}, {"num_items_in_batch": num_items}, {"num_items_in_batch": 2 * num_items}):

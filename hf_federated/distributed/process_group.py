@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import DistributedType, PartialState
 
+from .._compat import default_store, process_states
 from ..messages.serialization import pack, unpack
 from .failure_store import FailureStore
 
@@ -71,7 +72,7 @@ class ProcessGroup:
         self._label = ""
         if world_size > 1:
             # The store through which the processes found each other. A separate socket would need another open port.
-            self._store = FailureStore(dist.distributed_c10d._get_default_store(), rank, world_size)
+            self._store = FailureStore(default_store(), rank, world_size)
 
     @property
     def is_main(self) -> bool:
@@ -98,7 +99,7 @@ class ProcessGroup:
         if as_main:
             alone |= {"process_index": 0, "local_process_index": 0}
         # All instances of a state class of accelerate share one dictionary. accelerate has no public method to set it.
-        shared = [PartialState._shared_state, AcceleratorState._shared_state]
+        shared = process_states()
         before = [{name: state[name] for name in alone if name in state} for state in shared]
         for state, values in zip(shared, before, strict=True):
             state.update({name: alone[name] for name in values})

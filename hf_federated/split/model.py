@@ -24,6 +24,13 @@ from transformers.generation import GenerationMode
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .._compat import (
+    LOSS_FUNCTION,
+    ActivationCheckpointing,
+    disable_activation_checkpointing,
+    prepare_generation_config,
+    register_load_state_dict_pre_hook,
+)
 from ..messages.quantization import TRAVEL_DTYPES
 from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
 from .body import BodyServer
@@ -49,7 +56,7 @@ _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 
-class SplitModel(PreTrainedModel, GenerationMixin):
+class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
     """
     A causal language model in three parts. Client and server exchange only serialised messages.
 
@@ -105,7 +112,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         self.loss_type = client_tail.model.loss_type
         self.adapter_config: PeftConfig | None = None
         # Checkpoints of a `Trainer` contain the weights with the names of the full model.
-        self._register_load_state_dict_pre_hook(self._rename_to_part_names)
+        register_load_state_dict_pre_hook(self, self._rename_to_part_names)
 
     @classmethod
     def from_model(
@@ -172,7 +179,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
             check_modules(model, parts.values())
             # A loss that was set on the model is not a module, so it must be copied.
             parts["tail"].model.loss_type = model.loss_type
-            if hasattr(model, "_loss_function"):
+            if hasattr(model, LOSS_FUNCTION):
                 parts["tail"].model.loss_function = model.loss_function
         wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
@@ -230,7 +237,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
     def activation_checkpointing_disable(self) -> None:
         """Disable activation checkpointing in every part that is in this process."""
         for part in self.parts:
-            part.model.activation_checkpointing_disable()
+            disable_activation_checkpointing(part.model)
 
     def _rename_to_part_names(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         """Rename weights of the full model to the names of the parts."""
@@ -442,7 +449,7 @@ class SplitModel(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: If another generation mode or a cache other than a dynamic cache is requested.
         """
-        settings, _ = self._prepare_generation_config(generation_config, **kwargs)
+        settings, _ = prepare_generation_config(self, generation_config, **kwargs)
         mode = settings.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             advice = (

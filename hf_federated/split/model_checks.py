@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .._compat import module_hooks
 from .parts import Part
 
 
@@ -73,5 +74,5 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, except the hooks of `transformers` (for hidden states and input gradients)."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    hooks = module_hooks(module)
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .._compat import enable_activation_checkpointing, has_module
 from .cut import Cut, Role
 from .families import layout_of
 from .layouts import AttentionInputs, Layout, PastKeyValues, placeholder
@@ -84,7 +85,7 @@ class Part(nn.Module):
         for path, kind in modules.items():
             parent, _, name = path.rpartition(".")
             owner = self.model.get_submodule(parent)
-            if owner._modules.get(name) is not None:
+            if has_module(owner, name):
                 setattr(owner, name, placeholder(kind))
 
     def original_name(self, name: str) -> str:
@@ -243,7 +244,7 @@ class Part(nn.Module):
                 "activations use no cache, and the prefixes are in a cache: set activation_checkpointing=False, or "
                 "use LoRA."
             )
-        self.model.activation_checkpointing_enable(*args, **kwargs)
+        enable_activation_checkpointing(self.model, *args, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from .._compat import LOSS_FUNCTION
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
@@ -282,7 +283,7 @@ def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) 
             f"label_smoothing_factor is set, but Trainer does not recognize {name} as a causal language model, and "
             "would not shift the labels by one token. Leave it out, or override `compute_loss`."
         )
-    if config.strategy == "client_batch" and "_loss_function" in vars(model.client_tail.model):
+    if config.strategy == "client_batch" and LOSS_FUNCTION in vars(model.client_tail.model):
         raise ValueError(
             "The model has a custom `loss_function`, which is not supported with strategy='client_batch', because the "
             "server weights clients by their target tokens. Use another strategy."

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from .._compat import push_from_checkpoint
 from ..cards import render_split_card
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
@@ -308,7 +309,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
-                self._push_from_checkpoint(os.fspath(final))
+                push_from_checkpoint(self, os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Adapters are loaded with the parties, from their trained parameters.

@@ -14,6 +14,7 @@ from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .._compat import checkpointing_settings
 from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
 from ..split.body import BodyServer
@@ -218,7 +219,6 @@ class ServerModel:
 
 def enable_checkpointing(part: Part, args: TrainingArguments) -> None:
     """Enable activation checkpointing as the training arguments request it."""
-    if args.activation_checkpointing:
-        settings = dict(args.activation_checkpointing_kwargs or {})
+    if (settings := checkpointing_settings(args)) is not None:
         every_n_layers, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
         part.enable_checkpointing(settings or None, every_n_layers=every_n_layers, offload=offload)

@@ -16,6 +16,8 @@ import numpy as np
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
+from .._compat import dataset_fingerprint
+
 
 LARGE = 1000  # number of entries above which a vocabulary or a list of merges is serialized in one piece
 
@@ -91,6 +93,6 @@ def map_rows(rows: Any, encode: Callable[..., Any], settings: str | None, **kwar
         kwargs (*optional*): Further arguments of `map`.
     """
     if settings is not None and isinstance(rows, Dataset):
-        kwargs.setdefault("new_fingerprint", Hasher.hash((rows._fingerprint, settings)))
+        kwargs.setdefault("new_fingerprint", Hasher.hash((dataset_fingerprint(rows), settings)))
     columns = list(rows.column_names)
     return rows.map(encode, batched=True, with_indices=True, remove_columns=columns, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerControl, TrainingArguments
 
+from .._compat import set_signature_columns
 from ..adapters import Exchange
 from ..clients import (
     ClientModels,
@@ -76,7 +77,7 @@ class Federation:
         self.decay_parameter_names: list[str] | None = None
         self._flos_per_token: int | None = None
         # Computed once here, so that no client's trainer computes the columns again.
-        self._trainer._set_signature_columns_if_needed()
+        set_signature_columns(self._trainer)
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)

@@ -19,6 +19,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainingArguments
 
+from .._compat import dataset_fingerprint
 from ..aggregation import Aggregation
 from ..config import FederatedConfig
 from ..data import FederatedDataset
@@ -192,9 +193,9 @@ def _fingerprint(clients: FederatedDataset) -> str:
     """Digest of the fingerprints that `datasets` keeps for the examples."""
     source, partition = clients.source, clients.partition
     if source is not None and partition is not None:
-        return _digest([source._fingerprint, str(partition.offsets.tolist()), str(partition.indices.tolist())])
+        return _digest([dataset_fingerprint(source), str(partition.offsets.tolist()), str(partition.indices.tolist())])
     client_datasets = (clients[client_id] for client_id in clients)
-    return _digest(dataset._fingerprint for dataset in client_datasets if isinstance(dataset, Dataset))
+    return _digest(dataset_fingerprint(dataset) for dataset in client_datasets if isinstance(dataset, Dataset))
 
 
 def _content_digest(clients: FederatedDataset) -> str:

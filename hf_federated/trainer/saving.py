@@ -9,6 +9,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._compat import push_from_checkpoint
 from ..cards import render_model_card
 from .base import RoleMixin
 from .checkpoint import (
@@ -67,7 +68,7 @@ class SavingMixin(RoleMixin):
             processes.wait(f"{final.name}: finished")  # Any process may load the checkpoint next.
         if self.args.push_to_hub:
             with self._arguments(self._user_args):
-                self._push_from_checkpoint(os.fspath(final))
+                push_from_checkpoint(self, os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # PEFT saves only the computed prompts of a prompt-learning adapter. The server's state has its parameters.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from networked import DirectLink, Run
 from split_runs import LORA, STRATEGIES, arguments, clients_of, rows_of, split_trainer, whole_model
+from tiny import checkpoints_activations
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -326,7 +327,7 @@ def test_server_stores_one_encrypted_message_per_pair_of_clients(tmp_path):
 
 def test_activation_checkpointing_applies_to_server(tmp_path):
     server = Run(tmp_path, clients_of(2), config_of("serial"), activation_checkpointing=True).server
-    assert server.server_model.parties["server"].module.model.is_activation_checkpointing
+    assert checkpoints_activations(server.server_model.parties["server"].module.model)
 
 
 def test_server_relays_parameters_encrypted(tmp_path):

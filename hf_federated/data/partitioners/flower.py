@@ -17,6 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable, concat_tables
 
+from ..._compat import dataset_fingerprint, indices_table
 from ..column_values import read_column
 from .base import Partition, Partitioner, row_index_dtype
 
@@ -105,7 +106,7 @@ def wrap_flower_partitioner(partitioner: Any) -> Any:
 
 def _add_row_index_column(dataset: Dataset) -> Dataset:
     """Return the dataset with an additional column of row indices. The existing columns are not copied."""
-    rows = dataset._indices
+    rows = indices_table(dataset)
     if rows is not None and len(rows.column(0).unique()) < len(rows):
         dataset, rows = dataset.flatten_indices(), None  # a row that occurs twice needs two row indices
     # Dataset.add_column flattens an indices mapping, which copies the rows. Therefore the row indices are stored per
@@ -120,5 +121,5 @@ def _add_row_index_column(dataset: Dataset) -> Dataset:
         concat_tables([dataset.data, column], axis=1),
         info=info,
         indices_table=rows,
-        fingerprint=f"{dataset._fingerprint}-numbered",
+        fingerprint=f"{dataset_fingerprint(dataset)}-numbered",
     )

@@ -1,0 +1,555 @@
+"""Private names of other libraries that hf_federated uses.
+
+The table [`PRIVATE_NAMES`] lists each private name that the package uses. `tests/test_compat.py` checks that every
+name exists in the installed versions and that no other module uses a private name that the table lacks. Code that
+depends on the version of a library also belongs in this module: transformers 5.23 renamed gradient checkpointing to
+activation checkpointing.
+
+- A name that can be wrapped has a function or a constant in this module. Other modules call the wrapper only.
+- A method that a subclass overrides, or an attribute that is set in place, stays where it is used. The `use` column
+  of the table names the folder.
+
+`CHECKED_VERSIONS` holds the versions of the last check; they are the versions of `constraints.txt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel
+
+
+if TYPE_CHECKING:
+    from datasets.table import Table
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import GenerationConfig, PretrainedConfig, Trainer, TrainingArguments
+
+
+CHECKED_VERSIONS = {
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+    "evaluate": "0.4.6",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "trl": "1.16.0",
+}
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """
+    A private name of another library.
+
+    Args:
+        owner (`str`): Dotted path of the class or module that has the name.
+        name (`str`): The name.
+        use (`str`): The wrapper in this module, or `"overrides"`, `"sets"`, `"reads"`, `"calls"` or `"names"` and the
+            folders of the package that do so.
+        why (`str`): Why the package uses the name and no public interface.
+        without (`str`): What breaks when a new version removes the name or changes its meaning.
+        removed (`str`, *optional*): First version without the name. The wrapper works without it.
+    """
+
+    owner: str
+    name: str
+    use: str
+    why: str
+    without: str
+    removed: str | None = None
+
+    @property
+    def checked(self) -> str:
+        """Version of the library that the name was last checked on."""
+        return CHECKED_VERSIONS[self.owner.partition(".")[0]]
+
+
+PRIVATE_NAMES = (
+    # ---- transformers: methods of Trainer that a federated or split trainer overrides
+    PrivateName(
+        "transformers.Trainer",
+        "_save_checkpoint",
+        "overrides: trainer, split_training",
+        "A checkpoint includes the state of the clients and appears in one rename.",
+        "Checkpoints lack the state of the clients; a run cannot resume.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_load_from_checkpoint",
+        "overrides: trainer, split_training",
+        "Adapters are loaded from the state of the server or of the parties.",
+        "A resume with an adapter fails or loads the adapter twice.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_load_best_model",
+        "overrides: trainer, split_training",
+        "The best adapter is loaded from the state of the server or of the parties.",
+        "`load_best_model_at_end=True` fails or keeps the last adapter.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_maybe_log_save_evaluate",
+        "overrides: trainer",
+        "All processes act on the decisions (log, save, evaluate, stop) of any process at the end of a round.",
+        "Processes with `parallelism='clients'` can wait for each other until `ddp_timeout`.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_remove_unused_columns",
+        "overrides: trainer; wrapper: remove_unused_columns",
+        "Public examples are encoded as `Trainer` encodes them; the override skips a copy that removes no column.",
+        "Distillation receives columns that the model does not take; client starts are slower.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_set_signature_columns_if_needed",
+        "overrides: split_training; wrapper: set_signature_columns",
+        "The columns are computed once for all clients; a split model takes the columns of the whole model.",
+        "Columns of a split model are dropped without an error.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_signature_columns",
+        "sets: split_training; reads: trainer",
+        "`_set_signature_columns_if_needed` stores its result there.",
+        "As for `_set_signature_columns_if_needed`.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_track_num_input_tokens",
+        "calls: split_training",
+        "The batches of all clients of a step count as input tokens.",
+        "`num_input_tokens_seen` of a split run is wrong.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_get_train_sampler",
+        "names: split_training",
+        "A trainer that overrides the method draws examples in its own way, which a split run does not support.",
+        "Such a trainer is accepted, and its sampler has no effect.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_created_lr_scheduler",
+        "sets: clients",
+        "A client's trainer is a copy and builds its own learning rate schedule.",
+        "Clients continue the schedule of an earlier client.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_memory_tracker",
+        "sets: clients",
+        "The copy of a trainer must not change the memory metrics of the original.",
+        "`skip_memory_metrics=False` reports values of a client, or raises an error.",
+    ),
+    # ---- transformers: wrapped
+    PrivateName(
+        "transformers.Trainer",
+        "_push_from_checkpoint",
+        "wrapper: push_from_checkpoint",
+        "A checkpoint is pushed after its rename.",
+        "`hub_strategy='checkpoint'` and `'every_save'` push nothing.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_get_num_items_in_batch",
+        "wrapper: num_items_in_batch",
+        "The loss of an algorithm is weighted by the share of a batch in a step, as `Trainer` weights its loss.",
+        "Losses of algorithms are wrong with gradient accumulation.",
+    ),
+    PrivateName(
+        "transformers.Trainer",
+        "_prepare_inputs",
+        "wrapper: prepare_inputs",
+        "Batches outside `Trainer.train` are moved to the device as `Trainer` moves them.",
+        "Distillation and the losses of epochs fail on a GPU.",
+    ),
+    PrivateName(
+        "transformers.GenerationMixin",
+        "_prepare_generation_config",
+        "wrapper: prepare_generation_config",
+        "The generation mode is known only after all sources of settings are merged.",
+        "`SplitModel.generate` cannot refuse modes that it does not support.",
+    ),
+    PrivateName(
+        "transformers.PretrainedConfig",
+        "_attn_implementation",
+        "wrapper: attention_implementation",
+        "There is no public name for the attention implementation in use.",
+        "MutualKD with `match_attention` does not recognize models that return no attention maps.",
+    ),
+    PrivateName(
+        "transformers.PretrainedConfig",
+        "_commit_hash",
+        "wrapper: commit_hash",
+        "transformers stores the commit of a model from the Hub there; there is no public name.",
+        "Model cards lack the revision of the base model.",
+        removed="5.18.0",
+    ),
+    PrivateName(
+        "transformers.PreTrainedModel",
+        "_loss_function",
+        "constant: LOSS_FUNCTION",
+        "The setter of the public property `loss_function` stores a model's own loss there.",
+        "A split model computes the default loss in place of the model's own loss.",
+    ),
+    # ---- transformers: class attributes that a subclass sets
+    PrivateName(
+        "transformers.PreTrainedModel",
+        "_supports_sdpa",
+        "sets: split",
+        "A split model supports every attention implementation of its parts.",
+        "A split model is refused with `attn_implementation='sdpa'`.",
+    ),
+    PrivateName(
+        "transformers.PreTrainedModel",
+        "_supports_flash_attn",
+        "sets: split",
+        "As for `_supports_sdpa`.",
+        "A split model is refused with `attn_implementation='flash_attention_2'`.",
+    ),
+    PrivateName(
+        "transformers.PreTrainedModel",
+        "_supports_flex_attn",
+        "sets: split",
+        "As for `_supports_sdpa`.",
+        "A split model is refused with `attn_implementation='flex_attention'`.",
+    ),
+    PrivateName(
+        "transformers.PreTrainedModel",
+        "_supports_attention_backend",
+        "sets: split",
+        "As for `_supports_sdpa`.",
+        "A split model is refused with attention functions that a user registered.",
+    ),
+    # ---- TRL: methods that prepare data in the constructor of a trainer
+    PrivateName(
+        "trl.SFTTrainer",
+        "_prepare_dataset",
+        "overrides: trainer",
+        "The preparation of one client's examples is recorded and repeated for each other client.",
+        "`federate(SFTTrainer)` and `federate(DPOTrainer)` refuse their data.",
+    ),
+    PrivateName(
+        "trl.DPOTrainer",
+        "_precompute_ref_logps",
+        "overrides: trainer",
+        "As for `_prepare_dataset`, for the log probabilities of the reference model.",
+        "`precompute_ref_log_probs=True` of DPO is refused.",
+    ),
+    # ---- accelerate: wrapped
+    *(
+        PrivateName(
+            "accelerate.Accelerator",
+            name,
+            "wrapper: prepared_objects, set_prepared_objects",
+            "A nested training prepares its own objects; the lists of the outer training are restored afterwards.",
+            "Memory grows with each client, and checkpoints save objects of clients.",
+        )
+        for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    ),
+    PrivateName(
+        "accelerate.state.GradientState",
+        "_shared_state",
+        "wrapper: gradient_state",
+        "A nested training changes the state of gradient accumulation, which all instances share.",
+        "The outer loop accumulates gradients at the wrong steps.",
+    ),
+    *(
+        PrivateName(
+            f"accelerate.state.{owner}",
+            "_shared_state",
+            "wrapper: process_states",
+            "A client of `parallelism='clients'` trains as if its process were the only one.",
+            "`parallelism='clients'` wraps models in DDP and deadlocks.",
+        )
+        for owner in ("PartialState", "AcceleratorState")
+    ),
+    # ---- datasets: wrapped
+    PrivateName(
+        "datasets.Dataset",
+        "_fingerprint",
+        "wrapper: dataset_fingerprint",
+        "Caches, cards and the comparison of processes identify examples by the fingerprint.",
+        "Caches are not found again; cards lack fingerprints; processes cannot compare their data.",
+    ),
+    PrivateName(
+        "datasets.Dataset",
+        "_indices",
+        "wrapper: indices_table",
+        "The public reader of a selected column takes seconds for a million rows.",
+        "Partitioners read the wrong rows after `select`, `shuffle` or `filter`.",
+    ),
+    # ---- evaluate: methods that metrics override
+    PrivateName(
+        "evaluate.Metric",
+        "_info",
+        "overrides: tasks",
+        "The documented way to define a metric.",
+        "No metric can be created.",
+    ),
+    PrivateName(
+        "evaluate.Metric",
+        "_compute",
+        "overrides: tasks",
+        "The documented way to define a metric.",
+        "No metric can be computed.",
+    ),
+    PrivateName(
+        "evaluate.Metric",
+        "_build_data_dir",
+        "overrides: tasks",
+        "The parent class creates a directory in the user's cache even if it writes no file.",
+        "Metrics create empty directories.",
+    ),
+    PrivateName(
+        "evaluate.Metric",
+        "_infer_feature_from_batch",
+        "overrides: tasks",
+        "The parent class reads the first row of an empty batch.",
+        "Metrics with several input formats fail on empty batches.",
+    ),
+    PrivateName(
+        "evaluate.Metric",
+        "_finalize",
+        "overrides: tasks",
+        "The parent class raises an obscure error without inputs.",
+        "`compute` without inputs raises an obscure error.",
+    ),
+    PrivateName(
+        "evaluate.Metric",
+        "_feature_names",
+        "calls: tasks",
+        "The error about missing inputs names the inputs.",
+        "The error about missing inputs fails.",
+    ),
+    # ---- torch: wrapped
+    PrivateName(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        "wrapper: default_store",
+        "Processes report failures through the store of the process group; another store needs another open port.",
+        "Launches with several processes fail at the start.",
+    ),
+    *(
+        PrivateName(
+            "torch.nn.Module",
+            name,
+            "wrapper: module_hooks",
+            "There is no public list of the hooks of a module.",
+            "Hooks of a whole model are ignored in a split without a warning.",
+        )
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+    ),
+    PrivateName(
+        "torch.nn.Module",
+        "_modules",
+        "wrapper: has_module",
+        "`named_children` omits a module that occurs twice.",
+        "Split parts keep modules of other parts.",
+    ),
+    PrivateName(
+        "torch.nn.Module",
+        "_register_load_state_dict_pre_hook",
+        "wrapper: register_load_state_dict_pre_hook",
+        "A split model reads checkpoints with the names of the whole model.",
+        "A split run cannot resume from its checkpoints.",
+    ),
+    PrivateName(
+        "torch.nn.Module",
+        "_get_name",
+        "overrides: split; calls: split_training",
+        "`Trainer` finds out by the name of a model whether a smoothed loss shifts the labels.",
+        "`label_smoothing_factor` of a split run uses the wrong labels.",
+    ),
+    PrivateName(
+        "torch.optim.lr_scheduler.LRScheduler",
+        "_last_lr",
+        "wrapper: set_last_lr",
+        "A restored scheduler reports the learning rate of the last step.",
+        "`get_last_lr` of FedOpt's scheduler is wrong after a resume.",
+    ),
+)
+
+
+# ---- transformers
+
+# The attribute that holds a model's own loss function, if one was set.
+LOSS_FUNCTION = "_loss_function"
+
+
+def set_signature_columns(trainer: Trainer) -> None:
+    """Let a trainer find out which columns its model takes."""
+    trainer._set_signature_columns_if_needed()
+
+
+def remove_unused_columns(trainer: Trainer, dataset: Any, description: str) -> Any:
+    """
+    Remove the columns that the model of a trainer does not take.
+
+    Args:
+        trainer (`transformers.Trainer`): The trainer.
+        dataset (`datasets.Dataset`): Encoded examples.
+        description (`str`): What the log calls the data set.
+    """
+    return trainer._remove_unused_columns(dataset, description)
+
+
+def prepare_inputs(trainer: Trainer, inputs: Any) -> Any:
+    """Move a batch to the device of a trainer."""
+    return trainer._prepare_inputs(inputs)
+
+
+def num_items_in_batch(trainer: Trainer, batches: list[Any], device: Any) -> Any:
+    """Number of items (tokens with a label) in batches, as the trainer counts them for its loss."""
+    return trainer._get_num_items_in_batch(batches, device)
+
+
+def push_from_checkpoint(trainer: Trainer, directory: str) -> None:
+    """Push a finished checkpoint to the Hub as `hub_strategy` defines."""
+    trainer._push_from_checkpoint(directory)
+
+
+def prepare_generation_config(model: Any, generation_config: Any, /, **kwargs: Any) -> tuple[GenerationConfig, Any]:
+    """The generation settings of a call of `generate`, and the arguments that are not settings."""
+    return model._prepare_generation_config(generation_config, **kwargs)
+
+
+# transformers 5.23 renamed gradient checkpointing to activation checkpointing.
+HAS_ACTIVATION_CHECKPOINTING = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+
+
+def checkpointing_settings(args: TrainingArguments) -> dict[str, Any] | None:
+    """The settings of activation checkpointing in training arguments, or `None` if it is off."""
+    if HAS_ACTIVATION_CHECKPOINTING:
+        return dict(args.activation_checkpointing_kwargs or {}) if args.activation_checkpointing else None
+    return dict(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
+
+
+def enable_activation_checkpointing(
+    model: PreTrainedModel,
+    activation_checkpointing_kwargs: dict[str, Any] | None = None,
+    every_n_layers: int = 1,
+    offload: bool = False,
+) -> None:
+    """
+    Call `PreTrainedModel.activation_checkpointing_enable`, under its old name with transformers before 5.23.
+
+    Raises:
+        ValueError: With transformers before 5.23, if `every_n_layers` or `offload` is set.
+    """
+    if HAS_ACTIVATION_CHECKPOINTING:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs, every_n_layers, offload)
+        return
+    if every_n_layers != 1 or offload:
+        raise ValueError(
+            f"every_n_layers={every_n_layers} and offload={offload} of activation checkpointing need transformers "
+            "5.23 or later. Update transformers, or use the defaults every_n_layers=1 and offload=False."
+        )
+    model.gradient_checkpointing_enable(activation_checkpointing_kwargs)
+
+
+def disable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Call `PreTrainedModel.activation_checkpointing_disable`, under its old name with transformers before 5.23."""
+    if HAS_ACTIVATION_CHECKPOINTING:
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
+
+
+class ActivationCheckpointing:
+    """With transformers before 5.23, let a model that overrides the new methods have the old names, too."""
+
+    if not HAS_ACTIVATION_CHECKPOINTING:
+
+        def gradient_checkpointing_enable(
+            self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        ) -> None:
+            """Call `activation_checkpointing_enable`."""
+            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)  # type: ignore[attr-defined]
+
+        def gradient_checkpointing_disable(self) -> None:
+            """Call `activation_checkpointing_disable`."""
+            self.activation_checkpointing_disable()  # type: ignore[attr-defined]
+
+
+def attention_implementation(config: PretrainedConfig) -> str | None:
+    """The attention implementation that a model uses, such as `"eager"` or `"sdpa"`."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def commit_hash(config: PretrainedConfig) -> str | None:
+    """The commit of the Hub repository that a config was loaded from; `None` with transformers 5.18 or later."""
+    return vars(config).get("_commit_hash")
+
+
+# ---- accelerate
+
+
+def prepared_objects(accelerator: Accelerator) -> tuple[list[Any], ...]:
+    """The lists of models, optimizers, schedulers and data loaders that an accelerator prepared."""
+    return accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders
+
+
+def set_prepared_objects(accelerator: Accelerator, lists: tuple[list[Any], ...]) -> None:
+    """Replace the lists that [`prepared_objects`] returns."""
+    accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
+
+
+def gradient_state() -> dict[str, Any]:
+    """The state of gradient accumulation that all instances of `GradientState` share."""
+    return GradientState._shared_state
+
+
+def process_states() -> list[dict[str, Any]]:
+    """The states that all instances of `PartialState` and `AcceleratorState` share."""
+    return [PartialState._shared_state, AcceleratorState._shared_state]
+
+
+# ---- datasets
+
+
+def dataset_fingerprint(dataset: Dataset) -> str:
+    """The fingerprint of a data set, which changes with its examples."""
+    return dataset._fingerprint
+
+
+def indices_table(dataset: Dataset) -> Table | None:
+    """The row numbers of a selection in one column, or `None` if the data set has all rows of its table in order."""
+    return dataset._indices
+
+
+# ---- torch
+
+
+def default_store() -> dist.Store:
+    """The store through which the processes of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def module_hooks(module: nn.Module) -> list[Any]:
+    """All forward and backward hooks that are registered on a module."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    return [hook for registered in hooks for hook in registered.values()]
+
+
+def has_module(owner: nn.Module, name: str) -> bool:
+    """Whether a module has a submodule with this name that is not `None`."""
+    return owner._modules.get(name) is not None
+
+
+def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call `hook(state_dict, prefix, ...)`, without the module as an argument, before a module loads its state."""
+    module._register_load_state_dict_pre_hook(hook)
+
+
+def set_last_lr(scheduler: LRScheduler, rates: list[Any]) -> None:
+    """Set the learning rates that `get_last_lr` returns."""
+    scheduler._last_lr = rates
