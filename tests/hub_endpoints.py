@@ -133,7 +133,9 @@ def create_repo(hub: HubServer, request: Request) -> Reply:
     answer = {"url": f"{hub.endpoint}/{key}"}
     if key in hub.repositories:
         return Reply({**answer, "error": f"{key} already exists"}, 409)
-    hub.repositories[key] = Repository(key, owner, request.json.get("visibility") == "private")
+    # huggingface_hub sent `private` before it sent `visibility`.
+    is_private = request.json.get("visibility") == "private" or bool(request.json.get("private"))
+    hub.repositories[key] = Repository(key, owner, is_private)
     return Reply(answer)
 
 
