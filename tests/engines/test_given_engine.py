@@ -135,7 +135,7 @@ def test_the_server_on_the_cpu_trains_the_same_model(tmp_path):
 
 
 def test_the_servers_state_and_updates_move_to_its_device():
-    """`meta` stands in for a device that this machine may not have."""
+    """`meta` represents a device that this machine may not have."""
     meta = torch.device("meta")
     state = ServerState({}, device=meta).read(Exchange(tiny_model()))
     assert {value.device for value in state.values()} == {meta}
