@@ -128,6 +128,8 @@ class Noise(Postprocessor):
 
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Build the model, the fields of the config, the training arguments and all other trainer arguments."""
+    if name in conformance.SCENARIOS:
+        return conformance.scenario(name)
     # A federation under test must not depend on random draws that differ between ranks.
     model: nn.Module = tiny_model(problem_type="single_label_classification")
     federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4}

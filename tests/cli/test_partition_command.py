@@ -125,7 +125,7 @@ def test_row_indices_and_label_counts_are_written_on_request(folder, capsys):
         ),
         ("partition mixed --partitioner iid --num-clients 2 --output o", "files of several formats"),
         ("inspect nowhere", "the folder nowhere does not exist"),
-        ("inspect reviews", "no federated data set"),
+        ("inspect reviews", "not a federated dataset"),
     ],
 )
 def test_invalid_command_is_rejected_with_a_one_line_message(folder, command, message, capsys):

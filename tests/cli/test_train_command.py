@@ -241,7 +241,7 @@ def test_questions_with_duplicate_ids_are_rejected_before_training(recipe_path, 
     overrides = [f"data.path={tmp_path / 'data'}", "data.test_clients=null", "data.test_split=test", "task=null"]
     task = "task={name: question-answering, max_length: 12, stride: 2}"
     recipe = load_recipe(recipe_path, [*overrides, task, "partition.column=site"])
-    with pytest.raises(ValueError, match="data: Row 0 shares the id 'same'"):
+    with pytest.raises(ValueError, match="data: Row 0 has the same id 'same' as another row"):
         load_tokenized_data(recipe, load_tokenizer(recipe.model))
 
 

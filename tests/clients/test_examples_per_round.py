@@ -219,7 +219,7 @@ def test_resumed_run_draws_the_examples_of_an_uninterrupted_run(tmp_path):
     resumed, recorder = train_federation(tmp_path / "stopped", **settings, **saving, resume=True)
     assert recorder.examples == expected.examples[1:]
     assert same_weights(resumed.model, uninterrupted.model)
-    with pytest.raises(ValueError, match="max_rows_per_round: here 5, there 6"):
+    with pytest.raises(ValueError, match="max_rows_per_round: 5 in this run, 6 in the checkpoint"):
         train_federation(tmp_path / "stopped", **{**settings, "max_rows_per_round": 5}, **saving, resume=True)
 
 
@@ -243,5 +243,7 @@ def test_limits_are_refused_for_streams(tmp_path, settings):
 
 def test_limit_below_the_batch_size_is_refused_with_dataloader_drop_last(tmp_path):
     clients = {"a": rows(8), "b": rows(8, seed=1)}
-    with pytest.raises(ValueError, match="max_rows_per_round=3 is less than a batch of 4.*set it to False"):
+    with pytest.raises(
+        ValueError, match="max_rows_per_round=3 is less than a batch of 4.*Set `dataloader_drop_last` to False"
+    ):
         train_federation(tmp_path, clients=clients, max_rows_per_round=3, args={"dataloader_drop_last": True})

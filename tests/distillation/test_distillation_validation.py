@@ -85,7 +85,7 @@ def test_invalid_combinations_are_rejected_when_the_trainer_is_built(tmp_path, m
 
 
 def test_averaging_rejects_client_models(tmp_path):
-    with pytest.raises(ValueError, match="'fedavg' exchanges parameters, which must fit all of them.*'fedid'"):
+    with pytest.raises(ValueError, match="'fedavg' exchanges parameters, which must fit all models.*'fedid'"):
         FederatedTrainer(
             model=tiny_model(),
             args=arguments(tmp_path),
@@ -134,14 +134,14 @@ def test_resume_with_another_public_dataset_is_rejected(tmp_path):
     first = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1})
     first.train()
     other = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, public_dataset=rows(9))
-    with pytest.raises(ValueError, match="rows of `public_dataset`: here 9, there 10"):
+    with pytest.raises(ValueError, match="rows of `public_dataset`: 9 in this run, 10 in the checkpoint"):
         other.train(resume_from_checkpoint=True)
 
 
 def test_resume_without_the_server_dataset_is_rejected(tmp_path):
     distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, federation={"num_rounds": 1}).train()
     other = distillation_trainer(tmp_path, "dsfl", args={"save_strategy": "epoch"}, server_dataset=None)
-    with pytest.raises(ValueError, match="rows of `server_dataset`: here None, there 6"):
+    with pytest.raises(ValueError, match="rows of `server_dataset`: None in this run, 6 in the checkpoint"):
         other.train(resume_from_checkpoint=True)
 
 
@@ -154,7 +154,7 @@ def test_resume_with_the_same_number_of_other_examples_is_rejected(tmp_path, arg
     first.train()
     reversed_dataset = {argument: datasets[argument].select(range(len(datasets[argument]))[::-1])}
     other = distillation_trainer(tmp_path, "fedid", args={"save_strategy": "epoch"}, **(datasets | reversed_dataset))
-    with pytest.raises(ValueError, match=f"another federation.*content of `{argument}`: here 'sha256:"):
+    with pytest.raises(ValueError, match=f"another federation.*content of `{argument}`: 'sha256:"):
         other.train(resume_from_checkpoint=True)
     # A run resumes with the same examples in the same order, independent of how they are stored.
     same_datasets = {
@@ -169,7 +169,9 @@ def test_resume_with_the_same_number_of_other_examples_is_rejected(tmp_path, arg
 @pytest.mark.parametrize("method", ["fedid", "adafd", "dsfl", "feddf", "feddrs"])
 def test_regression_and_multi_label_models_are_rejected(tmp_path, method, problem):
     kwargs = {"sample_length": 5} if method == "feddrs" else {}
-    with pytest.raises(ValueError, match="learns distributions over classes.*one number|several labels"):
+    with pytest.raises(
+        ValueError, match="learns probabilities of classes that exclude each other.*one number|several labels"
+    ):
         distillation_trainer(tmp_path, method, kwargs, different_models=False, model=tiny_model(**problem))
 
 
@@ -198,7 +200,7 @@ def test_fedmd_trains_regression_models(tmp_path):
 def test_streams_and_lists_are_rejected(tmp_path, argument, kind):
     data = rows(6, seed=6)
     data = data.to_iterable_dataset() if kind == "stream" else list(data)
-    with pytest.raises(ValueError, match=f"`{argument}` is a (IterableDataset|list).*give a `datasets.Dataset`"):
+    with pytest.raises(ValueError, match=f"`{argument}` is of type (IterableDataset|list).*Pass a `datasets.Dataset`"):
         distillation_trainer(tmp_path, "fedid", **{argument: data})
 
 
@@ -207,14 +209,14 @@ def test_streams_and_lists_are_rejected(tmp_path, argument, kind):
 def test_example_without_tokens_is_rejected_with_its_index(tmp_path, argument, tokens):
     data = rows(6, seed=6).to_dict()
     data["input_ids"][4] = tokens
-    with pytest.raises(ValueError, match=f"Row 4 of `{argument}` has no tokens"):
+    with pytest.raises(ValueError, match=f"Example 4 of `{argument}` has no tokens"):
         # The examples have an indices mapping, as after a shuffle.
         distillation_trainer(tmp_path, "fedid", **{argument: Dataset.from_dict(data).select([0, 2, 1, 3, 4, 5])})
 
 
 def test_clients_evaluate_without_evaluation_data_is_rejected(tmp_path):
     kwargs = {"weighting": "llm", "generate": lambda prompt: "1, 1, 1", "clients_evaluate": True}
-    with pytest.raises(ValueError, match="lets clients evaluate.*`eval_dataset` is no FederatedDataset"):
+    with pytest.raises(ValueError, match="lets clients evaluate.*`eval_dataset` is not a FederatedDataset"):
         distillation_trainer(tmp_path, "adafd", kwargs)
 
 
@@ -222,7 +224,7 @@ def test_clients_evaluate_without_evaluation_data_is_rejected(tmp_path):
     ("method", "kwargs", "words"),
     [
         ("fedid", {}, "loss on a batch of its labelled rows is nan: none of them has a label"),
-        ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN where none of them has a label"),
+        ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN if no example has a label"),
     ],
 )
 def test_server_dataset_with_ignored_labels_raises_an_error(tmp_path, method, kwargs, words):
@@ -234,7 +236,7 @@ def test_server_dataset_with_ignored_labels_raises_an_error(tmp_path, method, kw
 def test_resume_with_another_batch_size_is_rejected(tmp_path):
     distillation_trainer(tmp_path, "adafd", args={"save_strategy": "epoch", "per_device_train_batch_size": 2}).train()
     trainer = distillation_trainer(tmp_path, "adafd", args={"per_device_train_batch_size": 10})
-    with pytest.raises(ValueError, match="per_device_train_batch_size: here 10, there 2"):
+    with pytest.raises(ValueError, match="per_device_train_batch_size: 10 in this run, 2 in the checkpoint"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

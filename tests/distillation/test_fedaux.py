@@ -473,5 +473,7 @@ def test_resume_with_other_score_settings_is_rejected(tmp_path):
     args = {"save_strategy": "steps", "save_steps": 1}
     distillation_trainer(tmp_path, "fedaux", federation={"num_rounds": 1}, args=args).train()
     other = distillation_trainer(tmp_path, "fedaux", {"regularization": 0.1}, federation={"num_rounds": 2}, args=args)
-    with pytest.raises(ValueError, match=r"distillation: here 'FedAUX\(regularization=0.1\)', there 'FedAUX\(\)'"):
+    with pytest.raises(
+        ValueError, match=r"distillation: 'FedAUX\(regularization=0.1\)' in this run, 'FedAUX\(\)' in the checkpoint"
+    ):
         other.train(resume_from_checkpoint=True)

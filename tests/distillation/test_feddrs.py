@@ -411,7 +411,7 @@ def test_invalid_settings_are_rejected(settings, message):
 
 
 def test_public_dataset_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="has no use for public or labelled rows"):
+    with pytest.raises(ValueError, match="has no use for public or labelled examples"):
         FederatedTrainer(
             model=tiny_model(),
             args=arguments(tmp_path),

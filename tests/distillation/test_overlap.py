@@ -15,7 +15,7 @@ def test_warning_counts_private_examples_that_are_public(tmp_path, caplog):
     public = rows(NUM_PUBLIC, seed=5)
     shared = Dataset.from_list([*public.select(range(3)), *rows(4, seed=1)])
     distillation_trainer(tmp_path, "dsfl", train_dataset={"a": shared, "b": rows(4, seed=2)})
-    assert "3 of the clients' rows are public rows too" in caplog.text
+    assert "3 of the clients' examples are also public examples" in caplog.text
 
 
 def test_no_warning_without_overlap(tmp_path, caplog):

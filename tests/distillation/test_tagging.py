@@ -421,7 +421,7 @@ def test_methods_for_whole_examples_are_rejected(tmp_path, method, kwargs, words
 
 @pytest.mark.parametrize("task", [QuestionAnswering(), SuperGlueSeq2Seq()])
 def test_tasks_without_shared_classes_are_rejected(tmp_path, task):
-    with pytest.raises(ValueError, match="'dsfl' learns distributions over classes, and .*Parameters can be averaged"):
+    with pytest.raises(ValueError, match="'dsfl' learns distributions over classes, but .*To average parameters"):
         tagging_trainer(tmp_path, "dsfl", task=task, clients=None)
 
 

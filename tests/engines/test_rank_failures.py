@@ -70,7 +70,10 @@ def test_error_at_the_end_of_training_ends_all_processes(launch, tmp_path: Path,
 @pytest.mark.parametrize(
     "setting, error",
     [
-        ("clients per round", "ValueError: clients_per_round=99, but the federation has 5 clients."),
+        (
+            "clients per round",
+            "ValueError: clients_per_round=99, but the federation has 5 clients. Set it to at most 5.",
+        ),
         ("constructor", "TypeError: Trainer.__init__() got an unexpected keyword argument 'no_such_argument'"),
     ],
 )
@@ -125,7 +128,7 @@ def test_killed_process_is_not_reported_as_a_client_failure(launch, tmp_path: Pa
     answer = launch(tmp_path, "data many", 2, trouble="kill")
     assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)
     assert answer["seconds"] < MAX_SECONDS
-    assert "PeerFailedError: A process of the launch ended without a word" in last_error(tmp_path, 0)
+    assert "PeerFailedError: A process of the launch ended without a report" in last_error(tmp_path, 0)
     assert "Error: Client" not in (tmp_path / "rank-0.log").read_text()
 
 

@@ -69,7 +69,7 @@ def test_sequence_tagging_distills_from_raw_examples(recipe):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("public={share: 1.5}", "public_share must be a number"),
+        ("public={share: 1.5}", "public_share=1.5, but it must be at least 0 and below 1"),
         ("public={server_share: 0.1}", "public.share is missing"),
         ("public={share: 0.2, rows: 3}", "public.rows is not a field"),
         ("public={share: 0.2, max_rows: 0}", "public.max_rows is 0"),

@@ -119,7 +119,7 @@ def test_rejected_updates_and_different_test_examples_are_reported(grid_path, tm
     [
         ("federation.aggregation=fedsum", ["run 'FedAvg'", "fedsum", "fedavg"]),
         ("federation.aggregation_kwargs={momentum: 1}", ["momentum"]),
-        ("federation.clients_per_round=0", ["clients_per_round", "at least one"]),
+        ("federation.clients_per_round=0", ["clients_per_round", "at least 1"]),
         ("training.learning_rate=high", ["learning_rate", "'high'"]),
     ],
 )

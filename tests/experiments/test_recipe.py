@@ -104,7 +104,7 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         (["task={name: seq2seq, text_column: a}"], ["task.text_column", "source_column"]),
         (["partition.name=random"], ["partition.name", "'random'", "label-dirichlet"]),
         (["partition.alpha=1"], ["partition.alpha", "num_clients"]),
-        (["partition.num_clients=0"], ["partition", "num_clients", "from 1"]),
+        (["partition.num_clients=0"], ["partition", "num_clients", "at least 1"]),
         (["partition.num_clients=two"], ["partition.num_clients", "'two'", "int"]),
         (["partition={name: label-dirichlet}"], ["partition.num_clients is missing"]),
         (["partition={name: feature-cluster, num_clients: 2, text_columns: a, embedder: 3}"], ["partition.embedder"]),

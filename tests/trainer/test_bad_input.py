@@ -80,7 +80,7 @@ def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> 
             "Unknown aggregation 'fedmagic'. Set it to one of fedavg, fednova, fedopt, fedprox, local_only, "
             "mutual_kd, scaffold",
         ),
-        ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed are .*weighting"),
+        ({"aggregation_kwargs": {"mu": 1}}, "unexpected keyword argument 'mu'. Allowed arguments are .*weighting"),
         (
             {"clients_per_round": 0.1},
             "clients_per_round=0.1 rounds to 0 of 3 clients.*at least 0.333 .*number of clients",

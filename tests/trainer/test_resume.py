@@ -240,7 +240,7 @@ def test_checkpoint_without_a_client_state_names_the_client(stopped, store) -> N
     for file in (stopped / "federated" / "clients").iterdir():
         file.unlink()
     after = federation(stopped.parent, client_store=store)
-    with pytest.raises(ValueError, match="client 'a' keeps, .* is missing"):
+    with pytest.raises(ValueError, match="The state of client 'a', .* is missing"):
         after.train(resume_from_checkpoint=str(stopped))
 
 
