@@ -116,7 +116,8 @@ def matches_type(value: Any, annotation: Any) -> bool:
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     # Any other type is a class or a function, such as accelerate's ParallelismConfig, which YAML cannot represent.
-    return isinstance(annotation, type) and isinstance(value, annotation)
+    # In Python 3.10, a generic alias such as `Iterator[int]` is an instance of `type`, too.
+    return origin is None and isinstance(annotation, type) and isinstance(value, annotation)
 
 
 def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dict[str, Any]:
