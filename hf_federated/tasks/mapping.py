@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerFast
 
 from .._compat import dataset_fingerprint
 
@@ -58,9 +60,29 @@ def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
                 vars(light)[name] = json.dumps([words, [value[word] for word in words]])
             elif isinstance(value, list) and len(value) > LARGE:
                 vars(light)[name] = json.dumps(value)
-        return Hasher.hash((light, settings))
+        with _no_truncation_and_padding(tokenizer):
+            return Hasher.hash((light, settings))
     except Exception:  # pickling can raise any exception; `datasets` then logs a warning
         return None
+
+
+@contextmanager
+def _no_truncation_and_padding(tokenizer: Any) -> Iterator[None]:
+    """Hide the truncation and padding of the tokenizer's last call. `datasets` does the same from version 4.7."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        yield
+        return
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
 
 
 def with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) -> Callable[..., dict[str, Any]]:
