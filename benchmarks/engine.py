@@ -112,12 +112,17 @@ class Bench:
                     "ratio_to_plain_trainer": ratio / plain_ratios[size],
                     "client_ms": 1000 * _median(pair["ours"] for pair in pairs),
                     "bare_client_ms": 1000 * _median(pair["bare"] for pair in pairs),
+                    "client_ms_over_bare": 1000 * _median(pair["ours"] - pair["bare"] for pair in pairs),
+                    "train_call_ms_over_bare": 1000 * _median(pair["plain"] - pair["bare"] for pair in pairs),
                     "client_ratio": _median(pair["ours"] / pair["bare"] for pair in pairs),
                 }
             )
         print_table(
-            "(a) time over a bare PyTorch loop (both sides alternate client by client; medians)",
-            ["model", "clients", "rounds", "s/round", "bare", "x bare", "x plain Trainer", "ms/client", "bare"],
+            "(a) time over a bare PyTorch loop (all sides alternate client by client; medians)",
+            [
+                *("model", "clients", "rounds", "s/round", "bare", "x bare", "x plain Trainer"),
+                *("ms/client", "bare", "over bare", "train() over bare"),
+            ],
             [
                 [
                     Path(e["workload"]["model"]).name,
@@ -129,6 +134,8 @@ class Bench:
                     f"{e['ratio_to_plain_trainer']:.2f}",
                     f"{e['client_ms']:.1f}",
                     f"{e['bare_client_ms']:.1f}",
+                    f"{e['client_ms_over_bare']:.1f}",
+                    f"{e['train_call_ms_over_bare']:.1f}",
                 ]
                 for e in entries
             ],

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 from workload import BareLoop, Workload, build_model, build_rows, training_arguments
 
@@ -26,21 +27,60 @@ from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, F
 from hf_federated.adapters import Exchange
 
 
+class PlainCalls:
+    """
+    The plain `Trainer` with one `train()` call for each client, without a federation.
+
+    Its time over the bare loop is the part of a client's cost that the Trainer has by itself.
+
+    Args:
+        workload ([`Workload`]): Configuration of the federation.
+        rows (`datasets.Dataset`): Examples from [`build_rows`].
+        output_dir (`str`): Output directory of the trainer.
+    """
+
+    def __init__(self, workload: Workload, rows: Dataset, output_dir: str) -> None:
+        size = workload.rows_per_client
+        rows = rows.remove_columns("client")
+        self._clients = [rows.select(range(i * size, (i + 1) * size)) for i in range(workload.num_clients)]
+        args = TrainingArguments(**training_arguments(workload, output_dir) | {"logging_strategy": "no"})
+        self._trainer = Trainer(model=build_model(workload), args=args, train_dataset=self._clients[0])
+        self._trainer.remove_callback(PrinterCallback)
+
+    def train_client(self, position: int) -> float:
+        """
+        Train one client for one round.
+
+        Args:
+            position (`int`): Index of the client.
+
+        Returns:
+            `float`: Duration in seconds.
+        """
+        started = time.perf_counter()
+        self._trainer.train_dataset = self._clients[position]
+        self._trainer.train()
+        return time.perf_counter() - started
+
+
 class AlternatingRounds(FederatedCallback):
     """
-    Alternate the federated trainer and the bare loop client by client, and record their times separately.
+    Alternate the federated trainer and other sides client by client, and record their times separately.
 
-    Both sides meet the same disturbances in this way. The trainer's time includes its work between clients and rounds.
+    All sides meet the same disturbances in this way. The federated trainer's time includes its work between clients
+    and rounds.
 
     Args:
         bare ([`BareLoop`], *optional*): The bare loop. Without a bare loop, the callback only times rounds.
+        plain ([`PlainCalls`], *optional*): The plain Trainer with one call for each client.
     """
 
-    def __init__(self, bare: BareLoop | None = None) -> None:
+    def __init__(self, bare: BareLoop | None = None, plain: PlainCalls | None = None) -> None:
         self.rounds: list[dict[str, float]] = []
         self.clients: list[dict[str, float]] = []
         self._bare = bare
-        self._bare_seconds = 0.0
+        self._plain = plain
+        self._bare_seconds = self._plain_seconds = 0.0
         self._round_mark = self._client_mark = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,18 +89,22 @@ class AlternatingRounds(FederatedCallback):
     def on_client_end(self, args: Any, state: Any, control: Any, update: Any, **kwargs: Any) -> None:
         seconds = time.perf_counter() - self._client_mark
         if self._bare is not None:
-            bare = self._bare.train_client(int(update.client_id))
-            self._bare_seconds += bare
+            entry = {"ours": seconds, "bare": self._bare.train_client(int(update.client_id))}
+            self._bare_seconds += entry["bare"]
+            if self._plain is not None:
+                entry["plain"] = self._plain.train_client(int(update.client_id))
+                self._plain_seconds += entry["plain"]
             if state.global_step > 0:
-                self.clients.append({"ours": seconds, "bare": bare})
+                self.clients.append(entry)
         self._client_mark = time.perf_counter()
 
     def on_round_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._bare is not None:
             self._bare_seconds += self._bare.end_round()
         now = time.perf_counter()
-        self.rounds.append({"ours": now - self._round_mark - self._bare_seconds, "bare": self._bare_seconds})
-        self._bare_seconds = 0.0
+        ours = now - self._round_mark - self._bare_seconds - self._plain_seconds
+        self.rounds.append({"ours": ours, "bare": self._bare_seconds})
+        self._bare_seconds = self._plain_seconds = 0.0
         self._round_mark = self._client_mark = now
 
 
@@ -85,22 +129,34 @@ class AlternatingSteps(TrainerCallback):
 
 
 def federated_trainer(
-    workload: Workload, output_dir: str, callbacks: list[TrainerCallback], **federation: Any
+    workload: Workload,
+    output_dir: str,
+    callbacks: list[TrainerCallback],
+    num_eval_examples: int = 0,
+    **federation: Any,
 ) -> FederatedTrainer:
-    """Create the federated trainer of a workload."""
-    clients = FederatedDataset.from_column(build_rows(workload), "client").remove_columns("client")
+    """Create the federated trainer of a workload. It evaluates `num_eval_examples` examples after each round."""
+    rows = build_rows(workload)
+    clients = FederatedDataset.from_column(rows, "client").remove_columns("client")
+    args = training_arguments(workload, output_dir)
+    eval_rows = None
+    if num_eval_examples:
+        args |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 32}
+        eval_rows = rows.remove_columns("client").select([i % len(rows) for i in range(num_eval_examples)])
     return FederatedTrainer(
         model=build_model(workload),
-        args=TrainingArguments(**training_arguments(workload, output_dir)),
+        args=TrainingArguments(**args),
         train_dataset=clients,
+        eval_dataset=eval_rows,
         callbacks=callbacks,
         federation=FederatedConfig(num_rounds=workload.num_rounds, **federation),
     )
 
 
 def measure_overhead(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Measure the seconds of rounds and clients of the federated trainer and the bare loop in one process."""
-    callback = AlternatingRounds(BareLoop(workload, build_rows(workload)))
+    """Measure rounds and clients of the federated trainer, the bare loop and the plain Trainer in one process."""
+    rows = build_rows(workload)
+    callback = AlternatingRounds(BareLoop(workload, rows), PlainCalls(workload, rows, output_dir))
     federated_trainer(workload, output_dir, [callback]).train()
     return {"rounds": callback.rounds[1:], "clients": callback.clients}
 
@@ -145,7 +201,8 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
 def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
     """Measure the seconds of each round of the federated trainer alone."""
     callback = AlternatingRounds()
-    trainer = federated_trainer(workload, output_dir, [callback], **spec.get("federation", {}))
+    num_eval_examples = spec.get("num_eval_examples", 0)
+    trainer = federated_trainer(workload, output_dir, [callback], num_eval_examples, **spec.get("federation", {}))
     trainer.train()
     return {
         "rounds": [entry["ours"] for entry in callback.rounds[1:]],

@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py
     python benchmarks/ranks.py --ranks 1 2 4 --clients 64 --output ranks.json
+    python benchmarks/ranks.py --models tiny --eval-examples 512
 
 Every rank has one PyTorch thread, so a rank represents a GPU. Runs with different numbers of ranks take turns in
 separate processes. The first round of each run is left out.
@@ -26,11 +27,12 @@ from process_tree import run_watched
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def run(folder: Path, workload: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def run(folder: Path, workload: dict[str, Any], num_ranks: int, num_eval_examples: int) -> dict[str, Any]:
     """Run one federation over `num_ranks` ranks and return the seconds of its rounds and a rank's reduced bytes."""
     spec_path, result_path = folder / "spec.json", folder / "result.json"
     result_path.unlink(missing_ok=True)
     spec = {"workload": workload, "threads": 1, "federation": {"parallelism": "clients"}}
+    spec["num_eval_examples"] = num_eval_examples
     spec_path.write_text(json.dumps(spec))
     script = [str(HERE / "measure.py"), "federation", str(spec_path), str(result_path)]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_ranks), *LAUNCH]
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32, help="equal clients, all in every round (default: 32)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds, including one warm-up round (default: 4)")
     parser.add_argument("--repeats", type=int, default=2, help="runs for each number of ranks (default: 2)")
+    parser.add_argument("--eval-examples", type=int, default=0, help="evaluation examples a round (default: 0)")
     parser.add_argument("--models", nargs="+", choices=["tiny", "minilm"], default=["tiny", "minilm"])
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     options = parser.parse_args()
@@ -64,7 +67,7 @@ def main() -> None:
             for _ in range(options.repeats):
                 for num_ranks in runs:
                     print(f"  {model}: {num_ranks} ranks ...", file=sys.stderr)
-                    runs[num_ranks].append(run(Path(name), workload, num_ranks))
+                    runs[num_ranks].append(run(Path(name), workload, num_ranks, options.eval_examples))
             baseline = None
             for num_ranks, repeats in runs.items():
                 seconds = statistics.median(second for repeat in repeats for second in repeat["rounds"])
@@ -74,6 +77,7 @@ def main() -> None:
                         "model": model,
                         "workload": workload,
                         "ranks": num_ranks,
+                        "num_eval_examples": options.eval_examples,
                         "round_seconds": seconds,
                         "speedup": baseline / seconds,
                         "bytes_reduced_per_round": repeats[0]["bytes_reduced"] / options.rounds,
@@ -81,7 +85,8 @@ def main() -> None:
                     }
                 )
     print_table(
-        f"{options.clients} equal clients over ranks with one thread each (medians)",
+        f"{options.clients} equal clients over ranks with one thread each, {options.eval_examples} evaluation "
+        "examples a round (medians)",
         ["model", "ranks", "s/round", "throughput", "MB reduced per round and rank", "payload MB"],
         [
             [
