@@ -176,18 +176,20 @@ _MAX_SIZES = 256
 
 def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
     """
-    What decides the size of a packed tree: names, shapes, dtypes and shared tensors; and the bytes of its scalars.
+    Describe the names, shapes, dtypes and shared tensors of a tree, and count the bytes of its scalars.
+
+    Both together determine the size of the packed tree.
 
     Args:
         value (`Any`): The tree.
-        numbers (`dict[int, int]`): Numbers of the tensors before, by `id`.
+        numbers (`dict[int, int]`): Numbers of the preceding tensors, by `id`. New tensors are added.
 
     Returns:
-        `tuple`: A hashable description, and the bytes that scalars take in the header.
+        `tuple`: A hashable description, and the number of bytes of the scalars in the header.
     """
     kind = type(value)
     if kind is dict and value and all(map(_is_tensor, value.values())) and all(map(_is_plain_key, value)):
-        # A state: the usual case, and the one with many entries.
+        # A state is the most frequent case and has the most entries.
         places = tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in value.values())
         return ("state", tuple(value), tuple((tensor.dtype, tensor.shape) for tensor in value.values()), places), 0
     if isinstance(value, torch.Tensor):
@@ -206,7 +208,7 @@ def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
         return ("tuple" if isinstance(value, tuple) else "list", tuple(item[0] for item in items)), sum(
             item[1] for item in items
         )
-    return object(), 0  # `_measure` raises the error that names the place.
+    return object(), 0  # `_measure` raises an error with the path of the value.
 
 
 def _is_tensor(value: Any) -> bool:
@@ -219,7 +221,7 @@ def _is_plain_key(key: Any) -> bool:
 
 def _measure(tree: Any) -> tuple[int, int]:
     """
-    The length of the JSON header and of the tensors of a packed tree.
+    Return the lengths in bytes of the JSON header and of the tensors of a packed tree.
 
     The safetensors layout is eight bytes of length, a JSON header padded to a multiple of eight, and the tensors
     ordered by dtype, widest first, and then by name.
