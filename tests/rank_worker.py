@@ -26,6 +26,7 @@ from typing import Any
 import conformance
 import numpy as np
 import torch
+from federations import distillation_callback
 from language import masking_tokenizer
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
@@ -351,7 +352,7 @@ def digests(trainer: Trainer) -> dict[str, Any]:
         for client_id in trainer.clients
         if client_id in models
     }
-    states = {"server": trainer._setup.distillation_callback.state_dict(), **client_states}
+    states = {"server": distillation_callback(trainer).state_dict(), **client_states}
     return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in states.items()}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from federations import build_federation
 from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
@@ -26,26 +26,9 @@ from hf_federated import (
     federate,
 )
 from hf_federated.messages.validation import InvalidUpdateError
-from hf_federated.trainer.federation import Federation
 
 
 CLIENTS = {"a": rows(4), "b": rows(4, seed=1), "c": rows(4, seed=2)}
-
-
-def build(
-    directory: Path,
-    train_dataset: Any = None,
-    federation: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    base: type[Trainer] = Trainer,
-    **kwargs: Any,
-) -> FederatedTrainer:
-    """Build a federation of two rounds. `kwargs` are training arguments."""
-    return federate(base)(
-        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
-        train_dataset=CLIENTS if train_dataset is None else train_dataset,
-        federation=FederatedConfig(**{"num_rounds": 2, **(federation or {})}),
-    )
 
 
 class FailsForMarkedExamples(Trainer):
@@ -77,9 +60,9 @@ class RejectionRecorder(FederatedCallback):
 
 def test_round_continues_without_a_client_that_raises(tmp_path) -> None:
     recorder = RejectionRecorder()
-    trainer = build(tmp_path, ONE_FAILS, base=FailsForMarkedExamples, trainer={"callbacks": [recorder]})
+    trainer = build_federation(tmp_path, ONE_FAILS, base=FailsForMarkedExamples, trainer={"callbacks": [recorder]})
     trainer.train()
-    without = build(tmp_path, UNMARKED, base=FailsForMarkedExamples)
+    without = build_federation(tmp_path, UNMARKED, base=FailsForMarkedExamples)
     without.train()
     assert trainer.state.global_step == 2
     assert same_weights(trainer.model, without.model)
@@ -140,7 +123,7 @@ def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -
                 return Trainer.compute_loss(self, model, inputs, **kwargs)
             return super().compute_loss(model, inputs, **kwargs)
 
-    trainer = build(
+    trainer = build_federation(
         tmp_path,
         ONE_FAILS,
         federation={"min_clients": 4, "num_rounds": 3},
@@ -158,13 +141,15 @@ def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -
     assert all(torch.equal(parameter, starts[1][name]) for name, parameter in trainer.model.named_parameters())
     # The checkpoint of the first round remains, and a run in which the client works resumes from it.
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    resumed = build(tmp_path, ONE_FAILS, federation={"num_rounds": 3}, save_strategy="steps")
+    resumed = build_federation(tmp_path, ONE_FAILS, federation={"num_rounds": 3}, save_strategy="steps")
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
 
 
 def test_round_in_which_all_clients_fail_names_the_reason(tmp_path) -> None:
-    trainer = build(tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailsForMarkedExamples)
+    trainer = build_federation(
+        tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailsForMarkedExamples
+    )
     with pytest.raises(RoundFailedError, match="Round 0: 0 of 3 clients.*Client 'a', round 0: OSError: the disk"):
         trainer.train()
     assert same_weights(trainer.model, tiny_model())
@@ -210,7 +195,7 @@ def test_client_that_trains_other_parameters_is_rejected_by_name(tmp_path, chang
     assert f"Client 'big', round 0: ValueError: {words}" in recorder.rejected[0]["big"]
     assert "before the trainer is built" in recorder.rejected[0]["big"]
     if change != "adds":
-        without = build(tmp_path / "two", federation=settings)
+        without = build_federation(tmp_path / "two", CLIENTS, federation=settings)
         without.train()
         assert same_weights(trainer.model, without.model)
 
@@ -256,8 +241,9 @@ def test_error_of_the_client_store_ends_the_run(tmp_path) -> None:
                 shutil.rmtree(tmp_path / "client_store")
                 (tmp_path / "client_store").write_text("")
 
-    trainer = build(
+    trainer = build_federation(
         tmp_path,
+        CLIENTS,
         federation={"client_optimizer_state": "carry", "client_store": "disk"},
         trainer={"callbacks": [BlocksStore()]},
     )
@@ -357,7 +343,7 @@ class RaisesInSecondRound(FederatedCallback):
 )
 def test_model_contains_the_global_state_after_any_failed_round(tmp_path, build_model, event, error) -> None:
     failure = RaisesInSecondRound(event, error)
-    trainer = build(
+    trainer = build_federation(
         tmp_path,
         {**CLIENTS, "big": rows(12)},
         federation={"client_optimizer_state": "carry"},
@@ -371,18 +357,19 @@ def test_model_contains_the_global_state_after_any_failed_round(tmp_path, build_
 
 
 def test_failed_client_evaluation_keeps_the_precision_of_the_model(tmp_path) -> None:
-    def fail(prediction: Any) -> dict[str, float]:
-        raise ValueError("no metric for these rows")
+    def fail_for_one_client(prediction: Any) -> dict[str, float]:
+        if len(prediction.label_ids) == len(CLIENTS["a"]):
+            raise ValueError("no metric for these examples")
+        return {}
 
-    trainer = build(
+    trainer = build_federation(
         tmp_path,
+        CLIENTS,
         federation={"evaluate_clients": True, "exchange_dtype": "bfloat16"},
-        trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS)},
+        trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS), "compute_metrics": fail_for_one_client},
     )
-    running = Federation(trainer._setup, trainer.args, None)
-    trainer.compute_metrics = fail
-    with pytest.raises(RoundFailedError, match="no metric for these rows"):
-        running.evaluate_clients()
+    with pytest.raises(RoundFailedError, match="no metric for these examples"):
+        trainer.evaluate()
     assert same_weights(trainer.model, tiny_model())
 
 
@@ -393,7 +380,7 @@ def test_failed_client_leaves_no_gradients(tmp_path, error) -> None:
             super().training_step(model, inputs, num_items_in_batch)
             raise error("after the backward pass")
 
-    trainer = build(tmp_path, base=RaisesAfterBackward)
+    trainer = build_federation(tmp_path, CLIENTS, base=RaisesAfterBackward)
     with pytest.raises((RoundFailedError, KeyboardInterrupt)):
         trainer.train()
     assert all(parameter.grad is None for parameter in trainer.model.parameters())

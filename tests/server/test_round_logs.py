@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from pathlib import Path
-from typing import Any
 
 import pytest
+from federations import CLIENTS, build_federation
 from tiny import ROW_LENGTH, arguments, rows, tiny_model
 from transformers import Trainer
 
-from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated import FederatedCallback
 
 
-CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
 EVAL_ROWS = rows(8, seed=3)
 
-
-def build(
-    directory: Path,
-    train_dataset: Any = None,
-    federation: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> FederatedTrainer:
-    """Build a federation of four rounds. `kwargs` are training arguments."""
-    return FederatedTrainer(
-        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
-        train_dataset=CLIENTS if train_dataset is None else train_dataset,
-        federation=FederatedConfig(**{"num_rounds": 4, **(federation or {})}),
-    )
+build = functools.partial(build_federation, num_rounds=4)
 
 
 def test_logged_loss_is_the_mean_over_clients_weighted_by_examples(tmp_path) -> None:
@@ -82,10 +68,20 @@ def test_flos_and_tokens_of_one_client_equal_the_plain_trainer(tmp_path, include
 
 
 def test_throughput_counts_the_examples_of_all_clients(tmp_path) -> None:
-    trainer = build(tmp_path, federation={"clients_per_round": 2, "local_epochs": 3})
+    sampled: list[str] = []
+
+    class CohortRecorder(FederatedCallback):
+        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
+            sampled.extend(server.cohort)
+
+    trainer = build(
+        tmp_path,
+        federation={"clients_per_round": 2, "local_epochs": 3},
+        trainer={"callbacks": [CohortRecorder()]},
+    )
     trainer.train()
     end = trainer.state.log_history[-1]
-    sampled = [client for round in range(4) for client in trainer._setup.sampler(round)]
+    assert len(sampled) == 4 * 2
     num_examples = 3 * sum(CLIENTS[client].num_rows for client in sampled)
     assert end["train_samples_per_second"] == pytest.approx(num_examples / end["train_runtime"], abs=1e-3)
     assert end["train_steps_per_second"] == pytest.approx(4 / end["train_runtime"], rel=0.01)

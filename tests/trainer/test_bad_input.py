@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import DatasetDict, IterableDataset
+from federations import CLIENTS, build_federation
 from tiny import arguments, rows, same_weights, tiny_model
 from transformers import Trainer
 
-from hf_federated import (
-    FederatedConfig,
-    FederatedTrainer,
-    federate,
-)
-
-
-CLIENTS = {"a": rows(4), "b": rows(4, seed=1), "c": rows(4, seed=2)}
-
-
-def build(
-    directory: Path,
-    train_dataset: Any = None,
-    federation: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    base: type[Trainer] = Trainer,
-    **kwargs: Any,
-) -> FederatedTrainer:
-    """Build a federation of two rounds. `kwargs` are training arguments."""
-    return federate(base)(
-        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
-        train_dataset=CLIENTS if train_dataset is None else train_dataset,
-        federation=FederatedConfig(**{"num_rounds": 2, **(federation or {})}),
-    )
+from hf_federated import FederatedConfig, FederatedTrainer
 
 
 def stream(num_rows: int, seed: int = 0) -> IterableDataset:
@@ -69,7 +46,7 @@ def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> 
     if kwargs.get("eval_strategy"):
         trainer["eval_dataset"] = rows(4)
     with pytest.raises(ValueError, match=words):
-        build(tmp_path, trainer=trainer, **kwargs)
+        build_federation(tmp_path, trainer=trainer, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +75,7 @@ def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> 
 )
 def test_invalid_federation_settings_are_refused(tmp_path, federation, words) -> None:
     with pytest.raises(ValueError, match=words):
-        build(tmp_path, federation=federation)
+        build_federation(tmp_path, federation=federation)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +94,7 @@ def test_invalid_federation_settings_are_refused(tmp_path, federation, words) ->
 )
 def test_invalid_training_data_is_refused(tmp_path, train_dataset, words) -> None:
     with pytest.raises(ValueError, match=words):
-        build(tmp_path, train_dataset)
+        build_federation(tmp_path, train_dataset)
 
 
 @pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
@@ -130,7 +107,7 @@ def test_sharded_models_are_refused(tmp_path, attribute) -> None:
             setattr(self, attribute, True)
 
     with pytest.raises(ValueError, match="(FSDP|DeepSpeed) does not work .*plain data parallelism; LoRA"):
-        build(tmp_path, base=Sharded)
+        build_federation(tmp_path, base=Sharded)
 
 
 def test_federation_without_train_dataset_is_refused(tmp_path) -> None:
@@ -143,24 +120,24 @@ def test_drop_last_is_refused_if_a_client_has_less_than_a_batch(tmp_path) -> Non
         ValueError,
         match="1 clients have fewer examples than a batch of 4.*'short'.*Set `dataloader_drop_last` to False",
     ):
-        build(tmp_path, {**CLIENTS, "short": rows(3)}, dataloader_drop_last=True)
+        build_federation(tmp_path, {**CLIENTS, "short": rows(3)}, dataloader_drop_last=True)
 
 
 def test_optimizer_instance_is_refused(tmp_path) -> None:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="`optimizers` contains one optimizer.*`optim`.*override `create_optimizer`"):
-        build(tmp_path, trainer={"model": model, "optimizers": (optimizer, None)})
+        build_federation(tmp_path, trainer={"model": model, "optimizers": (optimizer, None)})
 
 
 def test_model_without_trainable_parameters_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="No parameter of the model requires a gradient.*Unfreeze"):
-        build(tmp_path, trainer={"model": tiny_model().requires_grad_(False)})
+        build_federation(tmp_path, trainer={"model": tiny_model().requires_grad_(False)})
 
 
 def test_hyperparameter_search_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="build a FederatedTrainer for each trial"):
-        build(tmp_path).hyperparameter_search()
+        build_federation(tmp_path).hyperparameter_search()
 
 
 def test_label_column_is_required_only_without_custom_loss(tmp_path) -> None:
@@ -170,15 +147,15 @@ def test_label_column_is_required_only_without_custom_loss(tmp_path) -> None:
 
     unlabelled = {name: data.remove_columns("labels") for name, data in CLIENTS.items()}
     with pytest.raises(ValueError, match="no label column"):
-        build(tmp_path, unlabelled)
-    build(tmp_path, unlabelled, base=CustomLoss).train()
+        build_federation(tmp_path, unlabelled)
+    build_federation(tmp_path, unlabelled, base=CustomLoss).train()
 
 
 # ---- Accepted input
 
 
 def test_client_with_one_example_trains(tmp_path) -> None:
-    trainer = build(tmp_path, {"one": rows(1), "more": rows(6)}, federation={"log_clients": True})
+    trainer = build_federation(tmp_path, {"one": rows(1), "more": rows(6)}, federation={"log_clients": True})
     trainer.train()
     entry = trainer.state.log_history[-2]
     assert (entry["client/one/num_examples"], entry["client/one/num_steps"]) == (1, 1)
@@ -186,7 +163,7 @@ def test_client_with_one_example_trains(tmp_path) -> None:
 
 
 def test_streams_train_with_local_steps(tmp_path) -> None:
-    trainer = build(
+    trainer = build_federation(
         tmp_path, {"a": stream(12), "b": stream(20, 1)}, federation={"local_steps": 2, "log_clients": True}
     )
     trainer.train()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from federations import CLIENTS
 from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.utils.data import DataLoader
@@ -19,9 +20,6 @@ from transformers import (
 )
 
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer, federate
-
-
-CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
 
 
 def test_custom_loss_is_used(tmp_path) -> None:

@@ -6,31 +6,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from federations import build_federation
 from tiny import arguments, rows, tiny_model
 from transformers import Trainer
 
-from hf_federated import FederatedConfig, FederatedTrainer, federate
+from hf_federated import FederatedTrainer
 from hf_federated.trainer.evaluation import SpreadLoader, SpreadPredictions, can_spread
 
 
-def build(tmp_path, base=Trainer, **kwargs):
-    return federate(base)(
-        model=tiny_model(),
-        args=arguments(tmp_path),
-        train_dataset={"a": rows(4), "b": rows(4, seed=1)},
-        eval_dataset=rows(7, seed=2),
-        federation=FederatedConfig(num_rounds=1),
-        **kwargs,
-    )
+# Two batches of 4 and 3 examples.
+EVAL_ROWS = rows(7, seed=2)
 
 
 def test_evaluation_of_several_batches_is_spread(tmp_path):
-    trainer = build(tmp_path)
+    trainer = build_federation(tmp_path, trainer={"eval_dataset": EVAL_ROWS})
     assert can_spread(trainer, trainer.get_eval_dataloader())
 
 
 def test_evaluation_of_one_batch_is_not_spread(tmp_path):
-    trainer = build(tmp_path)
+    trainer = build_federation(tmp_path, trainer={"eval_dataset": EVAL_ROWS})
     assert not can_spread(trainer, trainer.get_eval_dataloader(rows(3)))
 
 
@@ -40,7 +34,7 @@ def test_evaluation_with_custom_prediction_is_not_spread(tmp_path, method):
     custom = type(
         "Custom", (Trainer,), {method: lambda self, *args, **kwargs: getattr(Trainer, method)(self, *args, **kwargs)}
     )
-    trainer = build(tmp_path, custom)
+    trainer = build_federation(tmp_path, base=custom, trainer={"eval_dataset": EVAL_ROWS})
     assert not can_spread(trainer, trainer.get_eval_dataloader())
 
 
@@ -83,7 +77,7 @@ def test_each_rank_predicts_every_second_batch(tmp_path):
 
 
 def test_gradient_state_reports_the_end_of_the_data_with_the_last_batch(tmp_path):
-    trainer = build(tmp_path)
+    trainer = build_federation(tmp_path, trainer={"eval_dataset": EVAL_ROWS})
     plain = trainer.get_eval_dataloader()
     loader = SpreadLoader(trainer.get_eval_dataloader(), 8)
     state = trainer.accelerator.gradient_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from federations import CLIENTS, build_federation
 from peft import LoraConfig, PromptEncoderConfig, get_peft_model
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
@@ -23,27 +25,13 @@ from transformers import (
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer, Ledger, federate
 
 
-CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
 EVAL_ROWS = rows(8, seed=3)
+
+build = functools.partial(build_federation, num_rounds=4)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-def build(
-    directory: Path,
-    train_dataset: Any = None,
-    federation: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> FederatedTrainer:
-    """Build a federation of four rounds. `kwargs` are training arguments."""
-    return FederatedTrainer(
-        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
-        train_dataset=CLIENTS if train_dataset is None else train_dataset,
-        federation=FederatedConfig(**{"num_rounds": 4, **(federation or {})}),
-    )
 
 
 def steps_with(trainer: Trainer, key: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from language import SPECIAL, WORDS, language_model, preferences, texts, tokenizer
 from peft import LoraConfig, PeftModel
 from tiny import same_weights
@@ -41,15 +42,21 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 class CountingSFTTrainer(trl.SFTTrainer):
-    """Records the name and the number of examples of each prepared dataset."""
+    """Records the name and the number of examples of each raw dataset, and the prepared training datasets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.prepared: list[tuple[str, int]] = []
+        self.loaded: list[Dataset] = []
         super().__init__(*args, **kwargs)
 
     def _prepare_dataset(self, dataset, *args, **kwargs):
-        self.prepared.append((args[-1], len(dataset)))
+        if "input_ids" not in dataset.column_names:  # `evaluate` also passes prepared datasets, which TRL leaves alone
+            self.prepared.append((args[-1], len(dataset)))
         return super()._prepare_dataset(dataset, *args, **kwargs)
+
+    def get_train_dataloader(self):
+        self.loaded.append(self.train_dataset)
+        return super().get_train_dataloader()
 
 
 CLIENTS = {"north": texts("north", 10), "south": texts("south", 6)}
@@ -93,9 +100,9 @@ def test_evaluation_examples_of_each_client_are_prepared_once(tmp_path) -> None:
     eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
     trainer = sft(tmp_path, eval_dataset=eval_clients, eval_strategy="epoch", federation={"evaluate_clients": True})
     trainer.train()
-    datasets = trainer._setup.eval_datasets
-    assert all("input_ids" in datasets[client_id].column_names for client_id in eval_clients)
-    assert datasets["north"] is datasets["north"]
+    assert len([entry for entry in trainer.state.log_history if "federated/eval_loss_mean" in entry]) == 2
+    # The constructor prepares the examples of all clients together for the evaluation of the server.
+    assert [entry for entry in trainer.prepared if entry[0] == "eval"] == [("eval", 5), ("eval", 3), ("eval", 2)]
 
 
 class MapsDataset(trl.SFTTrainer):
@@ -122,11 +129,14 @@ def test_packing_does_not_mix_examples_of_clients(tmp_path) -> None:
     trainer = sft(tmp_path, packing=True, max_length=12, peft_config=None)
     trainer.train()
     words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
-    for client_id, dataset in trainer._setup.train_datasets.items():
-        other_tokens = {words.index(word) for other in WORDS if other != client_id for word in WORDS[other]}
+    tokens = {client_id: {words.index(word) for word in WORDS[client_id]} for client_id in CLIENTS}
+    trained = []
+    for dataset in trainer.loaded:
         packed = [token for row in dataset["input_ids"] for token in row]
-        assert packed and other_tokens.isdisjoint(packed)
+        (client_id,) = [name for name in CLIENTS if not tokens[name].isdisjoint(packed)]
         assert len(dataset) < len(CLIENTS[client_id])
+        trained.append(client_id)
+    assert sorted(trained) == sorted([*CLIENTS] * 2)  # in two rounds
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
@@ -146,8 +156,25 @@ def test_sft_with_one_client_equals_the_plain_trainer(tmp_path, peft_config) -> 
     assert same_weights(plain.model, federated.model)
 
 
+class ScoringDPOTrainer(trl.DPOTrainer):
+    """Records the number of examples of each scored dataset, and the datasets of the data loaders."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.scored: list[int] = []
+        self.loaded: list[Dataset] = []
+        super().__init__(*args, **kwargs)
+
+    def _precompute_ref_logps(self, dataset, *args, **kwargs):
+        self.scored.append(len(dataset))
+        return super()._precompute_ref_logps(dataset, *args, **kwargs)
+
+    def get_train_dataloader(self):
+        self.loaded.append(self.train_dataset)
+        return super().get_train_dataloader()
+
+
 def dpo(output_dir: Path, **kwargs: Any) -> Any:
-    return federate(trl.DPOTrainer)(
+    return federate(ScoringDPOTrainer)(
         model=language_model(),
         args=arguments(trl.DPOConfig, output_dir, **kwargs),
         train_dataset={"north": preferences("north", 9), "south": preferences("south", 6)},
@@ -172,13 +199,15 @@ def test_dpo_with_lora_trains_adapters_over_two_clients(tmp_path) -> None:
 
 def test_dpo_reference_scores_use_the_model_before_training(tmp_path) -> None:
     on_demand, precomputed = dpo(tmp_path / "a"), dpo(tmp_path / "b", precompute_ref_log_probs=True)
-    datasets = precomputed._setup.train_datasets
-    columns = {column for column in datasets["south"].column_names if column.startswith("ref_")}
-    assert columns and all(columns <= set(datasets[client_id].column_names) for client_id in datasets)
-    scores = {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()}
+    assert (on_demand.scored, precomputed.scored) == ([], [9, 6])
     on_demand.train()
     precomputed.train()
-    assert {client_id: dataset["ref_chosen_logps"][:] for client_id, dataset in datasets.items()} == scores
+    assert precomputed.scored == [9, 6]
+    rounds = [
+        {len(data): (data["ref_chosen_logps"][:], data["ref_rejected_logps"][:]) for data in datasets}
+        for datasets in (precomputed.loaded[:2], precomputed.loaded[2:])
+    ]
+    assert rounds[0].keys() == {9, 6} and rounds[0] == rounds[1]
     for actual, expected in zip(on_demand.model.parameters(), precomputed.model.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 

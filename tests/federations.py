@@ -1,0 +1,56 @@
+"""Three clients and the federated trainer of most tests.
+
+```python
+trainer = build_federation(tmp_path, federation={"aggregation": "fedopt"}, trainer={"callbacks": [recorder]})
+```
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tiny import arguments, rows, tiny_model
+from transformers import Trainer
+
+from hf_federated import DistillationCallback, FederatedConfig, FederatedTrainer, federate
+
+
+# With the batch size of `arguments()`, an epoch of these clients has two steps, one step and two steps.
+CLIENTS = {"north": rows(8), "south": rows(4, seed=1), "west": rows(6, seed=2)}
+
+
+def build_federation(
+    directory: str | os.PathLike[str],
+    train_dataset: Any = None,
+    *,
+    num_rounds: int = 2,
+    federation: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    base: type[Trainer] = Trainer,
+    **kwargs: Any,
+) -> FederatedTrainer:
+    """
+    Build the federated trainer of a tiny model.
+
+    Args:
+        directory (`str` or `os.PathLike`): Output directory of the trainer.
+        train_dataset (`Any`, *optional*): Training examples. Defaults to `CLIENTS`.
+        num_rounds (`int`, *optional*, defaults to `2`): Number of rounds.
+        federation (`dict`, *optional*): Further fields of `FederatedConfig`.
+        trainer (`dict`, *optional*): Further arguments of the trainer.
+        base (`type`, *optional*, defaults to `Trainer`): The class to federate.
+        kwargs (`Any`): Training arguments.
+    """
+    return federate(base)(
+        **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
+        train_dataset=CLIENTS if train_dataset is None else train_dataset,
+        federation=FederatedConfig(**{"num_rounds": num_rounds, **(federation or {})}),
+    )
+
+
+def distillation_callback(trainer: FederatedTrainer) -> DistillationCallback:
+    """The callback that runs the distillation of a trainer. Its `server` holds the server's model and optimizer."""
+    return next(
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, DistillationCallback)
+    )
