@@ -85,7 +85,7 @@ def num_examples(recorder: RoundRecorder) -> list[dict[str, int]]:
     ("balance", "max_rows", "expected"),
     [("min", None, 3), ("min", 2, 2), ("min", 9, 3), (None, 8, 8), (None, None, None)],
 )
-def test_limit_of_a_cohort(balance, max_rows, expected):
+def test_smaller_limit_of_balance_and_max_rows_per_round_applies(balance, max_rows, expected):
     assert RowLimit(SIZES, balance, max_rows)(["a", "b", "c"]) == expected
 
 

@@ -58,7 +58,7 @@ def test_an_engine_can_run_a_second_training(tmp_path):
     assert second.ledger.to_dict() == engine.ledger.to_dict() and len(second.ledger.rounds()) == 1
 
 
-def test_a_local_engine_is_refused_in_a_launch_of_several_processes():
+def test_local_engine_is_refused_in_a_launch_of_several_processes():
     with pytest.raises(ValueError, match="runs in one process, but the launch has 2 processes"):
         LocalEngine().check_launch(2)
     RankEngine().check_launch(2)
@@ -78,7 +78,7 @@ class Rejected(FederatedCallback):
 
 
 @pytest.mark.parametrize(("min_clients", "accepted"), [(1, ["a"]), (2, ["a", "b"])])
-def test_a_round_ends_at_its_deadline_with_the_replies_it_needs(tmp_path, min_clients, accepted):
+def test_round_ends_at_its_deadline_once_min_clients_have_replied(tmp_path, min_clients, accepted):
     rejected = Rejected()
     trainer = train(
         tmp_path, client_callbacks=[Sleep()], callbacks=[rejected], round_deadline=0.2, min_clients=min_clients
@@ -92,13 +92,13 @@ def test_a_round_ends_at_its_deadline_with_the_replies_it_needs(tmp_path, min_cl
     assert (log["federated/num_clients"], log["federated/num_failed"]) == (len(accepted), len(late))
 
 
-def test_a_round_without_a_deadline_waits_for_all_clients(tmp_path):
+def test_round_without_a_deadline_waits_for_all_clients(tmp_path):
     rejected = Rejected()
     train(tmp_path, client_callbacks=[Sleep()], callbacks=[rejected])
     assert rejected.reasons == {}
 
 
-def test_a_late_client_counts_as_failed_if_too_few_are_left(tmp_path):
+def test_round_fails_if_all_clients_fail_after_its_deadline(tmp_path):
     class FailsAfterSleep(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             time.sleep(0.1)
@@ -114,27 +114,27 @@ def test_a_late_client_counts_as_failed_if_too_few_are_left(tmp_path):
     ("deadline", "min_replies", "num_replies", "is_over"),
     [(None, 0, 5, False), (1e9, 0, 5, False), (1e-9, 0, 0, True), (1e-9, 3, 2, False), (1e-9, 3, 3, True)],
 )
-def test_a_plan_is_over_at_its_deadline_once_it_has_its_replies(deadline, min_replies, num_replies, is_over):
+def test_plan_ends_at_its_deadline_once_min_replies_have_arrived(deadline, min_replies, num_replies, is_over):
     plan = Plan(0, ("a",), lambda client_id: None, deadline=deadline, min_replies=min_replies)
     assert plan.is_over(time.monotonic() - 1e-3, num_replies) is is_over
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
-def test_a_deadline_must_be_positive(value):
+def test_deadline_must_be_positive(value):
     with pytest.raises(ValueError, match="`round_deadline` is"):
         FederatedConfig(round_deadline=value)
 
 
-# ---- Where the server's state is
+# ---- Device of the server's state
 
 
-def test_the_server_on_the_cpu_trains_the_same_model(tmp_path):
+def test_server_on_the_cpu_trains_the_same_model(tmp_path):
     on_model = train(tmp_path / "model", aggregation="fedopt", num_rounds=2)
     on_cpu = train(tmp_path / "cpu", aggregation="fedopt", num_rounds=2, server_device="cpu")
     assert same_weights(on_model.model, on_cpu.model)
 
 
-def test_the_servers_state_and_updates_move_to_its_device():
+def test_state_of_the_server_and_updates_move_to_server_device():
     """`meta` represents a device that this machine may not have."""
     meta = torch.device("meta")
     state = ServerState({}, device=meta).read(Exchange(tiny_model()))
@@ -143,12 +143,12 @@ def test_the_servers_state_and_updates_move_to_its_device():
     assert update.state["w"].device == update.extra["e"].device == meta
 
 
-def test_an_unknown_server_device_is_refused():
+def test_unknown_server_device_is_refused():
     with pytest.raises(ValueError, match="server_device"):
         FederatedConfig(server_device="cuda:7")
 
 
-# ---- Launches whose processes do not find each other
+# ---- Launches whose processes run independently
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_unknown_server_device_is_refused():
         ({"MASTER_ADDR": "10.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "main process at 10.0.0.1"),
     ],
 )
-def test_a_launch_of_several_processes_that_sees_one_is_refused(monkeypatch, environment, message):
+def test_launch_of_several_independent_processes_is_refused(monkeypatch, environment, message):
     for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     check_launch(1)
@@ -170,7 +170,7 @@ def test_a_launch_of_several_processes_that_sees_one_is_refused(monkeypatch, env
         check_launch(1)
 
 
-def test_a_trainer_checks_the_launch(tmp_path, monkeypatch):
+def test_trainer_refuses_a_launch_of_independent_processes(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

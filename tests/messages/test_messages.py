@@ -117,7 +117,7 @@ def test_tensors_of_every_dtype_survive_and_have_the_computed_size(dtype):
     assert packed_size(tree) == len(blob)
 
 
-def test_size_of_many_tensors_of_mixed_dtypes():
+def test_computed_size_of_many_tensors_of_mixed_dtypes_is_right():
     # More than ten tensors, so that the names have a different order as text than as numbers.
     tree = {f"name {i} é": torch.zeros(i, dtype=DTYPES[i % len(DTYPES)]) for i in range(40)}
     assert packed_size(tree) == len(pack(tree))
@@ -125,7 +125,7 @@ def test_size_of_many_tensors_of_mixed_dtypes():
 
 @pytest.mark.parametrize("second", DTYPES, ids=str)
 @pytest.mark.parametrize("first", DTYPES, ids=str)
-def test_size_for_every_order_of_dtypes(first, second):
+def test_computed_size_is_right_for_every_order_of_dtypes(first, second):
     # The header contains offsets as text. A large tensor before many small tensors makes the header longer.
     tree = [torch.zeros(2, dtype=first) for _ in range(20)] + [torch.zeros(5000, dtype=second)]
     assert packed_size(tree) == len(pack(tree))
