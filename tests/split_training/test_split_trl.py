@@ -410,7 +410,7 @@ def test_unsupported_trainers_and_adapters_are_rejected(tmp_path):
             self.model.forward = lambda **inputs: None
 
     with pytest.raises(TypeError, match="replaces the forward method of the model"):
-        split_federate(ForwardPatchingTrainer)(whole_model(), train_dataset=texts("north", 2))
+        split_federate(ForwardPatchingTrainer)(whole_model(), arguments(tmp_path), train_dataset=texts("north", 2))
 
 
 def test_target_scores_equal_scores_of_full_logits():
