@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from distillation_setup import SIZES, Recorder
 from feddrs_runs import EMBEDDINGS, SMALL, WeightsRecorder, feddrs_trainer
+from federations import distillation_callback
 from peft import LoraConfig, get_peft_model
 from test_pseudo_samples import TokensAlone, tiny_llama, tiny_roberta, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
@@ -298,7 +299,7 @@ def test_teachers_are_on_disk_and_removed_after_the_run(tmp_path):
     trainer = feddrs_trainer(tmp_path, callbacks=[CountTeachers()])
     trainer.train()
     assert num_stored == [len(SIZES)] * 2
-    teachers = trainer._setup.distillation_callback.server.teachers
+    teachers = distillation_callback(trainer).server.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
 

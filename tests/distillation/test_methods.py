@@ -15,6 +15,7 @@ from distillation_setup import (
     distillation_trainer,
     same_clients,
 )
+from federations import distillation_callback
 from tiny import rows, same_weights, tiny_model
 
 from hf_federated import DISTILLATIONS, FederatedCallback
@@ -246,7 +247,7 @@ def test_mhat_broadcasts_the_logits_of_the_servers_model(tmp_path):
     trainer.train()
     trainer.model.eval()
     with torch.no_grad():
-        inputs = torch.tensor(trainer._setup.participants.public_dataset["input_ids"])
+        inputs = torch.tensor(trainer.public_dataset["input_ids"])
         torch.testing.assert_close(broadcast_targets(record), trainer.model(input_ids=inputs).logits)
 
 
@@ -283,7 +284,7 @@ def test_distillation_optimizers_persist_over_rounds(tmp_path, method, steps):
     trainer = distillation_trainer(tmp_path, method)
     trainer.train()
     models = trainer.engine.worker.models
-    students = [trainer._setup.distillation_callback.server.student]
+    students = [distillation_callback(trainer).server.student]
     students += [models.open(client_id).student for client_id in SIZES]
     for student in students:
         counters = {int(state["step"]) for state in student.state_dict()["optimizer"]["state"].values()}
@@ -314,7 +315,7 @@ def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
         def on_round_begin(self, args, state, control, server, **_):
             if server.round > 0:
                 return
-            distillation_server = trainer._setup.distillation_callback.server
+            distillation_server = distillation_callback(trainer).server
             labelled_batch = distillation_server.labelled_batch
 
             def recorded(size, *purpose):
@@ -366,7 +367,7 @@ def test_feddf_server_targets_are_the_mean_of_client_logits(tmp_path):
         models.append({name: value.clone() for name, value in trainer.exchange.read().items()})
         return logits.sum() * 0
 
-    trainer._setup.distillation_callback.algorithm.server_loss = server_loss
+    distillation_callback(trainer).algorithm.server_loss = server_loss
     trainer.train()
     updates = select_messages(record.received, ClientUpdate)
     assert len({float(update.state["classifier.weight"][0, 0]) for update in updates}) == len(SIZES)
@@ -388,7 +389,7 @@ def test_train_on_labelled_trains_the_server_on_labelled_examples(tmp_path):
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     # Each round has two epochs, each with 3 batches of public examples and 2 batches of labelled examples.
-    student = trainer._setup.distillation_callback.server.student
+    student = distillation_callback(trainer).server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
 

@@ -148,11 +148,11 @@ def test_clients_with_other_token_ids_predict_and_learn_the_same(tmp_path, metho
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
 def test_each_prediction_belongs_to_the_text_at_its_index(tmp_path, method):
     record = Recorder()
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    clients = own_tokenizers(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     trainer = own_tokenizer_trainer(
         tmp_path,
         method,
-        own_tokenizers(**no_dropout),
+        clients,
         record,
         args=arguments(tmp_path, learning_rate=0.0),
         federation=FederatedConfig(num_rounds=1, distillation=method),
@@ -160,7 +160,7 @@ def test_each_prediction_belongs_to_the_text_at_its_index(tmp_path, method):
     trainer.train()
     orders = set()
     for message, values in sent_predictions(record).values():
-        spec = trainer._setup.participants.clients[message.client_id]
+        spec = clients[message.client_id]
         rows = public_order(len(PUBLIC), message.order)[message.start : message.stop].tolist()
         orders.add(tuple(rows))
         for value, row in zip(values, rows, strict=True):
