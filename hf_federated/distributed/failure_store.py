@@ -1,9 +1,9 @@
 """`FailureStore`: events and the first failure of a launch, shared by its processes.
 
-The events are keys of the key-value store through which the processes found each other. The store works before the
-first collective operation and after a connection is lost. The processes use it to announce that they joined, that they
-failed and that they finished. The store may run inside the main process and disappear with it; each process keeps the
-failure that it read before.
+The events are keys of the key-value store with which `torch.distributed` connects the processes. The store works
+before the first collective operation and after a connection is lost. Each process posts that it joined, failed or
+finished. The store may run inside the main process and end with that process, so each process keeps the failure that
+it has read.
 """
 
 from __future__ import annotations

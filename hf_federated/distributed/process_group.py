@@ -28,7 +28,8 @@ from .failure_store import FailureStore
 
 T = TypeVar("T")
 
-# A process may wait for the clients of another process for as long as these train. A dead process is noticed at once.
+# A process waits as long as the clients of another process train. The end of a process closes its connections, so the
+# other processes do not wait for the timeout.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 BUCKET_BYTES = 32 * 2**20
 # The main process waits this long before it ends, so that the other processes can read its error.
@@ -71,7 +72,7 @@ class ProcessGroup:
         self._group: Any = None
         self._label = ""
         if world_size > 1:
-            # The store through which the processes found each other. A separate socket would need another open port.
+            # The key-value store of `torch.distributed`. A separate store would need another open port.
             self._store = FailureStore(default_store(), rank, world_size)
 
     @property
@@ -113,7 +114,7 @@ class ProcessGroup:
         """
         Create the process group once all processes have called this method.
 
-        Every process must call it before it communicates with other processes. Later calls return at once.
+        Every process must call this method before it communicates with other processes. Later calls return at once.
 
         Args:
             timeout (`float`): Longest time to wait for the other processes, in seconds.
@@ -146,7 +147,7 @@ class ProcessGroup:
 
     def gather(self, label: str, tree: Any) -> list[Any]:
         """
-        Collect one tree from every process, on all processes. Every process must call it.
+        Collect one tree from every process, on all processes. Every process must call this method.
 
         Args:
             label (`str`): Point of the program, for error messages. It must be the same in all processes.
@@ -190,9 +191,9 @@ class ProcessGroup:
 
     def run_on_main(self, label: str, function: Callable[[], T]) -> T:
         """
-        Run `function` on the main process and return its result on all processes. Every process must call it.
+        Run `function` on the main process and return its result on all processes. Every process must call this method.
 
-        Use it for values that could differ between processes.
+        Use this method for values that could differ between processes.
 
         Args:
             label (`str`): Point of the program, as in `gather`.
@@ -401,7 +402,8 @@ class ProcessGroup:
     def _close_group(self) -> None:
         """Close the connections of the group, so that no process waits for this process."""
         if self._group is not None and dist.is_initialized():
-            # The default group stays open: new training arguments would wait for all processes to create another.
+            # The default group stays open. Without it, new training arguments would create another default group, for
+            # which accelerate waits for all processes.
             dist.destroy_process_group(self._group)
         self._group = None  # The connections stay open as long as a reference to the group exists.
 

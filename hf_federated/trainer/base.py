@@ -29,19 +29,19 @@ else:
 
 
 class LoopArgumentsMixin(_Base):
-    """A trainer that keeps the user's arguments while `args` contains the arguments of the training loop."""
+    """A trainer that keeps the user's training arguments while `args` contains those of the loop over rounds."""
 
     args: TrainingArguments
     _user_args: TrainingArguments
 
     @property
     def run_args(self) -> TrainingArguments:
-        """The user's arguments. During training, `args` contains the arguments of the training loop instead."""
+        """The user's training arguments. During training, `args` contains the arguments of the loop over rounds."""
         return self._user_args
 
     @contextmanager
     def _arguments(self, args: TrainingArguments) -> Iterator[None]:
-        """Set `args` inside the context."""
+        """Replace `args` inside the context."""
         before, self.args = self.args, args
         try:
             yield
@@ -51,11 +51,11 @@ class LoopArgumentsMixin(_Base):
 
 class RoleMixin(LoopArgumentsMixin):
     """
-    A trainer in one of three roles: the parent trainer (without a setup), the loop over rounds, or a client's copy.
+    A trainer in one of three roles: a plain trainer without a federation, the loop over rounds, or a client's copy.
     """
 
     _setup: FederationSetup | None = None
-    # Set when the rounds or the first evaluation of clients start.
+    # Set when the rounds or the first evaluation of the clients start.
     _running: Federation | None = None
     _runs_rounds: bool = False
     # Set on the isolated copy that trains one client.

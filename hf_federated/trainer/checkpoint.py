@@ -1,12 +1,12 @@
 """Checkpoints that are either complete or absent.
 
 A checkpoint is written to a staging directory and then renamed, so an interrupted run leaves no partial checkpoint.
-A federation adds a directory `federated/` to the files of `Trainer`. Its files are packed trees (safetensors with a
-JSON header):
+A federation adds a directory `federated/` to the files of `Trainer`. The directory contains safetensors files whose
+header stores the structure of the saved values as JSON:
 
 - `server.safetensors`: the identity of the federation, the state of its algorithms, the ledger and the digests of the
-  clients' files. For a PEFT model, also the exchanged parameters: the files that PEFT saves for a prompt-learning
-  method cannot be trained further.
+  clients' files. For a PEFT model, the file also contains the exchanged parameters, because training cannot continue
+  from the files that PEFT saves for a prompt-learning method.
 - `clients/`: the client states, one file for each client.
 """
 
@@ -88,7 +88,7 @@ def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def clear_staging(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the partially written or deleted checkpoints that a killed run left."""
+    """Delete the partially written and partially deleted checkpoints that a killed run left."""
     shutil.rmtree(Path(output_dir) / STAGING_DIR, ignore_errors=True)
 
 
@@ -101,8 +101,8 @@ def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) ->
 
     Args:
         output_dir (`str` or `os.PathLike`): The directory that will contain the checkpoint.
-        create (`bool`, *optional*, defaults to `True`): Whether to create and remove the directory. With `False`,
-            another process does both, and this process only gets the path.
+        create (`bool`, *optional*, defaults to `True`): Whether this process creates and removes the directory. With
+            `False`, another process creates and removes the directory, and this process only gets the path.
 
     Yields:
         `pathlib.Path`: The staging directory.
@@ -201,7 +201,7 @@ def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, bes
     """
     Delete the oldest checkpoints beyond a limit, but never the best or the last checkpoint.
 
-    Checkpoints of later steps than the current step were left by an earlier run, so they count as older than all
+    A checkpoint of a later step than the current step was left by an earlier run and counts as older than all
     checkpoints of this run. `Trainer` derives the same order from the modification times of the files.
 
     Args:

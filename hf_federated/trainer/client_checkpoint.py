@@ -47,7 +47,7 @@ def save_teachers(
         directory (`pathlib.Path`): Directory of the client states. The teachers are written to a folder inside it.
         teachers ([`Teachers`], *optional*): The teachers of this process.
         processes ([`ProcessGroup`]): The processes of the launch.
-        spreads_clients (`bool`): Whether each process has different teachers.
+        spreads_clients (`bool`): Whether each process trains different clients, and so has different teachers.
 
     Returns:
         `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order. Empty without
@@ -71,7 +71,7 @@ def load_teachers(
         directory, teachers, processes, spreads_clients: As in `save_teachers`.
         digests (`dict[str, str]`): The return value of `save_teachers`.
     """
-    # If the processes train different clients, the main process holds all teachers until the clients send new ones.
+    # If the processes train different clients, the main process holds all teachers until the clients send new models.
     if teachers is not None and (processes.is_main or not spreads_clients):
         teachers.load(directory / TEACHERS_DIR, digests)
 

@@ -5,8 +5,9 @@ sentence-transformers. Such a trainer is constructed with the dataset of one cli
 dataset are recorded, and repeated for the dataset of every other client on first access. No second trainer is
 constructed, because its constructor would change the shared model.
 
-The constructors of all other trainers get a placeholder instead of a dataset. They may pass the placeholder on, but
-not read it: computations on the examples of one client could not be repeated for the other clients.
+The constructors of all other trainers get a placeholder instead of a dataset. A constructor may pass the placeholder
+on, but must not read examples from it, because a computation on the examples of one client cannot be repeated for the
+other clients.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class DatasetPlaceholder:
         self._type = type(clients[next(iter(clients))])
         self._num_examples = sum(number or 0 for number in clients.num_rows.values())
 
-    # Constructors that check the type of a dataset would otherwise skip its preparation silently.
+    # A constructor that checks the type of its dataset would otherwise skip the preparation without an error.
     @property  # type: ignore[misc]  # `object` declares an attribute
     def __class__(self) -> Any:
         return self._type
@@ -106,7 +107,7 @@ class PreparingMixin(_Base):
 
     @classmethod
     def prepares_data(cls) -> bool:
-        """Whether the constructor of the trainer prepares its examples."""
+        """Whether the constructor of the trainer prepares its datasets."""
         parents = cls.__mro__[cls.__mro__.index(PreparingMixin) + 1 :]
         return any(name in vars(parent) for parent in parents for name in PREPARATIONS)
 

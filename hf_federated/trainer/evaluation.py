@@ -19,7 +19,8 @@ from ..distributed.process_group import ProcessGroup
 
 # Batches that each rank predicts between two exchanges of predictions.
 BATCHES_PER_EXCHANGE = 4
-# An override of one of these methods may do more than predict, so every rank then predicts all batches.
+# If a trainer class overrides one of these methods, every rank predicts all batches, because the override may do more
+# than predict.
 PREDICTION_METHODS = ("evaluation_loop", "prediction_step", "compute_loss")
 # Packages whose overrides only predict.
 KNOWN_PACKAGES = ("transformers", "hf_federated")
@@ -50,8 +51,8 @@ class SpreadLoader(DataLoaderStateMixin):
     """
     A data loader that reads ahead, so that ranks can predict several batches at the same time.
 
-    While its batches are used, it replaces the wrapped data loader in the gradient state of accelerate. The trainer
-    reads the end of the data from this state, and the wrapped data loader reaches the end earlier.
+    The trainer reads from the gradient state of accelerate whether a batch is the last. The wrapped data loader
+    reaches its end too early, so this data loader replaces it in the gradient state.
 
     Args:
         dataloader (`Any`): The evaluation's batches, the same in all ranks.

@@ -19,9 +19,9 @@ class FederatedTrainer(FederatedMixin, Trainer):
     `federation`, the trainer behaves as `Trainer`.
 
     Attributes that the trainer of a client sets on itself are dropped after the client's training, as if the client
-    ran on another machine. Objects that it changes in place (a list on the trainer, the state of a custom collator)
-    are shared by the clients of a process, and the trainer cannot detect such changes. Training must not depend on
-    such objects, except for values that follow from the step.
+    ran on another machine. Objects that the trainer of a client changes in place (a list on the trainer, the state
+    of a custom collator) are shared by the clients of a process, and such changes cannot be detected. Training must
+    not depend on such an object, unless its value depends on the step only.
 
     Args:
         federation ([`FederatedConfig`], *optional*):

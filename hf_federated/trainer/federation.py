@@ -41,7 +41,7 @@ CLIENT_STORE_DIR = "client_store"
 
 class Federation:
     """
-    A federation that runs, built around the trainer's model as it is when the rounds start.
+    A running federation. It starts from the parameters that the trainer's model has when the rounds start.
 
     Args:
         setup ([`FederationSetup`]): The arguments of the trainer.
@@ -57,7 +57,8 @@ class Federation:
         self._setup, self._args, self._trainer = setup, args, setup.trainer
         model = self._trainer.model
         if setup.spreads_clients:
-            # As in DistributedDataParallel. A process may have initialized a head or an adapter without a seed.
+            # A process may have initialized a head or an adapter without a seed. DistributedDataParallel also starts
+            # from the parameters of the main process.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
@@ -76,7 +77,7 @@ class Federation:
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.decay_parameter_names: list[str] | None = None
         self._flos_per_token: int | None = None
-        # Computed once here, so that no client's trainer computes the columns again.
+        # The trainers of the clients are copies and use these columns.
         set_signature_columns(self._trainer)
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
@@ -261,7 +262,7 @@ class Federation:
         return self.summary
 
     def share_decisions(self, control: TrainerControl) -> None:
-        """Log, evaluate, save or stop in all processes if a callback in one process requested it."""
+        """Apply each decision to log, evaluate, save or stop in all processes, if one process has taken it."""
         label = f"end of round {self.loop.server.round}"
         for decisions in self._setup.processes.gather(label, vars(control)):
             for name, is_set in decisions.items():

@@ -1,9 +1,9 @@
 """Compare the setup of all processes of a launch before training.
 
 Every process runs the same script, but the setup can still differ: a dataset may be shuffled without a seed, or an
-argument may depend on the machine. Each process describes its setup as lines of text, and one gather compares the
-descriptions. A description leaves out settings that may differ between machines (devices, output directories, logging)
-and settings that could be secret, because the error message shows the values.
+argument may depend on the machine. Each process describes its setup as lines of text, and the processes compare their
+descriptions. A description omits settings that may differ between machines (devices, output directories, logging). It
+also omits settings that could be secret, because the error message shows the values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stubs with which the training loop of `Trainer` runs one round as one step.
 
-The loop runs one epoch of one step for each round. It uses a data loader without data, an optimizer without parameters
-and a schedule that returns the last learning rate of the clients. The round runs in `training_step`. Logging,
+For each round, the training loop runs one epoch of one step, and `training_step` runs the round. The data loader has
+no data, the optimizer has no parameters, and the schedule returns the last learning rate of the clients. Logging,
 evaluation, saving, early stopping and resuming work as in `Trainer`.
 """
 
@@ -38,8 +38,8 @@ def round_arguments(args: TrainingArguments, num_rounds: int) -> TrainingArgumen
     outer.include_num_input_tokens_seen = "no"
     # The federated trainer deletes old checkpoints itself, so that no partial checkpoint remains.
     outer.save_total_limit = None
-    # An epoch of the loop and a step of the loop are both a round. With steps, the loop logs, evaluates and saves
-    # before the round ends.
+    # A round is one epoch and one step of the loop. With the strategy "steps", the loop logs, evaluates and saves
+    # before `on_epoch_end`, which ends the round.
     for kind, strategy_class in (("logging", IntervalStrategy), ("eval", IntervalStrategy), ("save", SaveStrategy)):
         if getattr(outer, f"{kind}_strategy") == strategy_class.EPOCH:
             setattr(outer, f"{kind}_strategy", strategy_class.STEPS)

@@ -7,8 +7,8 @@ A trainer has one of three roles (`base.py`):
 - A client is an isolated copy of the trainer that runs `train()` of the parent class on the client's examples
   (`clients/local_training.py`).
 
-Each docstring describes the override in each role. The work of the federated role is done in [`Federation`]. Saving is
-in `saving.py`, and the dataset preparation of constructors in `dataset_preparation.py`.
+The docstring of an override describes the behaviour in each role. [`Federation`] does the work of the rounds. The
+overrides that save are in `saving.py`, and the overrides that prepare datasets are in `dataset_preparation.py`.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             return super().compute_loss(model, inputs, **optional, **kwargs)
         inputs = hook.inputs(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # The algorithm adds means over this batch, but the trainer may have divided the loss by the size of the step.
+        # The algorithm adds means over this batch, but the trainer may have divided its loss by the size of the step.
         share = local.share_of_step(self, inputs, kwargs.get("num_items_in_batch"))
         loss = hook.loss(loss / share, outputs, inputs) * share
         return (loss, outputs) if return_outputs else loss
@@ -365,7 +365,7 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         if self._is_federating:
             self.optimizer = ServerOptimizer()
             return self.optimizer
-        # A custom override may accept no argument and return no value.
+        # A custom `create_optimizer` may accept no argument and return no value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         local = self.local_training
         if local is not None:
@@ -396,11 +396,12 @@ class FederatedMixin(SavingMixin, PreparingMixin):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count floating point operations. For a round, this is the sum over its clients."""
         if self._is_federating:
-            # With `parallelism="data"` the parent class sums over processes, but each process has the sum already.
+            # The parent class adds the counts of all processes. With `parallelism="data"` each process has the whole
+            # count, so only one process reports it.
             setup = self._federation_setup
             counts = setup.spreads_clients or setup.processes.is_main
             return int(self._federation.summary.total_flos) if counts else 0
-        # The cached count of the federation does not apply to a client with its own model.
+        # A client with its own model has other counts than the model of the federation.
         shares_model = self.local_training is not None and self._running is not None
         if shares_model and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # `Trainer` counts proportionally to the tokens, but counts the parameters again for every batch.

@@ -260,7 +260,7 @@ def _install_aggregation(
 
 
 def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
-    """Postprocessors of the algorithm and of `exchange_dtype`, which follow the user's postprocessors."""
+    """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
     steps = algorithm.postprocessors()
     dtype = exchange_dtype(config.exchange_dtype)
     if dtype is None:

@@ -412,7 +412,7 @@ def test_invalid_settings_are_rejected(settings, message):
 
 
 def test_public_dataset_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="has no use for public or labelled examples"):
+    with pytest.raises(ValueError, match="uses neither public examples nor labelled examples"):
         FederatedTrainer(
             model=tiny_model(),
             args=arguments(tmp_path),

@@ -30,7 +30,7 @@ def resolve_federation(federation: FederatedConfig | None, args: TrainingArgumen
 
 def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:
     """
-    Refuse training arguments and launches that have no meaning in a federation or are untested.
+    Refuse training arguments and launches that a federation does not support.
 
     Raises:
         ValueError: If an argument or the launch is not supported. The message names the alternative.

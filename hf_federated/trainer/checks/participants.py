@@ -44,8 +44,8 @@ def check_participants(
         and (participants.public_dataset is not None or participants.server_dataset is not None)
     ):
         raise ValueError(
-            f"distillation={name!r} has no use for public or labelled examples of the server. Leave `public_dataset` "
-            "and `server_dataset` out."
+            f"distillation={name!r} uses neither public examples nor labelled examples of the server. Leave "
+            "`public_dataset` and `server_dataset` out."
         )
     for argument in ("public_dataset", "server_dataset"):
         dataset = getattr(participants, argument)

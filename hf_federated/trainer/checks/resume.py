@@ -14,7 +14,7 @@ from ...data import FederatedDataset
 from ...distillation import Distillation
 
 
-# Fields that set the length of a run, its evaluation and logging, and where its clients run.
+# Fields that define the length, the evaluation and the logging of a run, and where its clients run.
 CHANGEABLE_FIELDS = (
     "num_rounds",
     "min_clients",
