@@ -386,7 +386,7 @@ LOSS_FUNCTION = "_loss_function"
 
 
 def set_signature_columns(trainer: Trainer) -> None:
-    """Let a trainer find out which columns its model takes."""
+    """Compute the columns that the model of a trainer takes, and store them on the trainer."""
     trainer._set_signature_columns_if_needed()
 
 
@@ -397,7 +397,7 @@ def remove_unused_columns(trainer: Trainer, dataset: Any, description: str) -> A
     Args:
         trainer (`transformers.Trainer`): The trainer.
         dataset (`datasets.Dataset`): Encoded examples.
-        description (`str`): What the log calls the data set.
+        description (`str`): Name of the dataset in the log.
     """
     return trainer._remove_unused_columns(dataset, description)
 
@@ -465,7 +465,7 @@ def disable_activation_checkpointing(model: PreTrainedModel) -> None:
 
 
 class ActivationCheckpointing:
-    """With transformers before 5.23, let a model that overrides the new methods have the old names, too."""
+    """With transformers before 5.23, adds the old method names to a model that overrides the new methods."""
 
     if not HAS_ACTIVATION_CHECKPOINTING:
 
@@ -473,11 +473,12 @@ class ActivationCheckpointing:
             self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
         ) -> None:
             """Call `activation_checkpointing_enable`."""
+            # The model class defines the method.
             self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)  # type: ignore[attr-defined]
 
         def gradient_checkpointing_disable(self) -> None:
             """Call `activation_checkpointing_disable`."""
-            self.activation_checkpointing_disable()  # type: ignore[attr-defined]
+            self.activation_checkpointing_disable()  # type: ignore[attr-defined]  # as above
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
@@ -517,12 +518,12 @@ def process_states() -> list[dict[str, Any]]:
 
 
 def dataset_fingerprint(dataset: Dataset) -> str:
-    """The fingerprint of a data set, which changes with its examples."""
+    """The fingerprint of a dataset, which changes with its examples."""
     return dataset._fingerprint
 
 
 def indices_table(dataset: Dataset) -> Table | None:
-    """The row numbers of a selection in one column, or `None` if the data set has all rows of its table in order."""
+    """A column of the selected row numbers, or `None` if the dataset has all rows of its table in order."""
     return dataset._indices
 
 
@@ -530,7 +531,7 @@ def indices_table(dataset: Dataset) -> Table | None:
 
 
 def default_store() -> dist.Store:
-    """The store through which the processes of the default process group met."""
+    """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
