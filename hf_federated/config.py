@@ -66,9 +66,33 @@ def name_functions(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def parse_freeze(freeze: str) -> tuple[bool, int]:
+    """
+    Parse a value of `freeze`.
+
+    Args:
+        freeze (`str`): `"embeddings"`, a number of layers (`"2"`), or both in any order (`"embeddings+2"`).
+
+    Returns:
+        `tuple[bool, int]`: Whether to freeze the embeddings, and the number of layers to freeze.
+
+    Raises:
+        ValueError: If `freeze` has another format.
+    """
+    match = re.fullmatch(r"embeddings|(?:embeddings\+)?(\d+)|(\d+)\+embeddings", freeze)
+    if match is None:
+        raise ValueError(f"`freeze` is {freeze!r}; use 'embeddings', a number of layers, or 'embeddings+2'.")
+    return "embeddings" in freeze, int(match[1] or match[2] or 0)
+
+
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"`{name}` is {value!r}; allowed are {', '.join(map(repr, allowed))}.")
+
+
+def _check_at_least_one(name: str, value: int, advice: str = "") -> None:
+    if value < 1:
+        raise ValueError(f"`{name}` is {value}; it must be at least 1.{advice}")
 
 
 class SavedConfig:
@@ -292,10 +316,8 @@ class FederatedConfig(SavedConfig):
         # The field types include text for the command line. After initialization, the values are dictionaries.
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
         self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
-        if self.max_resident_clients is not None and self.max_resident_clients < 1:
-            raise ValueError(f"`max_resident_clients` is {self.max_resident_clients}; it must be at least 1.")
-        if self.num_rounds is not None and self.num_rounds < 1:
-            raise ValueError(f"`num_rounds` is {self.num_rounds}; it must be at least 1.")
+        if self.num_rounds is not None:
+            _check_at_least_one("num_rounds", self.num_rounds)
         if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
             raise ValueError(f"`clients_per_round` is {self.clients_per_round!r}; set a count (10) or a share (0.1).")
         if isinstance(self.clients_per_round, float) and not 0 < self.clients_per_round <= 1:
@@ -303,24 +325,22 @@ class FederatedConfig(SavedConfig):
                 f"`clients_per_round` is {self.clients_per_round}; a share must be in (0, 1]. Set an integer for a "
                 "count."
             )
-        if isinstance(self.clients_per_round, int) and self.clients_per_round < 1:
-            raise ValueError(f"`clients_per_round` is {self.clients_per_round}; it must be at least 1.")
+        if isinstance(self.clients_per_round, int):
+            _check_at_least_one("clients_per_round", self.clients_per_round)
         if self.local_epochs < 1 or self.local_epochs != int(self.local_epochs):
             raise ValueError(
                 f"`local_epochs` is {self.local_epochs}; it must be an integer of at least 1. Use "
                 "`local_steps` for less."
             )
-        if self.local_steps is not None and self.local_steps < 1:
-            raise ValueError(f"`local_steps` is {self.local_steps}; it must be at least 1.")
-        if self.max_rows_per_round is not None and self.max_rows_per_round < 1:
-            raise ValueError(
-                f"`max_rows_per_round` is {self.max_rows_per_round}; it must be at least 1. Omit it to train on all "
-                "examples."
-            )
+        if self.local_steps is not None:
+            _check_at_least_one("local_steps", self.local_steps)
+        if self.max_rows_per_round is not None:
+            _check_at_least_one("max_rows_per_round", self.max_rows_per_round, " Omit it to train on all examples.")
         if self.balance is not None:
             _check_choice("balance", self.balance, BALANCES)
-        if self.min_clients < 1:
-            raise ValueError(f"`min_clients` is {self.min_clients}; it must be at least 1.")
+        _check_at_least_one("min_clients", self.min_clients)
+        if self.max_resident_clients is not None:
+            _check_at_least_one("max_resident_clients", self.max_resident_clients)
         if self.round_deadline is not None and not self.round_deadline > 0:
             raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
         _check_choice("exchange", self.exchange, EXCHANGES)
@@ -334,10 +354,7 @@ class FederatedConfig(SavedConfig):
             _check_choice("server_device", self.server_device, SERVER_DEVICES)
         if self.freeze is not None:
             self.freeze = str(self.freeze)
-            if not re.fullmatch(r"embeddings|(embeddings\+)?\d+", self.freeze):
-                raise ValueError(
-                    f"`freeze` is {self.freeze!r}; set it to 'embeddings', a number of layers, or 'embeddings+2'."
-                )
+            parse_freeze(self.freeze)
 
     def to_dict(self) -> dict[str, Any]:
         """

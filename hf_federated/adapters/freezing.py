@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import parse_freeze
+
 
 DEPTHS = (
     "num_hidden_layers",
@@ -101,16 +103,13 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
             f"`freeze` supports transformers models, got {type(model).__name__}. Freeze a model before wrapping it;"
             " PEFT already freezes the model that it wraps."
         )
-    parts = str(freeze).split("+")
-    num_layers = sum(int(part) for part in parts if part.isdigit())
-    if any(part != "embeddings" and not part.isdigit() for part in parts):
-        raise ValueError(f"`freeze` is {freeze!r}; use 'embeddings', a number of layers, or 'embeddings+2'.")
+    with_embeddings, num_layers = parse_freeze(str(freeze))
     layers = _layers(model)
     if num_layers > len(layers):
         raise ValueError(
             f"`freeze` asks for {num_layers} layers; {type(model).__name__} has {len(layers)}. Use a smaller number."
         )
-    frozen = _embedding_parameters(model, layers) if "embeddings" in parts else []
+    frozen = _embedding_parameters(model, layers) if with_embeddings else []
     frozen += [parameter for layer in layers[:num_layers] for parameter in layer.parameters()]
     still_used = {id(parameter) for layer in layers[num_layers:] for parameter in layer.parameters()}
     if any(id(parameter) in still_used for parameter in frozen):

@@ -122,9 +122,7 @@ class ProcessGroup:
         Raises:
             TimeoutError: If a process did not call this method in time. The message lists its rank.
             PeerFailedError: If another process failed.
-            LaunchFailedError: If an earlier run of this launch failed.
         """
-        self.raise_if_failed()
         if self.world_size == 1 or self._group is not None:
             return
         self._store.post("joined")

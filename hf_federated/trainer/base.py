@@ -75,7 +75,11 @@ class RoleMixin(LoopArgumentsMixin):
     @property
     def _federation(self) -> Federation:
         if self._running is None:
-            raise AttributeError("The federation has not started. Call `train()` first.")
+            # A subclass of `FederatedTrainer` can override the method that starts the rounds.
+            raise AttributeError(
+                "The rounds have not started, because `FederatedTrainer.create_scheduler` was not called. Call "
+                "`super().create_scheduler()` in your override."
+            )
         return self._running
 
     @property

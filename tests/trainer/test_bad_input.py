@@ -140,6 +140,19 @@ def test_hyperparameter_search_is_refused(tmp_path) -> None:
         build_federation(tmp_path).hyperparameter_search()
 
 
+def test_override_that_does_not_start_the_rounds_is_named(tmp_path) -> None:
+    class OwnSchedule(FederatedTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(self.model.parameters()))
+            return self.lr_scheduler
+
+    trainer = OwnSchedule(tiny_model(), arguments(tmp_path), train_dataset=CLIENTS)
+    with pytest.raises(
+        AttributeError, match=r"have not started.*Call `super\(\).create_scheduler\(\)` in your override"
+    ):
+        trainer.train()
+
+
 def test_label_column_is_required_only_without_custom_loss(tmp_path) -> None:
     class CustomLoss(Trainer):
         def compute_loss(self, model, inputs, **kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -63,10 +64,24 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
             "use an optimizer that keeps the gradients until its step, such as 'adamw_torch'",
         ),
     }
-    for setting, (is_refused, alternative) in refused.items():
-        if is_refused:
-            raise ValueError(f"{setting} does not work in a federation: {alternative}.")
+    refuse_settings(refused)
     algorithm.check_setup(args, federation)
+
+
+def refuse_settings(settings: Mapping[str, tuple[bool, str]], owner: str = "") -> None:
+    """
+    Raise an error for the first unsupported setting that is set.
+
+    Args:
+        settings (`Mapping[str, tuple[bool, str]]`): Whether each unsupported setting is set, and its alternative.
+        owner (`str`, *optional*, defaults to `""`): Words after the setting in the error, such as `" of client 'a'"`.
+
+    Raises:
+        ValueError: If a setting is set. The message names the alternative.
+    """
+    for setting, (is_set, alternative) in settings.items():
+        if is_set:
+            raise ValueError(f"{setting}{owner} does not work in a federation: {alternative}.")
 
 
 def unsupported_client_arguments(args: TrainingArguments) -> dict[str, tuple[bool, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -174,11 +174,8 @@ def check_labelled(dataset: Dataset) -> None:
     Raises:
         ValueError: If there is no label column.
     """
-    if set(LABEL_COLUMNS).isdisjoint(dataset.column_names):
-        raise ValueError(
-            f"`server_dataset` has the columns {dataset.column_names} and no label column "
-            f"({', '.join(LABEL_COLUMNS)}). The server's validation loss needs labelled examples. Rename your column."
-        )
+    advice = "The server's validation loss needs labelled examples. Rename your column."
+    _check_label_column("`server_dataset`", dataset.column_names, LABEL_COLUMNS, advice)
 
 
 def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
@@ -191,9 +188,13 @@ def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
     columns = clients.column_names
     if not is_plain_collator or has_custom_loss or not trainer.label_names or columns is None:
         return
-    accepted = {*trainer.label_names, "label", "label_ids"}
-    if accepted.isdisjoint(columns):
+    accepted = sorted({*trainer.label_names, "label", "label_ids"})
+    advice = "Rename your column, for example with `clients.rename_column('sentiment', 'labels')`."
+    _check_label_column("The clients' data", columns, accepted, advice)
+
+
+def _check_label_column(owner: str, columns: Sequence[str], accepted: Sequence[str], advice: str) -> None:
+    if set(accepted).isdisjoint(columns):
         raise ValueError(
-            f"The clients' data has the columns {list(columns)} and no label column ({', '.join(sorted(accepted))}). "
-            "Rename your column, for example with `clients.rename_column('sentiment', 'labels')`."
+            f"{owner} has the columns {list(columns)} and no label column ({', '.join(accepted)}). {advice}"
         )

@@ -15,7 +15,7 @@ from ...clients.participants import Participants, count_overlap
 from ...data import FederatedDataset
 from ...distillation import Distillation
 from ...postprocessing import Postprocessor
-from .arguments import unsupported_client_arguments
+from .arguments import refuse_settings, unsupported_client_arguments
 from .data import first_without_tokens
 
 
@@ -37,6 +37,19 @@ def check_participants(
     Raises:
         ValueError: If an argument is missing or has no use. The message names the argument and the change to make.
     """
+    _check_server_examples(distillation, participants, clients)
+    _check_client_models(aggregation, distillation, participants, clients, postprocessors)
+    if num_shared := count_overlap(clients, participants):
+        logger.warning(
+            f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
+            "they were trained on. `split_for_distillation` splits without overlap."
+        )
+
+
+def _check_server_examples(
+    distillation: Distillation | None, participants: Participants, clients: FederatedDataset
+) -> None:
+    """Check `public_dataset` and `server_dataset` against the distillation algorithm."""
     name = None if distillation is None else distillation.name
     if (
         distillation is not None
@@ -75,6 +88,17 @@ def check_participants(
         )
     if distillation is not None and distillation.requirements.server_dataset and not participants.server_dataset:
         raise ValueError(f"{distillation!r} needs `server_dataset`: labelled examples of the server.")
+
+
+def _check_client_models(
+    aggregation: Aggregation,
+    distillation: Distillation | None,
+    participants: Participants,
+    clients: FederatedDataset,
+    postprocessors: Sequence[Postprocessor],
+) -> None:
+    """Check clients with their own models, arguments or tokenizers, and postprocessors, against the algorithm."""
+    name = None if distillation is None else distillation.name
     if aggregation.trains_private_models and not participants.differ:
         raise ValueError(
             f"aggregation={aggregation.name!r} needs a private model of each client. Pass `client_model_init` or "
@@ -98,21 +122,13 @@ def check_participants(
             f"`clients` names {unknown[:5]}, which have no examples. Clients with examples are {list(clients)[:5]}."
         )
     for client_id, spec in participants.clients.items():
-        for setting, (is_refused, alternative) in (
-            {} if spec.args is None else unsupported_client_arguments(spec.args)
-        ).items():
-            if is_refused:
-                raise ValueError(f"{setting} of client {client_id!r} does not work in a federation: {alternative}.")
+        if spec.args is not None:
+            refuse_settings(unsupported_client_arguments(spec.args), f" of client {client_id!r}")
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:
         raise ValueError(
             f"Client {with_tokenizers[0]!r} has its own tokenizer, so the client must encode its raw examples itself. "
             "Pass a `task`, such as TextClassification, to the trainer."
-        )
-    if num_shared := count_overlap(clients, participants):
-        logger.warning(
-            f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
-            "they were trained on. `split_for_distillation` splits without overlap."
         )
 
 
