@@ -1,4 +1,7 @@
-"""Evaluation over ranks: each rank predicts a share of the batches, and all ranks compute the metrics."""
+"""Evaluation and prediction: the overrides of a federated trainer, and evaluation over ranks.
+
+With `parallelism="clients"`, each rank predicts a share of the batches, and all ranks compute the metrics.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from accelerate.state import GradientState
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ..clients import fresh_collator
+from ..data import FederatedDataset
 from ..distributed.process_group import ProcessGroup
+from .base import RoleMixin
+from .federation import Federation
 
 
 # Batches that each rank predicts between two exchanges of predictions.
@@ -24,6 +31,87 @@ BATCHES_PER_EXCHANGE = 4
 PREDICTION_METHODS = ("evaluation_loop", "prediction_step", "compute_loss")
 # Packages whose overrides only predict.
 KNOWN_PACKAGES = ("transformers", "hf_federated")
+
+
+class EvaluationMixin(RoleMixin):
+    """Overrides of the methods that evaluate and predict."""
+
+    data_collator: Any
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Build the evaluation data loader of the parent class.
+
+        With several clients, a collator with a seed restarts its random generator in each evaluation.
+        """
+        # A federation of one client equals `Trainer`, whose evaluations continue the random generator of training.
+        if self._setup is None or len(self.clients) == 1:
+            return super().get_eval_dataloader(*args, **kwargs)
+        user_collator, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = user_collator
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """
+        Evaluate as `Trainer.evaluate`, and with `evaluate_clients=True` also each client on its own examples.
+
+        A [`FederatedDataset`] is evaluated as one dataset of the examples of all clients. Additional arguments, such
+        as `max_length` of `Seq2SeqTrainer`, are passed to the parent class.
+
+        Returns:
+            `dict[str, float]`: The metrics of the parent class over all examples. With `evaluate_clients=True`, also
+            `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation) over the metrics
+            of the clients. The metrics of each client are in `client_metrics`.
+        """
+        if isinstance(eval_dataset, FederatedDataset):
+            eval_dataset = eval_dataset.to_dataset()
+        setup = self._setup
+        if setup is None or self.local_training is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        with setup.processes.fail_together(), setup.independent():
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            if eval_dataset is not None or not setup.config.evaluate_clients:
+                return metrics
+            if self._running is None:
+                self._running = Federation(setup, self._user_args, None)
+            spread = self._running.evaluate_clients()
+            self.log(dict(spread))
+            return {**metrics, **spread}
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Predict as `Trainer.predict`.
+
+        With `parallelism="clients"` the processes share the batches, and every process returns all predictions.
+        """
+        if self._setup is None:
+            return super().predict(*args, **kwargs)
+        with self._setup.independent():
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """
+        Run the evaluation loop of the parent class.
+
+        With `parallelism="clients"` each process predicts a share of the batches, and every process computes the
+        metrics from all predictions.
+        """
+        setup = self._setup
+        if setup is None:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        with setup.independent(as_main=True):
+            if not setup.spreads_clients or self.local_training is not None or not can_spread(self, dataloader):
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+            with spread_over_ranks(self, setup.processes, dataloader) as spread:
+                return super().evaluation_loop(spread, *args, **kwargs)
 
 
 def can_spread(trainer: Trainer, dataloader: Any) -> bool:

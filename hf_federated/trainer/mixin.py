@@ -7,8 +7,8 @@ A trainer has one of three roles (`base.py`):
 - A client is an isolated copy of the trainer that runs `train()` of the parent class on the client's examples
   (`clients/local_training.py`).
 
-The docstring of an override describes the behaviour in each role. [`Federation`] does the work of the rounds. The
-overrides that save are in `saving.py`, and the overrides that prepare datasets are in `dataset_preparation.py`.
+The docstring of an override describes the behaviour in each role. [`Federation`] does the work of the rounds. Other
+overrides are in `evaluation.py`, in `saving.py` and in `dataset_preparation.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
-from ..clients import ClientSpec, fresh_collator
+from ..clients import ClientSpec
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
 from ..data import FederatedDataset
@@ -52,14 +52,14 @@ from .dataset_preparation import (
     PreparingMixin,
     constructor_data_error,
 )
-from .evaluation import can_spread, spread_over_ranks
+from .evaluation import EvaluationMixin
 from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
 from .saving import SavingMixin
 from .setup import FederationSetup
 
 
-class FederatedMixin(SavingMixin, PreparingMixin):
+class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
     """Mixin that makes a trainer class federated. Use [`FederatedTrainer`] or [`federate`] instead of this class."""
 
     data_collator: Any
@@ -332,21 +332,6 @@ class FederatedMixin(SavingMixin, PreparingMixin):
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Build the evaluation data loader of the parent class.
-
-        With several clients, a collator with a seed restarts its random generator in each evaluation.
-        """
-        # A federation of one client equals `Trainer`, whose evaluations continue the random generator of training.
-        if self._setup is None or len(self.clients) == 1:
-            return super().get_eval_dataloader(*args, **kwargs)
-        user_collator, self.data_collator = self.data_collator, fresh_collator(self.data_collator)
-        try:
-            return super().get_eval_dataloader(*args, **kwargs)
-        finally:
-            self.data_collator = user_collator
-
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         # The parent class builds a new dataset even if there is no column to remove, which takes milliseconds per
         # client.
@@ -429,66 +414,6 @@ class FederatedMixin(SavingMixin, PreparingMixin):
             if self._user_args.include_num_input_tokens_seen != "no":
                 logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> dict[str, float]:
-        """
-        Evaluate as `Trainer.evaluate`, and with `evaluate_clients=True` also each client on its own examples.
-
-        A [`FederatedDataset`] is evaluated as one dataset of the examples of all clients. Additional arguments, such
-        as `max_length` of `Seq2SeqTrainer`, are passed to the parent class.
-
-        Returns:
-            `dict[str, float]`: The metrics of the parent class over all examples. With `evaluate_clients=True`, also
-            `federated/<metric>_mean`, `_worst`, `_best` and `_spread` (population standard deviation) over the metrics
-            of the clients. The metrics of each client are in `client_metrics`.
-        """
-        if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
-        setup = self._setup
-        if setup is None or self.local_training is not None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-        with setup.processes.fail_together(), setup.independent():
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            if eval_dataset is not None or not setup.config.evaluate_clients:
-                return metrics
-            if self._running is None:
-                self._running = Federation(setup, self._user_args, None)
-            spread = self._running.evaluate_clients()
-            self.log(dict(spread))
-            return {**metrics, **spread}
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Predict as `Trainer.predict`.
-
-        With `parallelism="clients"` the processes share the batches, and every process returns all predictions.
-        """
-        if self._setup is None:
-            return super().predict(*args, **kwargs)
-        with self._setup.independent():
-            return super().predict(*args, **kwargs)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """
-        Run the evaluation loop of the parent class.
-
-        With `parallelism="clients"` each process predicts a share of the batches, and every process computes the
-        metrics from all predictions.
-        """
-        setup = self._setup
-        if setup is None:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        with setup.independent(as_main=True):
-            if not setup.spreads_clients or self.local_training is not None or not can_spread(self, dataloader):
-                return super().evaluation_loop(dataloader, *args, **kwargs)
-            with spread_over_ranks(self, setup.processes, dataloader) as spread:
-                return super().evaluation_loop(spread, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse the search in a federation, because it would change the loop over rounds and not the clients."""
