@@ -23,6 +23,7 @@ from accelerate.state import DistributedType, PartialState
 
 from .._compat import default_store, process_states
 from ..messages.serialization import pack, unpack
+from .buckets import buckets
 from .failure_store import FailureStore
 
 
@@ -31,7 +32,6 @@ T = TypeVar("T")
 # A process waits as long as the clients of another process train. The end of a process closes its connections, so the
 # other processes do not wait for the timeout.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
-BUCKET_BYTES = 32 * 2**20
 # The main process waits this long before it ends, so that the other processes can read its error.
 SHUTDOWN_WAIT_SECONDS = 5.0
 # Gloo raises plain RuntimeErrors, and so does DistributedDataParallel for its process group.
@@ -237,7 +237,7 @@ class ProcessGroup:
         if self.world_size == 1:
             return num_bytes
         with self._explain_lost_connection():
-            for bucket in _buckets(tensors):
+            for bucket in buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=self._group_of(flat))
                 parts = flat.split([tensor.numel() for tensor in bucket])
@@ -262,7 +262,7 @@ class ProcessGroup:
         if self.world_size == 1:
             return
         with self._explain_lost_connection(), torch.no_grad():
-            for bucket in _buckets(tensors):
+            for bucket in buckets(tensors):
                 # Tensors are sent as bytes, because the backends do not support every dtype.
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket])
                 dist.broadcast(flat, src=source, group=self._group_of(flat))
@@ -406,40 +406,6 @@ class ProcessGroup:
         self._group = None  # The connections stay open as long as a reference to the group exists.
 
 
-# Environment variables from which accelerate reads the number of processes of a launch.
-WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-
-
-def check_launch(num_processes: int) -> None:
-    """
-    Raise an error if a launch of several processes runs as independent processes.
-
-    `accelerate launch` with `distributed_type: MULTI_CPU` and without `mpirun` sets the address of a main process but
-    no world size. Each machine would then train the whole federation alone.
-
-    Args:
-        num_processes (`int`): Number of processes that accelerate found.
-
-    Raises:
-        ValueError: If accelerate found one process and the environment describes several.
-    """
-    if num_processes > 1:
-        return
-    announced = max(int(os.environ.get(name, 1)) for name in WORLD_SIZE_VARIABLES)
-    launched_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
-    if announced > 1:
-        found = f"The environment of the launch sets {announced} processes"
-    elif launched_by_accelerate and not any(name in os.environ for name in WORLD_SIZE_VARIABLES):
-        found = f"`accelerate launch` set up several processes with the main process at {os.environ['MASTER_ADDR']}"
-    else:
-        return
-    raise ValueError(
-        f"{found}, but accelerate found one process, so each process would train the whole federation alone. Launch "
-        "with `torchrun`, with `distributed_type: MULTI_GPU` (with `use_cpu: true` on machines without GPUs), or with "
-        "`--mpirun_hostfile` for `distributed_type: MULTI_CPU`."
-    )
-
-
 @functools.cache
 def process_group() -> ProcessGroup:
     """Return the process group of this launch. Call it after accelerate is set up."""
@@ -483,21 +449,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _describe(failure: dict[str, Any]) -> str:
     return f"Process {failure['rank']} failed: {failure['error']}"
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group consecutive tensors of the same dtype and device into buckets.
-
-    A bucket has at most `BUCKET_BYTES` bytes. A larger tensor forms its own bucket.
-    """
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        same = bucket and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not same or size + tensor.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -19,7 +19,8 @@ from ..clients.participants import Participants
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
-from ..distributed.process_group import ProcessGroup, check_launch, process_group
+from ..distributed.launch import check_launch
+from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
 from ..server import AggregationCallback, DistillationCallback

@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, RoundFailedError, ServerState
 from hf_federated.adapters import Exchange
-from hf_federated.distributed.process_group import check_launch
 from hf_federated.engines import LocalEngine, Plan, RankEngine
 from hf_federated.messages import ClientUpdate
 
@@ -146,33 +145,3 @@ def test_state_of_the_server_and_updates_move_to_server_device():
 def test_unknown_server_device_is_refused():
     with pytest.raises(ValueError, match="server_device"):
         FederatedConfig(server_device="cuda:7")
-
-
-# ---- Launches whose processes run independently
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "sets 2 processes"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "sets 4 processes"),
-        ({"MASTER_ADDR": "10.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "main process at 10.0.0.1"),
-    ],
-)
-def test_launch_of_several_independent_processes_is_refused(monkeypatch, environment, message):
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    check_launch(1)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    check_launch(2)
-    with pytest.raises(ValueError, match=message):
-        check_launch(1)
-
-
-def test_trainer_refuses_a_launch_of_independent_processes(tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ValueError, match="each process would train the whole federation alone"):
-        train(tmp_path)
