@@ -2,8 +2,8 @@
 
 The table [`PRIVATE_NAMES`] lists each private name that the package uses. `tests/test_compat.py` checks that every
 name exists in the installed versions and that no other module uses a private name that the table lacks. Code that
-depends on the version of a library also belongs in this module: transformers 5.23 renamed gradient checkpointing to
-activation checkpointing.
+depends on the version of a library also belongs in this module. For example, transformers 5.23 renamed gradient
+checkpointing to activation checkpointing.
 
 - A name that can be wrapped has a function or a constant in this module. Other modules call the wrapper only.
 - A method that a subclass overrides, or an attribute that is set in place, stays where it is used. The `use` column

@@ -1,4 +1,4 @@
-"""The positions of public examples, and the restriction of an exchange to some of them."""
+"""Positions of public examples, and exchanges in which a tokenizer leaves out some positions."""
 
 from __future__ import annotations
 
