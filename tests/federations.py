@@ -1,4 +1,4 @@
-"""Three clients and the federated trainer of most tests.
+"""The examples of three clients, and federated trainers of a tiny model.
 
 ```python
 trainer = build_federation(tmp_path, federation={"aggregation": "fedopt"}, trainer={"callbacks": [recorder]})

@@ -113,7 +113,7 @@ class ClientSaves(FederatedCallback):
 
 
 class OneProcessStops(TrainerCallback):
-    """Stop in one process only, after two rounds, as a time limit does that one process reaches first."""
+    """Stop in one process only, after two rounds. One process can also reach a time limit before the others."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and is_last_process():

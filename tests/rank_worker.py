@@ -108,7 +108,7 @@ def client_model(client_id: str) -> nn.Module:
 
 
 def generate_in_main_process(prompt: str) -> str:
-    """Answer with weights in the main process, and without weights in all other processes."""
+    """Generate the weights of clients in the main process, and a text without numbers in all other processes."""
     return "4, 3, 2, 1" if int(os.environ.get("RANK", 0)) == 0 else "I would trust the first."
 
 

@@ -5,6 +5,8 @@ trainer = FederatedTrainer(
     model=tiny_model(), args=arguments(tmp_path), train_dataset={"a": rows(8), "b": rows(8, seed=1)}
 )
 ```
+
+`federations.py` builds such a trainer with one call.
 """
 
 from __future__ import annotations
