@@ -14,6 +14,7 @@ checkpointing to activation checkpointing.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -554,3 +556,21 @@ def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., Non
 def set_last_lr(scheduler: LRScheduler, rates: list[Any]) -> None:
     """Set the learning rates that `get_last_lr` returns."""
     scheduler._last_lr = rates
+
+
+def check_trl_splits_sft_trainer() -> None:
+    """
+    Check that TRL computes the loss of `SFTTrainer` from the outputs that a split model has.
+
+    TRL 1.16 replaces the forward pass of the model with a function of the model. Earlier versions replace it with
+    other functions, or compute the loss from logits.
+
+    Raises:
+        ImportError: If TRL is older than 1.16.
+    """
+    installed = importlib.metadata.version("trl")
+    if Version(installed) < Version("1.16"):
+        raise ImportError(
+            f"A split SFTTrainer needs trl>=1.16, but trl {installed} is installed. Upgrade TRL, which needs Python "
+            "3.11 or newer."
+        )

@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from hub_server import STORAGE_HOST, HubServer, run_client
+from packaging.version import Version
 
 
 REPOSITORY = "anna/voices"
+HAS_HUB_2 = Version(huggingface_hub.__version__) >= Version("2.0")
+retries = pytest.mark.skipif(not HAS_HUB_2, reason="huggingface_hub 2.0 began to repeat interrupted transfers")
 LARGE = bytes(range(256)) * 10  # 2560 bytes: an LFS file because of its size, uploaded in three parts
 PARQUET = b"PAR1" + bytes(100)  # an LFS file because of its suffix, uploaded in one part
 
@@ -114,7 +118,9 @@ def test_listings_and_downloads_return_the_committed_files(hub, tmp_path) -> Non
     assert seen["download"] == PARQUET.decode()
     assert seen["titles"] == ["Second", "Upload", "initial commit"]
     pages = hub.requests("tree", f"/api/datasets/{REPOSITORY}/tree/{first}")
-    assert len([page for page in pages if page.path.endswith(str(first))]) == 2 * math.ceil(len(listed) / 3)
+    # `list_repo_tree` lists the files, and from 2.0 on `snapshot_download` does too.
+    num_listings = 2 if HAS_HUB_2 else 1
+    assert len([page for page in pages if page.path.endswith(str(first))]) == num_listings * math.ceil(len(listed) / 3)
     assert hub.files(REPOSITORY, first) == files
     assert not hub.requests("unknown")
 
@@ -302,6 +308,7 @@ def test_commit_with_missing_lfs_object_is_rejected(hub, tmp_path) -> None:
     assert hub.files(REPOSITORY) == {}
 
 
+@retries
 def test_interrupted_upload_is_retried(hub, tmp_path) -> None:
     hub.create(REPOSITORY)
     hub.drop_connection_next("storage-upload")
@@ -343,6 +350,7 @@ def test_failed_commit_has_no_effect_and_commit_with_lost_reply_has_an_effect(hu
     assert not hub.requests("storage-upload") and not hub.requests("commit")
 
 
+@retries
 def test_interrupted_download_resumes(hub, tmp_path) -> None:
     mebibyte = 2**20
     # Half of the content is more than the 10 MiB that a client writes at once.

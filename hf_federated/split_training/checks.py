@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from .._compat import LOSS_FUNCTION
+from .._compat import LOSS_FUNCTION, check_trl_splits_sft_trainer
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
@@ -179,6 +179,7 @@ def check_trainer_class(trainer_class: type) -> None:
 
     Raises:
         TypeError: If the class is such a trainer.
+        ImportError: If the class is `SFTTrainer` of an old version of TRL.
     """
     trl_classes = _trl_base_classes(trainer_class)
     if trl_classes and trl_classes[0].__name__ != "SFTTrainer":
@@ -186,6 +187,8 @@ def check_trainer_class(trainer_class: type) -> None:
             f"{trl_classes[0].__name__} cannot be split, because split clients have no reference model and no reward. "
             "Use federate(), or split SFTTrainer."
         )
+    if trl_classes:
+        check_trl_splits_sft_trainer()
 
 
 def accepts_model_name(trainer_class: type) -> bool:

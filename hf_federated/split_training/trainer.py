@@ -77,16 +77,16 @@ def split_federate(trainer_class: type[Trainer]) -> type[Any]:
 
     Args:
         trainer_class (`type[transformers.Trainer]`): A trainer class, for example a custom class with its own
-            `compute_loss`, or TRL's `SFTTrainer`. The dataset of each client is prepared (tokenized, packed) as the
-            constructor of this class does.
+            `compute_loss`, or TRL's `SFTTrainer` (`trl>=1.16`). The dataset of each client is prepared (tokenized,
+            packed) as the constructor of this class does.
 
     Returns:
         `type`: A subclass of `trainer_class` that accepts the arguments of [`SplitFederatedTrainer`]. Calls with the
-            same
-        class return the same result.
+            same class return the same result.
 
     Raises:
         TypeError: If the argument is not a `Trainer` class, is split already, or is an unsupported trainer of TRL.
+        ImportError: If the argument is TRL's `SFTTrainer` and TRL is older than 1.16.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"split_federate() got {trainer_class!r}, but needs a subclass of transformers.Trainer.")

@@ -20,7 +20,7 @@ from hf_federated import FederatedDataset, SplitConfig, SplitModel, split_federa
 from hf_federated.split.per_token import score_targets
 
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", minversion="1.16", reason="split_federate(SFTTrainer) needs trl>=1.16")
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 CLIENTS = {"north": texts("north", 10), "south": texts("south", 6)}

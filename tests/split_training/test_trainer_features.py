@@ -4,6 +4,8 @@ error.
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 import torch
 from datasets import Dataset
@@ -260,3 +262,14 @@ def test_unsupported_generation_modes_name_an_alternative():
         split.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="Set num_beams=1"):
         split.generate(torch.tensor([[3, 4]]), num_beams=2)
+
+
+def test_split_sft_trainer_with_an_old_trl_names_both_versions(monkeypatch):
+    trl = pytest.importorskip("trl")
+
+    class OwnSFTTrainer(trl.SFTTrainer):
+        pass
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"trl": "1.15.0"}[name])
+    with pytest.raises(ImportError, match=r"needs trl>=1\.16, but trl 1\.15\.0 is installed"):
+        split_federate(OwnSFTTrainer)
