@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets
 
-from .partitioners.base import Partition, check_client_ids, raise_for_empty_clients
+from .client_ids import raise_for_empty_clients
+from .partitioners.base import Partition
 from .row_selection import select_rows
 
 
@@ -57,7 +58,7 @@ class ClientDatasets(ABC):
 
     @abstractmethod
     def select(self, client_ids: Sequence[str]) -> ClientDatasets:
-        """Return the datasets of some clients, in the given order."""
+        """Return the datasets of some clients, in the given order. The ids exist and are unique."""
 
     @abstractmethod
     def pooled(self) -> Dataset:
@@ -94,7 +95,6 @@ class PartitionedDataset(ClientDatasets):
         return PartitionedDataset(transformed, partition)
 
     def select(self, client_ids: Sequence[str]) -> PartitionedDataset:
-        check_client_ids(client_ids)
         return PartitionedDataset(self.source, self.partition.select([self.positions[i] for i in client_ids]))
 
     def pooled(self) -> Dataset:
@@ -102,9 +102,19 @@ class PartitionedDataset(ClientDatasets):
 
 
 class SeparateDatasets(ClientDatasets):
-    """One dataset for each client. All datasets have the same columns, types and label names."""
+    """
+    One dataset for each client.
+
+    Args:
+        datasets (`Mapping[str, datasets.Dataset or datasets.IterableDataset]`): Client id to dataset.
+
+    Raises:
+        `ValueError`: If a client has no rows, or if two clients differ in columns, types or the order of label names.
+    """
 
     def __init__(self, datasets: Mapping[str, ClientData]) -> None:
+        raise_for_empty_clients([i for i, rows in datasets.items() if isinstance(rows, Dataset) and len(rows) == 0])
+        _check_same_schema(datasets)
         super().__init__(list(datasets))
         self.datasets = dict(datasets)
 
@@ -124,24 +134,36 @@ class SeparateDatasets(ClientDatasets):
             transformed[client_id] = function(dataset)
             if isinstance(dataset, Dataset):
                 _check_same_rows(len(dataset), len(transformed[client_id]), where=f" of client {client_id!r}")
-        check_same_schema(transformed)
         return SeparateDatasets(transformed)
 
     def select(self, client_ids: Sequence[str]) -> SeparateDatasets:
-        check_client_ids(client_ids)
         return SeparateDatasets({client_id: self.datasets[client_id] for client_id in client_ids})
 
     def pooled(self) -> Dataset:
-        for client_id, dataset in self.datasets.items():
-            if not isinstance(dataset, Dataset):
-                raise TypeError(
-                    f"Client {client_id!r} is an IterableDataset, whose rows cannot be pooled. Save its rows as a"
-                    " Dataset first, or leave out the client with select_clients."
-                )
-        return concatenate_datasets(list(self.datasets.values()))
+        return concatenate_datasets([as_dataset(i, rows, "pooled") for i, rows in self.datasets.items()])
 
 
-def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
+def as_dataset(client_id: str, rows: ClientData, purpose: str) -> Dataset:
+    """
+    Return the rows of a client, whose number is known.
+
+    Args:
+        client_id (`str`): The id of the client.
+        rows (`datasets.Dataset` or `datasets.IterableDataset`): The rows of the client.
+        purpose (`str`): A participle for the error message, such as `"stored"`.
+
+    Raises:
+        `TypeError`: If the rows are an `IterableDataset`.
+    """
+    if isinstance(rows, Dataset):
+        return rows
+    raise TypeError(
+        f"Client {client_id!r} is an IterableDataset, whose rows cannot be {purpose}. Save its rows as a Dataset"
+        " first, or leave out the client with select_clients."
+    )
+
+
+def _check_same_schema(datasets: Mapping[str, ClientData]) -> None:
     """
     Check that all clients have the same columns, the same types and the same label names in the same order.
 
@@ -165,13 +187,6 @@ def check_same_schema(datasets: Mapping[str, ClientData]) -> None:
                 f" {extra}. Remove or add columns until all clients have the same columns."
             )
         _raise_different_feature(first_id, first, client_id, features)
-
-
-def check_not_empty(datasets: Mapping[str, ClientData]) -> None:
-    """Raise `ValueError` with the names of the clients that have no rows, if any."""
-    raise_for_empty_clients(
-        [i for i, dataset in datasets.items() if isinstance(dataset, Dataset) and len(dataset) == 0]
-    )
 
 
 def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:

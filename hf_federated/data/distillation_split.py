@@ -85,7 +85,7 @@ def split_for_distillation(
     for name, share in (("public_share", public_share), ("server_share", server_share)):
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise ValueError(f"split_for_distillation: {name}={share!r}, but it must be at least 0 and below 1.")
-    if not 0 < public_share + server_share < 1 or public_share == 0:
+    if public_share == 0 or public_share + server_share >= 1:
         raise ValueError(
             "split_for_distillation: the public and the private part must not be empty, got"
             f" public_share={public_share} and server_share={server_share}. Set public_share above 0, and the sum of"

@@ -7,29 +7,22 @@ format on disk and on the Hub. A `FederatedDatasetDict` holds several splits.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset
 
-from .client_datasets import (
-    ClientData,
-    ClientDatasets,
-    PartitionedDataset,
-    SeparateDatasets,
-    check_not_empty,
-    check_same_schema,
-)
+from .client_datasets import ClientData, ClientDatasets, PartitionedDataset, SeparateDatasets
+from .client_ids import check_client_ids, check_id_list, id_from_key, unknown_client
 from .column_values import check_columns
 from .federated_dataset_storage import FederatedDatasetStorageMixin
 from .fednlp import read_fednlp
-from .partitioners.base import Partition, Partitioner, check_client_ids
-from .partitioners.flower import wrap_flower_partitioner
+from .partitioners.base import Partition, Partitioner
+from .partitioners.flower import as_partitioner
 from .partitioners.natural import NaturalPartitioner
-from .source import DatasetSource
+from .source import DatasetSource, load_source
 from .storage.folder import SplitToStore
 from .storage.partition_file import PartitionFile
 
@@ -108,8 +101,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
                 or returns a row twice.
         """
         rows, origin = load_source(dataset, "from_dataset", token)
-        partitioner = wrap_flower_partitioner(partitioner)
-        check_is_partitioner(partitioner)
+        partitioner = as_partitioner(partitioner)
         return cls.from_partition(rows, partitioner.partition(rows), partitioner, origin)
 
     @classmethod
@@ -183,7 +175,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
             raise TypeError(f"from_dict: expected a mapping from client id to Dataset, got {type(datasets).__name__}.")
         if not datasets:
             raise ValueError("from_dict: the mapping is empty, so there are no clients.")
-        client_ids = [_id_from_key(key) for key in datasets]
+        client_ids = [id_from_key(key) for key in datasets]
         check_client_ids(client_ids)
         clients = dict(zip(client_ids, datasets.values(), strict=True))
         for client_id, dataset in clients.items():
@@ -192,8 +184,6 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
                     f"from_dict: client {client_id!r} is a {type(dataset).__name__}, expected a datasets.Dataset."
                     " Convert a list of rows with Dataset.from_list(rows). Pass one split of a DatasetDict."
                 )
-        check_not_empty(clients)
-        check_same_schema(clients)
         return cls(SeparateDatasets(clients))
 
     @classmethod
@@ -240,7 +230,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
 
     def __getitem__(self, client_id: str) -> Any:
         if client_id not in self._rows.positions:
-            raise _unknown_client(client_id, self._rows.client_ids)
+            raise unknown_client(client_id, self._rows.client_ids)
         return self._rows.open(client_id)
 
     def __iter__(self) -> Iterator[str]:
@@ -303,14 +293,12 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
             `ValueError`: If `client_ids` is empty or contains an id twice.
             `TypeError`: If `client_ids` is a string.
         """
-        if isinstance(client_ids, str):
-            raise TypeError(f"select_clients: expected a list of ids, got the string {client_ids!r}.")
-        client_ids = list(client_ids)
+        client_ids = client_ids if isinstance(client_ids, str) else list(client_ids)
+        check_id_list(client_ids)
         for client_id in client_ids:
             if client_id not in self:
-                raise _unknown_client(client_id, self._rows.client_ids)
-        if not client_ids:
-            raise ValueError("select_clients: the list of ids is empty.")
+                raise unknown_client(client_id, self._rows.client_ids)
+        check_client_ids(client_ids)
         return FederatedDataset(self._rows.select(client_ids), self.partitioning, self.origin)
 
     def to_dataset(self) -> Dataset:
@@ -376,65 +364,3 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         if len(sizes) < len(self):
             return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} for the remaining clients"
         return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} per client, median {float(np.median(sizes)):g})"
-
-
-def check_is_partitioner(partitioner: object) -> None:
-    """Raise `TypeError` unless the argument is a [`Partitioner`]."""
-    if not isinstance(partitioner, Partitioner):
-        raise TypeError(
-            f"from_dataset: expected a Partitioner, got {partitioner!r}. For example, pass"
-            " IidPartitioner(num_clients=10)."
-        )
-
-
-def load_source(dataset: Any, method: str, token: bool | str | None = None) -> tuple[Dataset, DatasetSource | None]:
-    """
-    Return the rows to partition and, for a [`DatasetSource`], the source at its resolved commit.
-
-    Args:
-        dataset (`datasets.Dataset` or [`DatasetSource`]): The argument of the user.
-        method (`str`): Name of the called method, for error messages.
-        token (`bool` or `str`, *optional*): The token for a `DatasetSource`.
-
-    Raises:
-        `TypeError`: If `dataset` has another type.
-    """
-    if isinstance(dataset, DatasetSource):
-        origin = dataset.resolved(token)
-        return origin.load(token), origin
-    _check_is_dataset(dataset, method)
-    return dataset, None
-
-
-def _check_is_dataset(dataset: object, method: str) -> None:
-    if isinstance(dataset, DatasetDict):
-        raise TypeError(
-            f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one split. If the entries are clients,"
-            " use FederatedDataset.from_dict."
-        )
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. A partition needs row numbers, so"
-            " save the rows of an IterableDataset as a Dataset first."
-        )
-
-
-def _id_from_key(key: object) -> str:
-    if isinstance(key, str):
-        return str(key)
-    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-        return str(int(key))
-    raise TypeError(
-        f"from_dict: a client id must be a string or an integer, got {key!r} ({type(key).__name__}). Convert it to"
-        " a string."
-    )
-
-
-def _unknown_client(client_id: object, known: Sequence[str]) -> KeyError:
-    similar = difflib.get_close_matches(str(client_id), known, n=3)
-    hint = (
-        f"Did you mean {', '.join(map(repr, similar))}?"
-        if similar
-        else f"There are {len(known)} clients, the first is {known[0]!r}."
-    )
-    return KeyError(f"There is no client {client_id!r}. {hint}")

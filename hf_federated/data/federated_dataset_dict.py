@@ -10,11 +10,12 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
-from .federated_dataset import FederatedDataset, check_is_partitioner, load_source
+from .federated_dataset import FederatedDataset
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partitioner
-from .partitioners.flower import wrap_flower_partitioner
+from .partitioners.flower import as_partitioner
+from .source import load_source
 from .storage.folder import check_requested_clients, open_folder, open_split
 from .storage.partition_file import PartitionFile, check_split_name
 from .storage.publishing import push_splits, save_splits
@@ -76,8 +77,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 "FederatedDatasetDict.from_dataset: expected a DatasetDict with splits, got"
                 f" {type(dataset).__name__}. Use FederatedDataset.from_dataset for a single dataset."
             )
-        partitioner = wrap_flower_partitioner(partitioner)
-        check_is_partitioner(partitioner)
+        partitioner = as_partitioner(partitioner)
         loaded = {
             split: load_source(rows, "FederatedDatasetDict.from_dataset", token) for split, rows in dataset.items()
         }
@@ -236,17 +236,12 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         Raises:
             `KeyError`: If no split contains the client.
         """
-        splits = DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
-        if not splits:
-            raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
-        return splits
+        self._check_clients([client_id])
+        return DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
 
     def select_clients(self, client_ids: Sequence[str]) -> FederatedDatasetDict:
         """Return some of the clients, in the given order. Raises `KeyError` if no split contains a client."""
-        known = set(self.client_ids)
-        for client_id in client_ids:
-            if client_id not in known:
-                raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
+        self._check_clients(client_ids)
         chosen = {
             split: [client_id for client_id in client_ids if client_id in clients] for split, clients in self.items()
         }
@@ -307,6 +302,11 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             index_only,
             max_shard_size,
         )
+
+    def _check_clients(self, client_ids: Sequence[str]) -> None:
+        for client_id in client_ids:
+            if not any(client_id in clients for clients in self.values()):
+                raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
 
     def _each(self, function: Callable[[FederatedDataset], FederatedDataset]) -> FederatedDatasetDict:
         return FederatedDatasetDict({split: function(clients) for split, clients in self.items()})

@@ -141,11 +141,15 @@ def _read_rows(data: Any, attributes: Mapping[str, Any], numbers: np.ndarray, pa
 def _task_type(data: Any, attributes: Mapping[str, Any]) -> str:
     """Return the task. Early files for sequence-to-sequence and language modeling do not contain `task_type`."""
     task = attributes.get("task_type")
-    if task in COLUMNS:
-        return str(task)
-    if task is not None:
+    if task is None:
+        return "seq2seq" if "Y" in data else "lm"
+    _check_task_type(task)
+    return str(task)
+
+
+def _check_task_type(task: object) -> None:
+    if task not in COLUMNS:
         raise ValueError(f"Unknown task_type {task!r}. The known values are: {', '.join(COLUMNS)}.")
-    return "seq2seq" if "Y" in data else "lm"
 
 
 def _read_field(data: Any, field: str, numbers: np.ndarray, path: str) -> Iterator[Any]:
@@ -230,8 +234,7 @@ def write_fednlp(
             raise FileExistsError(
                 f"{path} already exists and is not replaced. Choose another name, or remove it first."
             )
-    if task_type not in COLUMNS:
-        raise ValueError(f"Unknown task_type {task_type!r}. The known values are: {', '.join(COLUMNS)}.")
+    _check_task_type(task_type)
     if not set(splits) <= set(SPLITS) or "train" not in splits:
         raise ValueError(f"FedNLP needs a train split and allows a test split, got {', '.join(splits)}.")
     required = [*COLUMNS[task_type], *(["answer_start", "answer_end"] if task_type == "span_extraction" else [])]

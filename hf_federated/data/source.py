@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from huggingface_hub import HfApi
 
 
@@ -66,6 +66,38 @@ class DatasetSource:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as they are stored in `partition.json`."""
         return asdict(self)
+
+
+def load_source(dataset: Any, method: str, token: bool | str | None = None) -> tuple[Dataset, DatasetSource | None]:
+    """
+    Return the rows to partition and, for a [`DatasetSource`], the source at its resolved commit.
+
+    Args:
+        dataset (`datasets.Dataset` or [`DatasetSource`]): The argument of the user.
+        method (`str`): Name of the called method, for error messages.
+        token (`bool` or `str`, *optional*): The token for a `DatasetSource`.
+
+    Raises:
+        `TypeError`: If `dataset` has another type.
+    """
+    if isinstance(dataset, DatasetSource):
+        origin = dataset.resolved(token)
+        return origin.load(token), origin
+    _check_is_dataset(dataset, method)
+    return dataset, None
+
+
+def _check_is_dataset(dataset: object, method: str) -> None:
+    if isinstance(dataset, DatasetDict):
+        raise TypeError(
+            f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one split. If the entries are clients,"
+            " use FederatedDataset.from_dict."
+        )
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. A partition needs row numbers, so"
+            " save the rows of an IterableDataset as a Dataset first."
+        )
 
 
 def content_hash(dataset: Dataset) -> str:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from datasets import Dataset
 
+from ..client_ids import check_client_ids, raise_for_empty_clients
+
 
 PartitionerType = TypeVar("PartitionerType", bound="Partitioner")
 
@@ -310,26 +312,3 @@ def numbered_client_ids(num_clients: int) -> list[str]:
 def row_index_dtype(num_rows: int) -> type[np.signedinteger]:
     """Return `int32` if it can hold the row indices of `num_rows` rows, else `int64`."""
     return np.int32 if num_rows < 2**31 else np.int64
-
-
-def check_client_ids(client_ids: Sequence[str]) -> None:
-    """Raise `ValueError` unless the ids are strings, not empty and unique."""
-    if len(set(client_ids)) == len(client_ids) and all(isinstance(i, str) and i for i in client_ids):
-        return
-    seen: set[str] = set()
-    for client_id in client_ids:
-        if not isinstance(client_id, str):
-            raise ValueError(f"A client id must be a string, got {client_id!r} ({type(client_id).__name__}).")
-        if not client_id:
-            raise ValueError("A client id is the empty string. Give every client a non-empty id.")
-        if client_id in seen:
-            raise ValueError(f"The client id {client_id!r} occurs twice. Client ids must be unique.")
-        seen.add(client_id)
-
-
-def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
-    """Raise `ValueError` with the ids of clients without rows, if `client_ids` lists any."""
-    if client_ids:
-        shown = ", ".join(repr(client_id) for client_id in client_ids[:5])
-        more = f" and {len(client_ids) - 5} more" if len(client_ids) > 5 else ""
-        raise ValueError(f"A client without rows cannot train: {shown}{more}. Leave it out, or create fewer clients.")

@@ -184,12 +184,12 @@ class FeatureClusterPartitioner(Partitioner):
 
     def _embed(self, dataset: Dataset, embed: Embedder) -> np.ndarray:
         """Return the embeddings of all examples, of shape `(num_rows, num_features)`, `float32`."""
-        embeddings: np.ndarray | None = None
+        embeddings = np.empty((0, 0), dtype=np.float32)
         begin = 0
         for batch in dataset.select_columns(self._columns).with_format(None).iter(self.batch_size):
             texts = self._texts(batch, begin)
             embedded = np.asarray(embed(texts), dtype=np.float32)
-            num_features = embedded.shape[-1] if embeddings is None else embeddings.shape[1]
+            num_features = embeddings.shape[1] if begin else embedded.shape[-1]
             if embedded.shape != (len(texts), num_features):
                 raise ValueError(
                     f"FeatureClusterPartitioner: the embedder returned shape {embedded.shape} for {len(texts)} texts."
@@ -200,11 +200,10 @@ class FeatureClusterPartitioner(Partitioner):
                 raise ValueError(
                     f"FeatureClusterPartitioner: the embedding of row {row} is not finite. Check the embedder."
                 )
-            if embeddings is None:
+            if begin == 0:
                 embeddings = np.empty((len(dataset), num_features), dtype=np.float32)
             embeddings[begin : begin + len(texts)] = embedded
             begin += len(texts)
-        assert embeddings is not None, "check_enough_rows ensures that a split has rows"
         return embeddings
 
     def _texts(self, batch: Mapping[str, list], first_row: int) -> list[str]:

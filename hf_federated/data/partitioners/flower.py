@@ -96,11 +96,21 @@ class FlowerPartitioner(Partitioner):
         return {"flwr_datasets": type(self.partitioner).__name__, **arguments}
 
 
-def wrap_flower_partitioner(partitioner: Any) -> Any:
-    """Wrap a partitioner of `flwr_datasets`. Return any other object unchanged."""
+def as_partitioner(partitioner: Any) -> Partitioner:
+    """
+    Return a [`Partitioner`] unchanged, and wrap a partitioner of `flwr_datasets`.
+
+    Raises:
+        `TypeError`: If the object is no partitioner.
+    """
     flower = sys.modules.get("flwr_datasets.partitioner")
     if flower is not None and isinstance(partitioner, flower.Partitioner):
         return FlowerPartitioner(partitioner)
+    if not isinstance(partitioner, Partitioner):
+        raise TypeError(
+            f"from_dataset: expected a Partitioner, got {partitioner!r}. For example, pass"
+            " IidPartitioner(num_clients=10)."
+        )
     return partitioner
 
 

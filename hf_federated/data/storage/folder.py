@@ -28,8 +28,9 @@ from datasets.utils.py_utils import convert_file_size_to_int
 from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
-from ..client_datasets import ClientDatasets, PartitionedDataset
-from ..partitioners.base import Partition, check_client_ids, row_index_dtype
+from ..client_datasets import ClientDatasets, PartitionedDataset, as_dataset
+from ..client_ids import check_client_ids, check_id_list
+from ..partitioners.base import Partition, row_index_dtype
 from ..source import DatasetSource, content_hash
 from .parquet_datasets import ParquetDatasets
 from .partition_file import (
@@ -294,10 +295,7 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
 
 def check_requested_clients(clients: Sequence[str]) -> None:
     """Raise `TypeError` for a single string, and `ValueError` for an empty list or a repeated id."""
-    if isinstance(clients, str):
-        raise TypeError(f"clients must be a list of ids, got the string {clients!r}.")
-    if not clients:
-        raise ValueError("The list of clients is empty.")
+    check_id_list(clients)
     check_client_ids(clients)
 
 
@@ -347,16 +345,7 @@ def _write_clients(
     written: dict[str, tuple[int, list[StoredFile]]] = {}
     # `disable=None` hides the progress bar if the output is not a terminal
     for client_id in tqdm(rows.client_ids, desc=f"Writing {split}", unit="client", disable=None):
-        dataset = rows.open(client_id)
-        if not isinstance(dataset, Dataset):
-            raise TypeError(
-                f"Client {client_id!r} is an IterableDataset, whose rows cannot be stored. Save its rows as a"
-                " Dataset first."
-            )
-        if len(dataset) == 0:
-            raise ValueError(
-                f"Client {client_id!r} has no rows in the split {split!r}. Remove the client from the split."
-            )
+        dataset = as_dataset(client_id, rows.open(client_id), "stored")
         # A scattered selection has one chunk per row. Writing a single chunk is three times faster.
         table = embed_table_storage(dataset.with_format("arrow")[:]).combine_chunks()
         table = table.replace_schema_metadata(dataset.features.arrow_schema.metadata)

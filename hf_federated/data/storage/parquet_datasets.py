@@ -14,7 +14,7 @@ from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 
 from ..client_datasets import ClientDatasets, PartitionedDataset
-from ..partitioners.base import Partition, check_client_ids
+from ..partitioners.base import Partition
 from .partition_file import PARTITION_FILE, PartitionFileError, StoredRows
 
 
@@ -65,7 +65,6 @@ class ParquetDatasets(ClientDatasets):
         return self._cached().transform(function, reads_rows)
 
     def select(self, client_ids: Sequence[str]) -> ParquetDatasets:
-        check_client_ids(client_ids)
         return ParquetDatasets(
             self.root, self.features, {client_id: self.clients[client_id] for client_id in client_ids}
         )

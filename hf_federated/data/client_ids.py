@@ -1,0 +1,64 @@
+"""Checks of client ids, and the errors for ids that are invalid or do not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def check_client_ids(client_ids: Sequence[str]) -> None:
+    """Raise `ValueError` unless the ids are strings, not empty and unique."""
+    if len(set(client_ids)) == len(client_ids) and all(isinstance(i, str) and i for i in client_ids):
+        return
+    seen: set[str] = set()
+    for client_id in client_ids:
+        if not isinstance(client_id, str):
+            raise ValueError(
+                f"A client id must be a string, got {client_id!r} ({type(client_id).__name__}). Pass str(id)."
+            )
+        if not client_id:
+            raise ValueError("A client id is the empty string. Give every client a non-empty id.")
+        if client_id in seen:
+            raise ValueError(f"The client id {client_id!r} occurs twice. Client ids must be unique.")
+        seen.add(client_id)
+
+
+def check_id_list(client_ids: Sequence[str]) -> None:
+    """Raise `TypeError` for a single string, and `ValueError` for an empty list of requested ids."""
+    if isinstance(client_ids, str):
+        raise TypeError(f"Client ids: expected a list of ids, got the string {client_ids!r}. Pass [{client_ids!r}].")
+    if not client_ids:
+        raise ValueError("Client ids: the list of ids is empty. Pass at least one id.")
+
+
+def id_from_key(key: object) -> str:
+    """Convert a key of a mapping of clients to a client id. Raise `TypeError` unless it is a string or an integer."""
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return str(int(key))
+    raise TypeError(
+        f"from_dict: a client id must be a string or an integer, got {key!r} ({type(key).__name__}). Convert it to"
+        " a string."
+    )
+
+
+def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
+    """Raise `ValueError` with the ids of clients without rows, if `client_ids` lists any."""
+    if client_ids:
+        shown = ", ".join(repr(client_id) for client_id in client_ids[:5])
+        more = f" and {len(client_ids) - 5} more" if len(client_ids) > 5 else ""
+        raise ValueError(f"A client without rows cannot train: {shown}{more}. Leave it out, or create fewer clients.")
+
+
+def unknown_client(client_id: object, known: Sequence[str]) -> KeyError:
+    """Build the error for an id that no client has, with similar ids."""
+    similar = difflib.get_close_matches(str(client_id), known, n=3)
+    hint = (
+        f"Did you mean {', '.join(map(repr, similar))}?"
+        if similar
+        else f"There are {len(known)} clients, the first is {known[0]!r}."
+    )
+    return KeyError(f"There is no client {client_id!r}. {hint}")
