@@ -18,7 +18,7 @@ from .partitioners.flower import as_partitioner
 from .source import load_source
 from .storage.folder import check_requested_clients, open_folder, open_split
 from .storage.partition_file import PartitionFile, check_split_name
-from .storage.publishing import push_splits, save_splits
+from .storage.publishing import StorageOptions, push_splits, save_splits
 
 
 class FederatedDatasetDict(dict[str, FederatedDataset]):
@@ -277,7 +277,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         max_shard_size: int | str = "500MB",
     ) -> None:
         """Write all splits to one folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
-        save_splits(self, path, label_column, index_only, max_shard_size)
+        save_splits(self, path, StorageOptions(label_column, index_only, max_shard_size))
 
     def push_to_hub(
         self,
@@ -291,17 +291,8 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         max_shard_size: int | str = "500MB",
     ) -> CommitInfo | None:
         """Push all splits in one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
-        return push_splits(
-            self,
-            repo_id,
-            private,
-            revision,
-            token,
-            commit_message,
-            label_column,
-            index_only,
-            max_shard_size,
-        )
+        options = StorageOptions(label_column, index_only, max_shard_size)
+        return push_splits(self, repo_id, options, private, revision, token, commit_message)
 
     def _check_clients(self, client_ids: Sequence[str]) -> None:
         for client_id in client_ids:

@@ -15,7 +15,7 @@ from .client_datasets import ClientDatasets
 from .hub import fetch_split, read_hub_partition
 from .storage.folder import SplitToStore, open_folder, open_split
 from .storage.partition_file import PartitionFile
-from .storage.publishing import push_splits, save_splits
+from .storage.publishing import StorageOptions, push_splits, save_splits
 
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class FederatedDatasetStorageMixin(ABC):
             `FileExistsError`: If the folder contains files that do not belong to a federated dataset.
             `TypeError`: If a client is an `IterableDataset`.
         """
-        save_splits({split: cast("FederatedDataset", self)}, path, label_column, index_only, max_shard_size)
+        options = StorageOptions(label_column, index_only, max_shard_size)
+        save_splits({split: cast("FederatedDataset", self)}, path, options)
 
     def push_to_hub(
         self,
@@ -192,14 +193,6 @@ class FederatedDatasetStorageMixin(ABC):
             `ValueError`: If the repository contains other data, or is public although `private=True`.
             `ConcurrentPushError`: If the repository received another commit during the push. Nothing is published.
         """
-        return push_splits(
-            {split: cast("FederatedDataset", self)},
-            repo_id,
-            private,
-            revision,
-            token,
-            commit_message,
-            label_column,
-            index_only,
-            max_shard_size,
-        )
+        options = StorageOptions(label_column, index_only, max_shard_size)
+        splits = {split: cast("FederatedDataset", self)}
+        return push_splits(splits, repo_id, options, private, revision, token, commit_message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,34 +31,40 @@ logger = logging.get_logger(__name__)
 MAX_COMPARED_CLIENTS = 1000
 
 
-def save_splits(
-    splits: Mapping[str, FederatedDataset],
-    path: str | os.PathLike[str],
-    label_column: str | None = None,
-    index_only: bool = False,
-    max_shard_size: int | str = "500MB",
-) -> None:
-    """Write splits to a folder. Arguments and errors as in [`FederatedDataset.save_to_disk`]."""
-    save_folder(
-        path, lambda folder: _write(folder, splits, None, RepositoryState(), label_column, index_only, max_shard_size)
-    )
+@dataclass(frozen=True)
+class StorageOptions:
+    """
+    Options of the written files, which a folder and a push have in common.
+
+    Args:
+        label_column (`str`, *optional*): The column whose label counts are published.
+        index_only (`bool`): Whether row numbers are written instead of rows.
+        max_shard_size (`int` or `str`): Approximate size in memory of the rows in one file.
+    """
+
+    label_column: str | None
+    index_only: bool
+    max_shard_size: int | str
+
+
+def save_splits(splits: Mapping[str, FederatedDataset], path: str | os.PathLike[str], options: StorageOptions) -> None:
+    """Write splits to a folder. Errors as in [`FederatedDataset.save_to_disk`]."""
+    save_folder(path, lambda folder: _write(folder, splits, options, None, RepositoryState(), None))
 
 
 def push_splits(
     splits: Mapping[str, FederatedDataset],
     repo_id: str,
-    private: bool | None = None,
-    revision: str | None = None,
-    token: bool | str | None = None,
-    commit_message: str | None = None,
-    label_column: str | None = None,
-    index_only: bool = False,
-    max_shard_size: int | str = "500MB",
+    options: StorageOptions,
+    private: bool | None,
+    revision: str | None,
+    token: bool | str | None,
+    commit_message: str | None,
 ) -> CommitInfo | None:
-    """Push splits in one commit. Arguments and errors as in [`FederatedDataset.push_to_hub`]."""
+    """Push splits in one commit. Further arguments and errors as in [`FederatedDataset.push_to_hub`]."""
 
     def write(folder: Path, state: RepositoryState) -> PartitionFile:
-        return _write(folder, splits, repo_id, state, label_column, index_only, max_shard_size, token)
+        return _write(folder, splits, options, repo_id, state, token)
 
     return push_folder(write, repo_id, private, revision, token, commit_message)
 
@@ -65,16 +72,14 @@ def push_splits(
 def _write(
     folder: Path,
     splits: Mapping[str, FederatedDataset],
+    options: StorageOptions,
     repo_id: str | None,
     state: RepositoryState,
-    label_column: str | None,
-    index_only: bool,
-    max_shard_size: int | str,
-    token: bool | str | None = None,
+    token: bool | str | None,
 ) -> PartitionFile:
-    counts = None if label_column is None else count_splits(splits, label_column)
+    counts = None if options.label_column is None else count_splits(splits, options.label_column)
     stored = {split: clients.split_to_store() for split, clients in splits.items()}
-    partition_file = write_files(folder, stored, counts, max_shard_size, index_only, token)
+    partition_file = write_files(folder, stored, counts, options.max_shard_size, options.index_only, token)
     split, clients = next(iter(splits.items()))
     split_counts = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
     pictures = draw_pictures(folder, clients, split_counts, split)
