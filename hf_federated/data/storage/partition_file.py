@@ -348,5 +348,5 @@ def _index_from_dict(raw: Mapping[str, Any]) -> StoredIndex:
 
 def _typed(value: Any, kind: type[_T], name: str) -> _T:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise PartitionFileError(f"{PARTITION_FILE}: {name} must be a {kind.__name__}, got {value!r}.")
+        raise PartitionFileError(f"{PARTITION_FILE}: {name} must be of type {kind.__name__}, got {value!r}.")
     return value
