@@ -9,7 +9,7 @@ from the federation, and from each other, in the number of epochs:
   number of epochs of the federation.
 - *local* trains each client for the number of epochs of a client that participates in every round:
   `num_rounds × local_epochs`. If clients are sampled, this is more than a client trains in the federation, so the
-  comparison favours the baseline.
+  comparison favors the baseline.
 
 If clients use only a part of their examples in a round (`max_rows_per_round`, `balance`), the number of epochs is
 scaled by this part.

@@ -33,7 +33,8 @@ def load_file(path: Path, split: str) -> DatasetDict:
     """
     suffix = data_suffix(path)
     if suffix is None:
-        raise CommandError(f"{path} is a {path.suffix} file. Allowed formats are {', '.join(READERS)}.")
+        kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
+        raise CommandError(f"{path} is {kind}. Allowed formats are {', '.join(READERS)}.")
     options: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
     return load_dataset(READERS[suffix], data_files={split: glob.escape(str(path))}, **options)
 

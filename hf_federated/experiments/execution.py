@@ -77,7 +77,7 @@ class Run:
         raw, section = self.data.raw, self.recipe.data
         lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} examples."]
         if raw.public is not None:
-            server = "" if raw.server is None else f" The server holds {len(raw.server)} labelled examples."
+            server = "" if raw.server is None else f" The server holds {len(raw.server)} labeled examples."
             lines.append(f"Public: {len(raw.public)} examples without labels.{server}")
         if raw.num_empty:
             lines.append(f"Dropped: {raw.num_empty} examples with an empty text or answer.")
@@ -126,10 +126,9 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
         return _build_split(recipe, args, data, model, shared)
     with recipe_errors("federation"):
         trainer_class: Any = data.task.trainer_class
-        trainer = federate(trainer_class)(
+        trainer: Any = federate(trainer_class)(
             model=model, args=args, federation=federation, **_dataset_arguments(recipe, data, tokenizer, args, shared)
         )
-    assert trainer.federation is not None  # the trainer has a federation
     # Baselines copies the model, which is still untrained.
     baselines = Baselines(
         model,

@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_datase
 from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
 from hf_federated.data.storage.partition_file import PARTITION_FILE
 from hf_federated.experiments.data_files import check_same_schema, check_single_format, is_missing_path, load_file
-from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe import ClassSection, Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DEFAULT_TEST_CLIENTS, DataSection, PublicSection
 from hf_federated.tasks import Task
 
@@ -59,23 +59,22 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     Raises:
         RecipeError: If the dataset, a split or a column does not exist, or no examples or clients remain.
     """
+    data = recipe.data
+    with recipe_errors("data.path"):
+        if is_missing_path(data.path):
+            raise RecipeError(f"data.path: the file or folder {data.path} does not exist.")
     if recipe.partition is None:
         return _load_federated(recipe)
-    data = recipe.data
     splits, num_empty = _load_splits(recipe)
     task, splits = build_task(recipe, splits)
     splits = _sample(splits, data)
     # Additional test splits are not partitioned.
     further_tests = {split: splits.pop(split) for split in data.further_test_splits}
+    public = server = None
     if recipe.public is not None:
         splits, public, server = _set_aside_public(splits, recipe, recipe.public)
-        private = dataclasses.replace(recipe, public=None)
-        raw = dataclasses.replace(
-            _partition(private, splits, task, num_empty, by_client), public=public, server=server
-        )
-    else:
-        raw = _partition(recipe, splits, task, num_empty, by_client)
-    return dataclasses.replace(raw, further_tests=further_tests)
+    raw = _partition(recipe.partition, data, splits, task, num_empty, by_client)
+    return dataclasses.replace(raw, public=public, server=server, further_tests=further_tests)
 
 
 def _set_aside_public(
@@ -99,11 +98,11 @@ def _set_aside_public(
     return DatasetDict({**splits, data.train_split: parts.private}), public, server
 
 
-def _partition(recipe: Recipe, splits: DatasetDict, task: Task, num_empty: int, by_client: bool) -> RawData:
+def _partition(
+    section: ClassSection, data: DataSection, splits: DatasetDict, task: Task, num_empty: int, by_client: bool
+) -> RawData:
     """Partition the training examples, and select the test examples."""
-    data = recipe.data
-    assert recipe.partition is not None
-    partitioner = build("partition", recipe.partition.cls, recipe.partition.arguments)
+    partitioner = build("partition", section.cls, section.arguments)
     test_split = data.test_split
     with recipe_errors("partition"):
         if test_split is None:
@@ -124,8 +123,6 @@ def _load_splits(recipe: Recipe) -> tuple[DatasetDict, int]:
     data, path = recipe.data, Path(recipe.data.path)
     names = [data.train_split, *_test_splits(data)]
     with recipe_errors("data.path"):
-        if is_missing_path(data.path):
-            raise RecipeError(f"data.path: the file or folder {data.path} does not exist.")
         if (path / PARTITION_FILE).is_file():
             raise RecipeError(f"partition: {data.path} is already partitioned. Remove the section.")
         if path.is_file():
@@ -261,14 +258,10 @@ def _sample_examples(dataset: Dataset, maximum: int | None, seed: int) -> Datase
 def _load_federated(recipe: Recipe) -> RawData:
     """Load a federated dataset from a folder or the Hub."""
     data = recipe.data
-    for name in ("max_train_rows", "max_test_rows", "name"):
-        if getattr(data, name) is not None:
+    for name in ("max_train_rows", "max_test_rows", "name", "drop_empty"):
+        if getattr(data, name) not in (None, False):
             raise RecipeError(f"data.{name} is set without partition. Only recipes with a partition accept it.")
-    if data.drop_empty:
-        raise RecipeError("data.drop_empty is set without partition. Only recipes with a partition accept it.")
     with recipe_errors("data.path"):
-        if is_missing_path(data.path):
-            raise RecipeError(f"data.path: the file or folder {data.path} does not exist.")
         if Path(data.path).exists() and not (Path(data.path) / PARTITION_FILE).is_file():
             raise RecipeError(
                 f"partition is missing, and {data.path} is not a federated dataset. Set partition, or use a federated"

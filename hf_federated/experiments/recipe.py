@@ -36,6 +36,7 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe_schema import (
     RecipeError,
     RecipeField,
+    check_at_least_one,
     check_section,
     dataclass_fields,
     unknown_field_error,
@@ -130,8 +131,7 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        if self.local_clients is not None and self.local_clients < 1:
-            raise RecipeError(f"local_clients is {self.local_clients}; it must be at least 1.")
+        check_at_least_one("local_clients", self.local_clients)
         if self.task.generates_text and self.training.get("predict_with_generate") is False:
             raise RecipeError(
                 f"training.predict_with_generate is false, but the task {self.task.name} is evaluated on generated"
@@ -264,11 +264,12 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     task_values = values.get("task")
     if isinstance(task_values, dict) and "name" not in task_values:
         task_values = {"name": DEFAULT_TASK, **task_values}
-    task = _class_section(
-        "task", {"name": DEFAULT_TASK} if task_values is None else task_values, class_fields["task"], TASKS
-    )
-    assert task is not None
-    partition = _class_section("partition", values.get("partition"), class_fields["partition"], PARTITIONERS)
+    if task_values is None:
+        task_values = {"name": DEFAULT_TASK}
+    task = _class_section("task", task_values, class_fields["task"], TASKS)
+    partition = None
+    if values.get("partition") is not None:
+        partition = _class_section("partition", values["partition"], class_fields["partition"], PARTITIONERS)
     known = section_fields(task.name)
     top_level = known.pop("")
     for key in values:
@@ -330,10 +331,8 @@ def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
 
 def _class_section(
     section: str, values: Any, fields: dict[str, dict[str, RecipeField]], classes: Mapping[str, Any]
-) -> ClassSection | None:
+) -> ClassSection:
     """Validate a section that names one of `classes`."""
-    if values is None:
-        return None
     if not isinstance(values, dict) or not isinstance(values.get("name"), str) or values["name"] not in classes:
         given = values.get("name") if isinstance(values, dict) else values
         raise RecipeError(f"{section}.name is {given!r}; it must be one of {', '.join(classes)}.")

@@ -86,17 +86,19 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
     Raises:
         RecipeError: If the data cannot be loaded, or the task cannot process an example.
     """
-    if by_client and recipe.task.cls.needs_rows:
-        raise RecipeError(
-            f"federation.evaluate_clients is not supported for {recipe.task.name}, whose metrics need the raw"
-            " examples. Remove the field."
-        )
+    needs_rows = recipe.task.cls.needs_rows
     # The metrics of sequence-to-sequence tasks use the raw targets, if these are available.
-    if recipe.data.further_test_splits and (recipe.task.cls.needs_rows or issubclass(recipe.task.cls, Seq2Seq)):
-        raise RecipeError(
-            f"data.further_test_splits is not supported for {recipe.task.name}, whose metrics need the raw examples."
-            " Remove the field."
-        )
+    uses_rows = needs_rows or issubclass(recipe.task.cls, Seq2Seq)
+    unsupported = {
+        "federation.evaluate_clients": by_client and needs_rows,
+        "data.further_test_splits": bool(recipe.data.further_test_splits) and uses_rows,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise RecipeError(
+                f"{name} is not supported for {recipe.task.name}, whose metrics need the raw examples. Remove the"
+                " field."
+            )
     raw = load_raw_data(recipe, by_client)
     task = raw.task
     with recipe_errors("data"):

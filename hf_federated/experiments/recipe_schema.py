@@ -153,6 +153,12 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
     return values
 
 
+def check_at_least_one(field: str, value: int | None) -> None:
+    """Raise [`RecipeError`] if a number of clients or examples is set and below 1."""
+    if value is not None and value < 1:
+        raise RecipeError(f"{field} is {value}; it must be at least 1.")
+
+
 def unknown_field_error(given: str, key: str, known: list[str]) -> RecipeError:
     """
     Build the error for an unknown field, with suggestions of similar names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.recipe_schema import RecipeError, check_at_least_one
 
 
 DEFAULT_TEST_CLIENTS = 0.2
@@ -102,9 +102,7 @@ class DataSection:
                     " and 1."
                 )
         for name in ("max_clients", "max_train_rows", "max_test_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RecipeError(f"data.{name} is {value}; it must be at least 1.")
+            check_at_least_one(f"data.{name}", getattr(self, name))
 
 
 @dataclass
@@ -112,8 +110,8 @@ class PublicSection:
     """
     The section `public`: training examples that are set aside for distillation.
 
-    Public examples lose their labels and are available to the server and all clients. The server can also hold
-    labelled examples that no client has.
+    Public examples lose their labels and are available to the server and all clients. The server can also hold labeled
+    examples that no client has.
     """
 
     share: float = field(metadata={"help": "Share of the training examples that the server and all clients hold."})
@@ -132,9 +130,7 @@ class PublicSection:
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_server_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RecipeError(f"public.{name} is {value}; it must be at least 1.")
+            check_at_least_one(f"public.{name}", getattr(self, name))
 
 
 @dataclass

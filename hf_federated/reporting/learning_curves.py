@@ -153,32 +153,31 @@ def _mean_curve(
 
 
 def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    distinct = list(dict.fromkeys(names))
-    if len(distinct) > MAX_CURVES:
-        raise ValueError(
-            f"plot_learning_curves: {len(distinct)} runs, but at most {MAX_CURVES} can be distinguished. Draw fewer."
-        )
     return {
         name: {
             "color": CURVE_COLORS[number % len(CURVE_COLORS)],
             "linestyle": CURVE_DASHES[number // len(CURVE_COLORS)],
             "marker": MARKERS[number],
         }
-        for number, name in enumerate(distinct)
+        for number, name in enumerate(_distinct(names, MAX_CURVES, "runs"))
     }
 
 
 def _reference_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    distinct = list(dict.fromkeys(names))
-    if len(distinct) > MAX_REFERENCES:
-        raise ValueError(
-            f"plot_learning_curves: {len(distinct)} baselines, but at most {MAX_REFERENCES} can be distinguished. Draw"
-            " fewer."
-        )
+    distinct = _distinct(names, MAX_REFERENCES, "baselines")
     return {
         name: {"color": color, "linestyle": (0, dashes)}
         for name, (color, dashes) in zip(distinct, REFERENCE_STYLES, strict=False)
     }
+
+
+def _distinct(names: Iterable[str], maximum: int, noun: str) -> list[str]:
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) > maximum:
+        raise ValueError(
+            f"plot_learning_curves: {len(distinct)} {noun}, but at most {maximum} can be distinguished. Draw fewer."
+        )
+    return distinct
 
 
 def _format_axis(axis: Axes, panel: CurvePanel) -> None:
