@@ -147,7 +147,10 @@ def _load_model(name: str, revision: str | None) -> PreTrainedModel:
     cached_file(name, SAFETENSORS_WEIGHTS_NAME, revision=revision)
     config = PeftConfig.from_pretrained(name, revision=revision)
     if config.is_prompt_learning:
-        raise ValueError("Prefixes are not part of the attacked hidden states. Audit the model without the prefixes.")
+        raise ValueError(
+            f"{name} is an adapter with prefixes, which are not part of the attacked hidden states. Audit the model"
+            " without the prefixes."
+        )
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **options)
     return PeftModel.from_pretrained(base, name, revision=revision).merge_and_unload()
 

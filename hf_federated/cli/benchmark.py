@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hf_federated.cli.recipe_options import add_set_option
 from hf_federated.experiments.benchmark import DEFAULT_DIR, BenchmarkOptions, run_benchmark
+from hf_federated.experiments.execution import measure_run
 from hf_federated.experiments.grid import PlannedRun
 from hf_federated.experiments.recipe import check_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe_yaml import read_values
@@ -15,14 +17,7 @@ from hf_federated.experiments.recipe_yaml import read_values
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to a parser."""
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML file with a section benchmark")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="set a field of all recipes to a YAML value, for example federation.num_rounds=5; can be repeated",
-    )
+    add_set_option(parser)
     parser.add_argument(
         "--seeds", metavar="SEED", nargs="+", type=int, help="seeds that replace benchmark.seeds of the recipes"
     )
@@ -37,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="+",
         default=[],
-        help="output folders of other recipes, with a runs.jsonl; their finished runs with the same settings and seed "
-        "are reused, also if they have a different name",
+        help="output folders of other recipes, with a runs.jsonl; finished runs with the same settings and seed are"
+        " reused, also under a different name",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--report", action="store_true", help="report the finished runs without executing any run")
@@ -65,9 +60,6 @@ def benchmark(arguments: argparse.Namespace) -> int:
     """Execute the command and return the exit code."""
 
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-        # The import takes a second. It is delayed, so that reports and error messages appear quickly.
-        from hf_federated.experiments.execution import measure_run
-
         # The digest in the path separates the files of the run from files of the run with different settings.
         return measure_run(planned.values, planned.method, folder / planned.digest[:12])
 

@@ -54,8 +54,8 @@ def certificates(arguments: argparse.Namespace) -> None:
     """
     if not arguments.server and not arguments.client:
         raise CommandError(
-            "no certificate was requested; say what to make: --server NAME for each name of the server, --client ID"
-            " for each client."
+            "no certificate was requested. Pass --server NAME for each name of the server, and --client ID for each"
+            " client."
         )
     with command_errors(arguments.folder):
         try:
@@ -69,7 +69,7 @@ def certificates(arguments: argparse.Namespace) -> None:
                 overwrite=arguments.overwrite,
             )
         except FileExistsError as error:
-            raise CommandError(f"{error} (--overwrite)") from error
+            raise CommandError(f"{error} The option is --overwrite.") from error
     for path in written:
         print(f"{path}  {fingerprint(path.read_bytes())}")
     authority = Path(arguments.folder) / "ca.pem"

@@ -12,6 +12,20 @@ from hf_federated.experiments.errors import CommandError
 from hf_federated.server.round_loop import RoundFailedError
 
 
+# A command returns its exit code, or `None` for success.
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "train": train.train,
+    "benchmark": benchmark.benchmark,
+    "partition": partition.partition,
+    "inspect": inspection.inspect,
+    "certificates": certificates.certificates,
+    "audit": audit.audit,
+    "split-server": split_run.split_server,
+    "split-client": split_run.split_client,
+    "split-merge": split_merge.split_merge,
+}
+
+
 class _CommandParser(argparse.ArgumentParser):
     """A parser whose help ends with a text that is only computed when help is printed."""
 
@@ -107,34 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser(_named_partitioner(argv)).parse_args(argv)
     try:
-        if arguments.command == "partition":
-            partition.partition(arguments)
-            return 0
-        if arguments.command == "benchmark":
-            return benchmark.benchmark(arguments)
-        if arguments.command == "inspect":
-            inspection.inspect(arguments)
-            return 0
-        if arguments.command == "audit":
-            audit.audit(arguments)
-            return 0
-        if arguments.command in ("split-server", "split-client"):
-            (split_run.split_server if arguments.command == "split-server" else split_run.split_client)(arguments)
-            return 0
-        if arguments.command == "split-merge":
-            split_merge.split_merge(arguments)
-            return 0
-        if arguments.command == "certificates":
-            certificates.certificates(arguments)
-            return 0
-        train.train(arguments)
+        return COMMANDS[arguments.command](arguments) or 0
     except CommandError as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return 2
     except RoundFailedError as error:
         print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

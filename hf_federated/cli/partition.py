@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetDict, get_dataset_split_names, load_dataset
+from datasets import get_dataset_split_names, load_dataset
 
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
@@ -125,7 +125,6 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
             commit = DatasetSource(data, revision=revision).resolved().revision
             names = get_dataset_split_names(data, name, revision=commit)
             splits = {split_name: DatasetSource(data, split_name, name, commit) for split_name in names}
-    assert isinstance(splits, (DatasetDict, dict))
     if split is None:
         return splits
     if split not in splits:

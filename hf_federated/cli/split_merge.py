@@ -1,4 +1,4 @@
-"""`hf-federated split-merge`: merge the saved parts of a split model into the ordinary whole model or adapter."""
+"""`hf-federated split-merge`: merge the saved parts of a split model into the whole model or adapter."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hf_federated.split import merge_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "folders", metavar="DIR", nargs="+", help="folder with the saved part of a party; together all parts"
-    )
+    """Add the arguments of the command to a parser."""
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="folders with the saved parts of all parties")
     parser.add_argument("--output-dir", required=True, help="folder for the whole model or adapter")
 
 
 def split_merge(arguments: argparse.Namespace) -> None:
     """
-    Run the command.
+    Execute the command.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
         CommandError: If the folders do not contain the parts of one cut of one model.

@@ -15,12 +15,14 @@ from typing import Any
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
 from transformers import PretrainedConfig, TrainingArguments
 
+from hf_federated.cli.recipe_options import add_recipe_arguments
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
 from hf_federated.experiments.recipe import ClassSection, Recipe, build, load_recipe
 from hf_federated.experiments.recipe_loading import load_tokenized_data, load_tokenizer
 from hf_federated.experiments.recipe_sections import ModelSection
+from hf_federated.experiments.train_recipe import RESULTS_NAME
 from hf_federated.security.certificates import client_certificate, client_fingerprints
 from hf_federated.security.encrypted_link import EncryptedLink
 from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
@@ -37,25 +39,13 @@ from hf_federated.transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
 from hf_federated.utils.client_names import escape_client_id
 
 
-RESULTS_NAME = "results.json"
 # A client may wait for the turns of all other clients. Heartbeats detect a failed server earlier.
 ANSWER_TIMEOUT = 7 * 24 * 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
-    """Add the options of the commands."""
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, the same for all parties")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="change a field, for example training.learning_rate=5e-4; the value is YAML; can be repeated",
-    )
-    parser.add_argument(
-        "--output-dir", metavar="DIR", help="output directory instead of training.output_dir of the recipe"
-    )
+    """Add the arguments of a command to a parser. All parties pass the same recipe and the same `--set`."""
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--certificates", metavar="DIR", required=True, help="folder with ca.pem, and the .pem and .key of this party"
     )
@@ -82,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
             metavar="ID",
             action="append",
             required=True,
-            help="id of a client, in the order of the clients; repeat it",
+            help="id of a client; repeat the option for each client, in the order of the clients",
         )
         parser.add_argument(
-            "--deadline", type=float, metavar="SECONDS", help="for client_batch: how long clients wait for each other"
+            "--deadline", type=float, metavar="SECONDS", help="for client_batch: how long a step waits for the clients"
         )
         parser.add_argument(
             "--heartbeat-timeout",
@@ -122,7 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser, server: bool) -> None:
 
 def split_server(arguments: argparse.Namespace) -> None:
     """
-    Serve a run until it ends.
+    Execute the command `split-server`: serve a run until it ends.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
@@ -160,7 +153,10 @@ def split_server(arguments: argparse.Namespace) -> None:
 
 def split_client(arguments: argparse.Namespace) -> None:
     """
-    Train as one client of a run until it ends.
+    Execute the command `split-client`: train as one client of a run until it ends.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
     Raises:
         CommandError: If the recipe, the dataset or the certificates cannot be used, or the run failed.
@@ -326,8 +322,8 @@ def _fingerprints(arguments: argparse.Namespace, required: list[str]) -> dict[st
     missing = [client_id for client_id in required if client_id not in fingerprints]
     if missing:
         raise CommandError(
-            f"The fingerprint of {missing[0]!r} is missing. Pass --peer {missing[0]}=FINGERPRINT, or add its "
-            "certificate to the folder."
+            f"The fingerprint of {missing[0]!r} is missing. Pass --peer {missing[0]}=FINGERPRINT, or add its"
+            f" certificate to {arguments.certificates}."
         )
     return fingerprints
 
@@ -350,8 +346,8 @@ def _encrypt_link(
         path = Path(arguments.certificates) / "server.pem"
         if not path.is_file():
             raise CommandError(
-                "The fingerprint of the server is missing, and split.encryption requires it. Pass "
-                "--server-fingerprint, or add server.pem to the folder."
+                "The fingerprint of the server is missing, and split.encryption requires it. Pass"
+                f" --server-fingerprint, or add server.pem to {arguments.certificates}."
             )
         expected = fingerprint(path.read_bytes())
     session = ClientSession(identity, "server", expected, rotate_every=split.rotate_keys_every)

@@ -81,7 +81,7 @@ def test_victim_model_can_be_an_adapter_with_safetensors_weights(folder, capsys)
     prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     get_peft_model(LlamaForCausalLM.from_pretrained("model"), prefix).save_pretrained("prefix")
     assert main([*command, "--victim-model", "prefix"]) == 2
-    assert "--victim-model prefix: Prefixes are not part of the attacked hidden states" in capsys.readouterr().err
+    assert "--victim-model prefix: prefix is an adapter with prefixes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

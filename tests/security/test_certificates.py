@@ -269,7 +269,7 @@ def test_command_writes_certificates_and_prints_fingerprints(tmp_path, monkeypat
     assert list(client_fingerprints("tls")) == ["east", "north", "south"]
     assert main("certificates tls --client east --rsa-bits 2048".split()) == 2
     assert (
-        "east.key. Choose another folder or other clients, or overwrite the files. (--overwrite)"
+        "east.key. Choose another folder or other clients, or overwrite the files. The option is --overwrite."
         in capsys.readouterr().err
     )
     assert main("certificates tls --client east --rsa-bits 2048 --overwrite".split()) == 0
@@ -278,7 +278,7 @@ def test_command_writes_certificates_and_prints_fingerprints(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "say what to make: --server NAME"),
+        ("", "no certificate was requested. Pass --server NAME"),
         ("--server localhost:1", "localhost:1' is not a host name"),
         ("--client north --days 0", "days=0"),
     ],
