@@ -7,7 +7,6 @@ current recipe from records that were made before the recipe changed.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.recipe_schema import check_section, dataclass_fields
 from hf_federated.experiments.recipe_yaml import apply_changes, merge_mappings
 
 
@@ -31,7 +31,7 @@ FIXED_SEED_FIELDS = ("training.data_seed", "federation.federation_seed")
 @dataclass
 class BenchmarkSection:
     """
-    The section `benchmark` of a recipe.
+    The section `benchmark` of a recipe. [`read_section`] checks the types of its fields.
 
     Args:
         runs (`dict[str, dict]`):
@@ -55,8 +55,8 @@ class BenchmarkSection:
             Claims to check, each of the form `"A > B"`: run A is better than run B.
 
     Raises:
-        CommandError: If a field is of the wrong type, the name of a run is not a valid folder name, or a published
-            result or a claim names a run that does not exist.
+        CommandError: If the name of a run is not a valid folder name, or a published result or a claim names a run
+            that does not exist.
 
     Example:
 
@@ -106,22 +106,12 @@ class BenchmarkSection:
         self._check_seeds()
         for name in ("title", "metric", "paper_setting"):
             text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not text.strip() or len(text.splitlines()) > 1):
+            if text is not None and (not text.strip() or len(text.splitlines()) > 1):
                 raise CommandError(f"benchmark.{name}: {text!r} is invalid; it must be one line of text.")
-        if not isinstance(self.lower_is_better, (bool, type(None))):
-            raise CommandError(
-                f"benchmark.lower_is_better: {self.lower_is_better!r} is invalid; it must be true or false."
-            )
-        if not isinstance(self.paper, dict):
-            raise CommandError(
-                f"benchmark.paper: {self.paper!r} is invalid; it must be a mapping of run names to numbers."
-            )
         for name, number in self.paper.items():
             self._check_run_exists("paper", name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
                 raise CommandError(f"benchmark.paper: {name!r} is {number!r}; it must be a finite number.")
-        if not isinstance(self.claims, list):
-            raise CommandError(f"benchmark.claims: {self.claims!r} is invalid; it must be a list of claims 'A > B'.")
         for better, worse in self.orderings:
             self._check_run_exists("claims", better)
             self._check_run_exists("claims", worse)
@@ -131,7 +121,7 @@ class BenchmarkSection:
         """The claims as pairs of run names: the better run, then the worse run."""
         pairs = []
         for claim in self.claims:
-            names = [name.strip() for name in claim.split(">")] if isinstance(claim, str) else []
+            names = [name.strip() for name in claim.split(">")]
             if len(names) != 2 or names[0] == names[1]:
                 raise CommandError(
                     f"benchmark.claims: {claim!r} is invalid; it must be of the form 'A > B' with two run names."
@@ -144,7 +134,7 @@ class BenchmarkSection:
             raise CommandError(f"benchmark.{field_name}: {name!r} is not a run. The runs are {', '.join(self.runs)}.")
 
     def _check_runs(self) -> None:
-        if not isinstance(self.runs, dict) or not self.runs:
+        if not self.runs:
             raise CommandError(f"benchmark.runs: {self.runs!r} is invalid; it must be a mapping of names to changes.")
         folded: dict[str, str] = {}
         for name, changes in self.runs.items():
@@ -167,11 +157,11 @@ class BenchmarkSection:
             _method_and_changes(name, changes)
 
     def _check_seeds(self) -> None:
-        if not isinstance(self.seeds, list) or not self.seeds:
+        if not self.seeds:
             raise CommandError(f"benchmark.seeds: {self.seeds!r} is invalid; it must be a list of integers.")
         for seed in self.seeds:
             # The range of NumPy's global generator, which Trainer seeds.
-            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            if not 0 <= seed < 2**32:
                 raise CommandError(
                     f"benchmark.seeds: {seed!r} is invalid; a seed must be an integer from 0 to 2^32-1."
                 )
@@ -215,22 +205,14 @@ def read_section(values: Mapping[str, Any]) -> BenchmarkSection:
         values (`Mapping[str, Any]`): The recipe as read from YAML.
 
     Raises:
-        CommandError: If the section is missing or invalid.
+        CommandError: If the section is missing, a field is unknown or of the wrong type, or a value is invalid.
     """
     given = values.get("benchmark")
     if not isinstance(given, dict):
         raise CommandError(
             "benchmark: the recipe has no such section. Add the section, or run the recipe with `hf-federated train`."
         )
-    known = [item.name for item in dataclasses.fields(BenchmarkSection)]
-    for name in given:
-        if name not in known:
-            raise CommandError(
-                f"benchmark.{name} is not a field of the section benchmark. Allowed: {', '.join(known)}."
-            )
-    if "runs" not in given:
-        raise CommandError("benchmark.runs is missing; it must be a mapping of names to changes of the recipe.")
-    return BenchmarkSection(**given)
+    return BenchmarkSection(**check_section("benchmark", given, dataclass_fields(BenchmarkSection)))
 
 
 def plan_runs(
