@@ -27,7 +27,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser whose help ends with a text that is only computed when help is printed."""
+    """A parser with a further help text, which is computed only when the help is printed."""
 
     further_help: Callable[[], str] | None = None
 

@@ -245,7 +245,7 @@ def _load_settings(
 def client_model(
     recipe: Recipe, split: SplitConfig, client_id: str, adapter: PeftConfig | None, seed: int, task: Task
 ) -> SplitModel:
-    """Load a client's parts of the model that `train` loads for the recipe."""
+    """Load the head and the tail of the recipe's model for a client."""
     model = load_client_model(
         recipe.model.name_or_path, split, client_id, adapter, seed, **_model_arguments(recipe.model)
     )
@@ -255,14 +255,14 @@ def client_model(
 def server_body(
     recipe: Recipe, split: SplitConfig, adapter: PeftConfig | None, seed: int
 ) -> tuple[PretrainedConfig, Part, Wire]:
-    """Load the server's part of the model, with the config of the whole model and the encoding of hidden states."""
+    """Load the body of the recipe's model, the config of the whole model, and the encoding of hidden states."""
     return load_server_body(recipe.model.name_or_path, split, adapter, seed, **_model_arguments(recipe.model))
 
 
 def _model_arguments(model: ModelSection) -> dict[str, Any]:
-    """Arguments of `from_pretrained` from a recipe, apart from the name of the model."""
+    """Return the arguments of `from_pretrained` in the section `model`, without the name of the model."""
     kwargs = dict(model.kwargs or {})
-    # The deprecated name of `dtype` in transformers.
+    # `torch_dtype` is the deprecated name of `dtype` in transformers.
     deprecated_dtype = kwargs.pop("torch_dtype", None)
     return {**kwargs, "dtype": kwargs.get("dtype") or deprecated_dtype or "auto", "revision": model.revision}
 

@@ -174,7 +174,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         if not isinstance(datasets, Mapping):
             raise TypeError(f"from_dict: expected a mapping from client id to Dataset, got {type(datasets).__name__}.")
         if not datasets:
-            raise ValueError("from_dict: the mapping is empty, so there are no clients.")
+            raise ValueError("from_dict: the mapping is empty, so there are no clients. Pass at least one client.")
         client_ids = [id_from_key(key) for key in datasets]
         check_client_ids(client_ids)
         clients = dict(zip(client_ids, datasets.values(), strict=True))

@@ -109,7 +109,7 @@ def read_fednlp(
             assigned = np.concatenate([assigned, row_numbers])
             rows[split] = PartitionedDataset(dataset, Partition(list(non_empty), np.arange(len(row_numbers)), offsets))
     if not rows:
-        raise ValueError(f"{partition_file}: no client of {method!r} has rows.")
+        raise ValueError(f"{partition_file}: no client of {method!r} has rows. Choose another partition.")
     return rows
 
 
@@ -190,7 +190,7 @@ def _features(columns: Mapping[str, Any], task: str, vocabulary: Mapping[str, in
     ranked = sorted(vocabulary.items(), key=lambda item: item[1])
     column = columns.get("label" if task == "text_classification" else "tags", [])
     if [number for _, number in ranked] != list(range(len(ranked))) and any(_is_numeric(value) for value in column):
-        raise ValueError(f"The labels are numbers, but label_vocab does not count from 0: {ranked[:5]} …")
+        raise ValueError(f"The labels are numbers, but the numbers in label_vocab do not count from 0: {ranked[:5]} …")
     names = ClassLabel(names=[str(name) for name, _ in ranked])
     text = {column: Value("string") for column in columns}
     if task == "text_classification":
@@ -236,7 +236,7 @@ def write_fednlp(
             )
     _check_task_type(task_type)
     if not set(splits) <= set(SPLITS) or "train" not in splits:
-        raise ValueError(f"FedNLP needs a train split and allows a test split, got {', '.join(splits)}.")
+        raise ValueError(f"FedNLP files have a split train and, optionally, a split test, got {', '.join(splits)}.")
     required = [*COLUMNS[task_type], *(["answer_start", "answer_end"] if task_type == "span_extraction" else [])]
     pooled = {split: rows.pooled() for split, rows in splits.items()}
     check_columns(pooled["train"].column_names, required)

@@ -19,9 +19,12 @@ from .column_values import check_columns, is_categorical, rank_values, read_colu
 
 
 OUTSIDE = "O"
-IGNORED = -100  # ignored by the loss; tokenized tags have it at sub-words and special tokens
-_POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")  # of the schemes IOB2, IOBES and BILOU
-_MOST_COUNTS = 2**21  # in one table of rows x types; bounds the memory
+# The loss ignores this label. Tokenized tags have it at sub-words and special tokens.
+IGNORED = -100
+# The position prefixes of the schemes IOB2, IOBES and BILOU.
+_POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")
+# Maximum number of counts in one table of rows and types, which limits the memory.
+_MOST_COUNTS = 2**21
 
 
 def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:

@@ -283,6 +283,13 @@ def check_column_name(partitioner: Partitioner, name: str) -> None:
         raise ValueError(f"{type(partitioner).__name__}: {name} must be the name of a column, got {value!r}.")
 
 
+def check_boolean(partitioner: Partitioner, name: str) -> None:
+    """Raise `ValueError` unless a setting is `True` or `False`."""
+    value = getattr(partitioner, name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(partitioner).__name__}: {name} must be True or False, got {value!r}.")
+
+
 def check_enough_rows(
     partitioner: Partitioner, num_rows: int, num_clients: int, min_size: int, split: str = ""
 ) -> None:

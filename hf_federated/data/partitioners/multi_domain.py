@@ -12,6 +12,7 @@ from ..labels import read_labels_of_splits
 from .base import (
     Partition,
     Partitioner,
+    check_boolean,
     check_column_name,
     check_concentration,
     check_integer,
@@ -102,9 +103,8 @@ class MultiDomainPartitioner(Partitioner):
     def __post_init__(self) -> None:
         check_column_name(self, "domain_column")
         check_column_name(self, "label_column")
-        for name in ("diverse_domains", "diverse_labels"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"MultiDomainPartitioner: {name} must be True or False, got {getattr(self, name)!r}.")
+        check_boolean(self, "diverse_domains")
+        check_boolean(self, "diverse_labels")
         check_integer(self, "clients_per_domain", 1)
         check_concentration(self, "alpha")
         check_integer(self, "min_size", 1)

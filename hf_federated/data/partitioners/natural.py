@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..column_values import group_by_value
-from .base import Partition, Partitioner, check_column_name, check_integer, check_splits
+from .base import Partition, Partitioner, check_boolean, check_column_name, check_integer, check_splits
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class NaturalPartitioner(Partitioner):
         for name in ("min_size", "max_clients"):
             if getattr(self, name) is not None:
                 check_integer(self, name, 1)
-        if not isinstance(self.merge_small, bool):
-            raise ValueError(f"NaturalPartitioner: merge_small must be True or False, got {self.merge_small!r}.")
+        check_boolean(self, "merge_small")
         if self.merge_small and self.min_size is None:
             raise ValueError("NaturalPartitioner: merge_small=True needs min_size. Set min_size to a number of rows.")
 
