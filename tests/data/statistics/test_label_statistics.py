@@ -1,17 +1,15 @@
-"""Tests that compare the statistics of a partition with independent reference implementations."""
+"""Label counts, divergence and effective α equal independent reference implementations."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import sys
 import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset
+from labeled_rows import rows
 from scipy.optimize import minimize_scalar
 from scipy.spatial.distance import jensenshannon
 from scipy.special import gammaln
@@ -20,29 +18,12 @@ from hf_federated.data import (
     FederatedDataset,
     IidPartitioner,
     LabelCounts,
-    PartitionStatistics,
-    describe_partition,
     estimate_alpha,
     jensen_shannon_divergence,
     label_counts,
     mean_divergence,
-    vocabulary_overlap,
 )
 from hf_federated.data.statistics import label_statistics as label_module
-from hf_federated.data.statistics.text_statistics import text_map
-
-
-TEXTS = {"cars": ["A fast car", "the engine"], "bikes": ["a fast BIKE"], "more": ["engine, car; the fast"]}
-
-
-def rows(num_rows: int = 60, num_clients: int = 4, seed: int = 0) -> Dataset:
-    rng = np.random.default_rng(seed)
-    return Dataset.from_dict(
-        {
-            "owner": [f"client {number}" for number in rng.integers(0, num_clients, num_rows)],
-            "label": [("sport", "space", "cars")[number] for number in rng.integers(0, 3, num_rows)],
-        }
-    )
 
 
 def count_labels(clients: FederatedDataset, names: list, column: str = "label") -> list[list[int]]:
@@ -59,9 +40,6 @@ def log_likelihood(alpha: float, counts: np.ndarray, prior: np.ndarray) -> float
     sizes = counts.sum(axis=1)
     client_terms = gammaln(alpha) - gammaln(alpha + sizes)
     return float(client_terms.sum() + (gammaln(alpha * prior + counts) - gammaln(alpha * prior)).sum())
-
-
-# label_counts
 
 
 def test_label_counts_of_a_partition_equal_a_simple_count():
@@ -127,23 +105,6 @@ def test_counts_of_wrong_shape_raise_error():
         LabelCounts(["a", "b"], ["x", "y", "z"], np.zeros((2, 2), dtype=np.int64))
 
 
-def test_error_for_missing_column_lists_the_columns():
-    clients = FederatedDataset.from_column(rows(), "owner")
-    for function in (label_counts, describe_partition, vocabulary_overlap):
-        with pytest.raises(ValueError, match="There is no column 'sentiment'. The columns are: owner, label"):
-            function(clients, "sentiment")
-
-
-def test_error_names_a_client_with_an_iterable_dataset():
-    clients = FederatedDataset.from_dict({"a": rows(), "stream": rows().to_iterable_dataset()})
-    for function in (label_counts, describe_partition, vocabulary_overlap):
-        with pytest.raises(TypeError, match="Client 'stream' is an IterableDataset.*select_clients"):
-            function(clients, "label")
-
-
-# Jensen-Shannon divergence
-
-
 def test_divergence_is_the_square_of_the_scipy_distance_in_bits():
     shares = np.random.default_rng(0).dirichlet(np.full(6, 0.3), 9)
     expected = [[jensenshannon(p, q, base=2) ** 2 for q in shares] for p in shares]
@@ -206,9 +167,6 @@ def test_mean_divergence_ignores_the_diagonal():
     assert mean_divergence(overlap) == pytest.approx(0.5)  # the diagonal of ones is not included
     with pytest.raises(ValueError, match="at least two clients"):
         mean_divergence(divergence[:1, :1])
-
-
-# estimate_alpha
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 20.0, 400.0])
@@ -287,177 +245,6 @@ def test_invalid_counts_or_prior_raise_error(counts, prior, message):
         estimate_alpha(np.array(counts), None if prior is None else np.array(prior))
 
 
-# text statistics
-
-
-def text_clients(texts: dict[str, list[str]] = TEXTS) -> FederatedDataset:
-    return FederatedDataset.from_dict(
-        {name: Dataset.from_dict({"text": client_texts}) for name, client_texts in texts.items()}
-    )
-
-
-def test_overlap_is_the_jaccard_index_of_the_words():
-    words = {name: set(re.findall(r"\b\w\w+\b", " ".join(texts).lower())) for name, texts in TEXTS.items()}
-    assert words["cars"] == {"fast", "car", "the", "engine"}
-    expected = [[len(a & b) / len(a | b) for b in words.values()] for a in words.values()]
-    np.testing.assert_allclose(vocabulary_overlap(text_clients()), expected)
-
-
-def test_words_do_not_span_two_texts():
-    overlap = vocabulary_overlap(text_clients({"a": ["foot", "ball"], "b": ["football"], "c": ["foot ball"]}))
-    assert overlap.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
-
-
-def test_sampled_texts_do_not_depend_on_other_clients():
-    rng = np.random.default_rng(0)
-    texts = {name: [f"w{number}" for number in rng.integers(10, 99, 50)] for name in "abc"}
-    clients = text_clients(texts)
-    overlap = vocabulary_overlap(clients, rows_per_client=10)
-    assert np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=10))
-    assert not np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=10, seed=1))
-    assert not np.array_equal(overlap, vocabulary_overlap(clients, rows_per_client=None))
-    # The order of the clients and the presence of other clients do not change the sample of a client.
-    permuted = vocabulary_overlap(clients.select_clients(["c", "a"]), rows_per_client=10)
-    assert np.array_equal(permuted, overlap[np.ix_([2, 0], [2, 0])])
-
-
-def test_clients_without_words_overlap_only_with_each_other():
-    overlap = vocabulary_overlap(text_clients({"a": ["word"], "b": ["?"], "c": ["!", ""]}))
-    assert overlap.tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
-    with pytest.raises(ValueError, match="no client has a word in the column 'text'"):
-        vocabulary_overlap(text_clients({"b": ["?"], "c": ["!"]}))
-
-
-def test_missing_texts_or_other_types_raise_error():
-    clients = FederatedDataset.from_column(Dataset.from_dict({"id": ["a", "b"], "text": ["word", None]}), "id")
-    with pytest.raises(ValueError, match="Client 'b' has a row without a text in the column 'text'"):
-        vocabulary_overlap(clients)
-    clients = FederatedDataset.from_column(Dataset.from_dict({"id": ["a", "b"], "text": [1, 2]}), "id")
-    with pytest.raises(TypeError, match="'text' has the type int64. Use a column of strings"):
-        vocabulary_overlap(clients)
-    with pytest.raises(ValueError, match="rows_per_client must be an integer of at least 1, or None"):
-        vocabulary_overlap(text_clients(), rows_per_client=0)
-
-
-def test_text_map_is_the_first_two_principal_components_of_tf_idf():
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
-    rng = np.random.default_rng(0)
-    texts = {
-        name: [
-            " ".join(f"{name}{number}" if number < 15 else f"w{number}" for number in rng.integers(0, 30, 12))
-            for _ in range(20)
-        ]
-        for name in ("xx", "yy")
-    }
-    coordinates, owners = text_map(text_clients(texts), max_features=25)
-    dense = TfidfVectorizer(max_features=25).fit_transform([*texts["xx"], *texts["yy"]]).toarray()
-    assert dense.shape == (40, 25)
-    left, singular, _ = np.linalg.svd(dense - dense.mean(axis=0), full_matrices=False)
-    np.testing.assert_allclose(np.abs(coordinates), np.abs(left[:, :2] * singular[:2]), atol=1e-8)
-    assert owners.tolist() == [0] * 20 + [1] * 20
-    assert np.array_equal(coordinates, text_map(text_clients(texts), max_features=25)[0])
-
-
-def test_text_map_of_too_few_texts_or_words_raises_error():
-    with pytest.raises(ValueError, match="at least three texts and three words, got 2 texts and 2 words"):
-        text_map(text_clients({"a": ["one word"], "b": ["word"]}))
-    with pytest.raises(ValueError, match="all 3 texts have the same words"):
-        text_map(text_clients({"a": ["one two three"] * 2, "b": ["three two one"]}))
-
-
-def test_error_without_scikit_learn_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    for function in (vocabulary_overlap, text_map):
-        with pytest.raises(ImportError, match=r"pip install hf-federated\[metrics\]"):
-            function(text_clients())
-    clients = FederatedDataset.from_column(rows(), "owner")
-    assert describe_partition(clients, "label").labels is not None  # label statistics do not need it
-
-
-# describe_partition
-
-
-def test_describe_partition_returns_the_individual_statistics():
-    dataset = rows().add_column("text", [f"word{number % 7} common" for number in range(60)])
-    clients = FederatedDataset.from_column(dataset, "owner")
-    statistics = describe_partition(clients, "label", "text")
-    counts = label_counts(clients)
-    assert statistics.sizes.tolist() == counts.sizes.tolist()
-    assert (statistics.num_clients, statistics.num_rows) == (4, 60)
-    assert statistics.labels.counts.tolist() == counts.counts.tolist()
-    assert statistics.mean_divergence == mean_divergence(jensen_shannon_divergence(counts.shares))
-    assert statistics.alpha == estimate_alpha(counts.counts)
-    assert statistics.mean_vocabulary_overlap == mean_divergence(vocabulary_overlap(clients))
-
-
-def test_statistics_of_unspecified_columns_are_left_out():
-    statistics = describe_partition(FederatedDataset.from_column(rows(), "owner"))
-    assert statistics.labels is None
-    assert set(statistics.to_dict()) == {"num_clients", "num_rows", "rows_per_client", "sizes"}
-    assert "label" not in statistics.to_markdown() and "client 3" in statistics.to_markdown()
-
-
-def test_gini_is_half_the_mean_absolute_difference_over_the_mean():
-    sizes = np.array([3, 10, 1, 6, 6])
-    expected = np.abs(sizes[:, None] - sizes[None, :]).mean() / (2 * sizes.mean())
-    statistics = PartitionStatistics(["a", "b", "c", "d", "e"], sizes)
-    assert statistics.gini == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("num_clients", [1, 5, 500])
-def test_to_dict_can_be_stored_as_json(num_clients):
-    clients = FederatedDataset.from_dataset(rows(1000), IidPartitioner(num_clients))
-    statistics = describe_partition(clients, "label")
-    values = json.loads(json.dumps(statistics.to_dict(), allow_nan=False))
-    assert values["sizes"] == clients.num_rows
-    assert values["label_names"] == ["cars", "space", "sport"]
-    assert values["label_counts"]["0"] == statistics.labels.counts[0].tolist()
-    if num_clients == 1:
-        assert not {"alpha", "mean_divergence"} & set(values)
-    else:
-        assert float(values["alpha"]) == statistics.alpha
-
-
-def test_infinite_alpha_becomes_a_string_that_float_parses():
-    values = PartitionStatistics(["a"], np.array([3]), alpha=math.inf).to_dict()
-    assert values["alpha"] == "inf" and float(values["alpha"]) == math.inf
-    assert PartitionStatistics(["a"], np.array([3]), alpha=2.5).to_dict()["alpha"] == 2.5
-
-
-@pytest.mark.parametrize("num_labels", [1, 2, 50])
-@pytest.mark.parametrize("num_clients", [1, 5, 20, 21, 500])
-def test_markdown_tables_are_short_and_aligned_and_list_the_extremes(num_clients, num_labels):
-    sizes = np.random.default_rng(0).permutation(num_clients) + 2
-    counts = np.random.default_rng(0).multinomial(1, np.full(num_labels, 1 / num_labels), num_clients) * sizes[:, None]
-    ids = [f"client {number} with | and a name that is too long" for number in range(num_clients)]
-    labels = LabelCounts(ids, [f"label {number} of a long name, too long" for number in range(num_labels)], counts)
-    text = PartitionStatistics(ids, sizes, labels, 0.5, math.inf).to_markdown()
-    for table in text.split("\n\n"):
-        assert len({len(line) for line in table.split("\n")}) == 1  # aligned
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.split("\n")}) == 1  # same number of cells
-    lines = text.split("\n\n")[1].split("\n")[2:]
-    assert max(len(line) for line in lines) <= 165
-    assert len(lines) == (num_clients if num_clients <= 20 else 11)
-    if num_clients > 20:
-        assert f"client {sizes.argmax()} " in lines[0] and f"client {sizes.argmin()} " in lines[-1]
-        assert f"… {num_clients - 10} more" in lines[5]
-    assert "inf" in text
-
-
-def test_max_clients_limits_the_compared_clients_and_appears_in_the_table():
-    clients = FederatedDataset.from_dataset(rows(600), IidPartitioner(60))
-    statistics = describe_partition(clients, "label", max_clients=20)
-    compared = np.sort(np.random.default_rng(0).choice(60, 20, replace=False))
-    counts = label_counts(clients)
-    assert statistics.mean_divergence == mean_divergence(jensen_shannon_divergence(counts.shares[compared]))
-    assert statistics.alpha == estimate_alpha(counts.counts)
-    assert "of 20 clients" in statistics.to_markdown()
-    assert describe_partition(clients, "label", max_clients=60).num_compared_clients is None
-    with pytest.raises(ValueError, match="max_clients must be an integer of at least 2"):
-        describe_partition(clients, max_clients=1)
-
-
 @pytest.mark.slow
 def test_separate_views_of_a_million_rows_are_counted_without_concatenating_tables():
     labels = np.random.default_rng(0).integers(0, 20, 1_000_000)
@@ -468,14 +255,3 @@ def test_separate_views_of_a_million_rows_are_counted_without_concatenating_tabl
     begin = time.perf_counter()
     assert np.array_equal(label_counts(separate).counts, label_counts(source).counts)
     assert time.perf_counter() - begin < 10  # concatenating a thousand views of the table takes more than 30 seconds
-
-
-@pytest.mark.slow
-def test_describing_a_million_rows_over_a_thousand_clients_takes_two_seconds():
-    labels = np.random.default_rng(0).integers(0, 20, 1_000_000)
-    clients = FederatedDataset.from_dataset(
-        Dataset(pa.table({"label": labels}), fingerprint="million"), IidPartitioner(1000)
-    )
-    begin = time.perf_counter()
-    assert describe_partition(clients, "label").num_rows == 1_000_000
-    assert time.perf_counter() - begin < 2
