@@ -266,7 +266,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
 
     @property
     def column_names(self) -> list[str]:
-        """The columns that all clients have. Empty if no client knows its columns before its rows are read."""
+        """The columns that all clients have. Empty if the columns are unknown before rows are read."""
         return list(self._rows.schema_dataset.column_names or [])
 
     @property

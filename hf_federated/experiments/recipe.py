@@ -275,7 +275,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     for key in values:
         if key not in known and key not in top_level and key not in class_fields:
             raise unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
-    # These sections change the run by being present, so a missing section stays missing.
+    # An empty section `public` or `split` changes the run, so a missing section must stay missing.
     absent = {name for name in ("public", "split") if values.get(name) is None}
     checked = {
         name: check_section(name, values.get(name), fields) for name, fields in known.items() if name not in absent

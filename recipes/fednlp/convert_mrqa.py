@@ -9,8 +9,8 @@ its own license terms.
 
 Examples are drawn with a seed. Their number for each dataset is that of Lin et al., FedNLP (2022), section 3.1; the
 paper does not publish which examples it uses. It prints no numbers for HotpotQA: the numbers here are the rest of
-Table 1's 53.9 k and 3 k examples. Accepted answers that do not occur in the context cannot be trained on. They are not
-scored either, unlike in the shared task.
+Table 1's 53.9 k and 3 k examples. The script leaves out accepted answers that do not occur in the context, because a
+model cannot be trained on them. Unlike in the shared task, these answers are not scored either.
 """
 
 from __future__ import annotations
