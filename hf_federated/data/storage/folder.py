@@ -28,10 +28,9 @@ from datasets.utils.py_utils import convert_file_size_to_int
 from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
-from ..client_datasets import ClientDatasets, PartitionedDataset, as_dataset
+from ..client_datasets import ClientDatasets, as_dataset
 from ..client_ids import check_client_ids, check_id_list
-from ..partitioners.base import Partition, row_index_dtype
-from ..source import DatasetSource, content_hash
+from ..source import DatasetSource
 from .parquet_datasets import ParquetDatasets
 from .partition_file import (
     PARTITION_FILE,
@@ -43,6 +42,7 @@ from .partition_file import (
     StoredRows,
     check_split_name,
 )
+from .row_numbers import open_row_numbers, write_row_numbers
 
 
 # Generated files, in addition to the data files and `partition.json`.
@@ -121,7 +121,7 @@ def write_files(
     index: dict[str, StoredIndex] = {}
     for split, to_store in splits.items():
         if index_only:
-            index[split], rows_of = _write_index(folder, split, to_store, token)
+            index[split], rows_of = write_row_numbers(folder, split, to_store.rows, to_store.source, token)
         else:
             rows_of = _write_clients(folder, split, to_store.rows, names, max_bytes)
         for position, (client_id, (num_rows, files)) in enumerate(rows_of.items()):
@@ -267,7 +267,7 @@ def open_split(
     root = root.absolute()  # the current directory may change before a client is opened
     chosen = choose_clients(partition_file, split, clients)
     if split in partition_file.index:
-        return _open_indexed_split(partition_file, root, split, chosen, source, token)
+        return open_row_numbers(partition_file, root, split, chosen, source, token)
     if source is not None:
         raise ValueError(f"The split {split!r} is stored with its rows. Remove the argument source.")
     stored = {client.client_id: client.splits[split] for client in chosen}
@@ -363,72 +363,3 @@ def _write_shards(folder: Path, name: str, split: str, table: pa.Table, max_shar
         pq.write_table(table[int(bounds[number]) : int(bounds[number + 1])], folder / path)
         files.append(StoredFile.describe(folder, path))
     return files
-
-
-def _write_index(
-    folder: Path, split: str, to_store: SplitToStore, token: bool | str | None
-) -> tuple[StoredIndex, dict[str, tuple[int, list[StoredFile]]]]:
-    rows = to_store.rows
-    if not isinstance(rows, PartitionedDataset):
-        raise ValueError(
-            "Row numbers can be stored only for a partitioned dataset (from_dataset, from_column), but each client"
-            " has a separate dataset. Store the rows with index_only=False."
-        )
-    content = content_hash(rows.source)
-    if to_store.source is not None:
-        _check_content(
-            to_store.source.load(token), f"{to_store.source.repo_id} at {to_store.source.revision}", content
-        )
-    (folder / "index").mkdir(exist_ok=True)
-    path = f"index/{split}.parquet"
-    numbers = rows.partition.indices.astype(row_index_dtype(len(rows.source)))
-    pq.write_table(pa.table({"row": numbers}), folder / path)
-    index = StoredIndex(StoredFile.describe(folder, path), len(rows.source), content, to_store.source)
-    return index, {i: (int(size), []) for i, size in zip(rows.client_ids, rows.partition.sizes, strict=True)}
-
-
-def _open_indexed_split(
-    partition_file: PartitionFile,
-    root: Path,
-    split: str,
-    chosen: Sequence[StoredClient],
-    source: Dataset | None,
-    token: bool | str | None,
-) -> PartitionedDataset:
-    index = partition_file.index[split]
-    table = pq.read_table(pa.BufferReader(index.file.read(root)))
-    if table.column_names != ["row"] or not pa.types.is_integer(table.schema.field("row").type):
-        raise PartitionFileError(f"{index.file.path} must have one column `row` of integers, got {table.schema}.")
-    if table["row"].null_count:
-        raise PartitionFileError(f"{index.file.path} contains a null row number.")
-    numbers = table["row"].to_numpy()
-    all_clients = partition_file.clients_of(split)
-    offsets = np.cumsum([0, *(client.splits[split].num_rows for client in all_clients)], dtype=np.int64)
-    if len(numbers) != offsets[-1]:
-        raise PartitionFileError(
-            f"{index.file.path} has {len(numbers)} rows, but {PARTITION_FILE} lists {offsets[-1]}."
-        )
-    partition = Partition([client.client_id for client in all_clients], numbers, offsets)
-    if source is None:
-        if index.source is None:
-            raise ValueError(
-                f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass these rows with"
-                " source=dataset."
-            )
-        source, name = index.source.load(token), f"{index.source.repo_id} at {index.source.revision}"
-    else:
-        name = "source"
-    _check_content(source, name, index.content)
-    partition.check_rows(len(source))
-    positions = {client.client_id: position for position, client in enumerate(all_clients)}
-    return PartitionedDataset(source, partition.select([positions[client.client_id] for client in chosen]))
-
-
-def _check_content(source: Dataset, name: str, content: str) -> None:
-    found = content_hash(source)
-    if found != content:
-        raise PartitionFileError(
-            f"The {len(source)} rows of {name} differ from the partitioned rows: their content hash is {found},"
-            f" expected {content}. The data was changed, filtered, shuffled or mapped. Partition the data again, or"
-            " pass the original rows."
-        )
