@@ -129,8 +129,15 @@ def test_deadline_must_be_positive(value):
 
 def test_server_on_the_cpu_trains_the_same_model(tmp_path):
     on_model = train(tmp_path / "model", aggregation="fedopt", num_rounds=2)
-    on_cpu = train(tmp_path / "cpu", aggregation="fedopt", num_rounds=2, server_device="cpu")
+    devices = []
+
+    class Recorder(FederatedCallback):
+        def on_aggregate(self, args, state, control, server, **kwargs):
+            devices.append((server.device, {value.device for value in server.weights.values()}))
+
+    on_cpu = train(tmp_path / "cpu", callbacks=[Recorder()], aggregation="fedopt", num_rounds=2, server_device="cpu")
     assert same_weights(on_model.model, on_cpu.model)
+    assert devices == [(torch.device("cpu"), {torch.device("cpu")})] * 2
 
 
 def test_state_of_the_server_and_updates_move_to_server_device():
