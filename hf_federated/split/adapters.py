@@ -1,8 +1,8 @@
 """Adapters of a split model. Each part owns, trains and saves the adapters of its blocks.
 
-One PEFT config describes the adapter of the full model. The module names that this adapter has in the full model
-determine the adapters of each part, so `layers_to_transform`, patterns and regular expressions keep their meaning
-although a part numbers its blocks from 0. The adapters of all parts together form one PEFT adapter of the full model.
+One PEFT config describes the adapter of the full model. `layers_to_transform`, patterns and regular expressions refer
+to the module names of the full model, although a part numbers its blocks from 0. The adapters of all parts together
+form one PEFT adapter of the full model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
             The adapter config for the full model: a `LoraConfig` or a `PrefixTuningConfig`. It is not modified.
 
     Raises:
-        ValueError: If the method is neither LoRA nor prefix tuning, trains other parameters than adapters of blocks,
+        ValueError: If the method is neither LoRA nor prefix tuning, trains parameters outside the adapters of blocks,
             or initializes the adapters from the weights of the full model or from data.
     """
     parts = list(parts)
@@ -121,8 +121,8 @@ def check_adapter(peft_config: PeftConfig) -> None:
     Check that the parts of a split model support an adapter config.
 
     Raises:
-        ValueError: If the method is neither LoRA nor prefix tuning, or a field would have a different effect, or no
-            effect, in the parts.
+        ValueError: If the method is neither LoRA nor prefix tuning, or the parts would ignore a field or interpret it
+            differently from the full model.
     """
     if not isinstance(peft_config, (LoraConfig, PrefixTuningConfig)):
         raise ValueError(
@@ -147,7 +147,7 @@ def check_peft_model(model: PeftModel) -> None:
     Check that the adapter of a PEFT model can be copied to the parts of a split model.
 
     Raises:
-        ValueError: If the number of active adapters is not one, or the active adapter is merged, disabled or of an
+        ValueError: If the model does not have exactly one active adapter, or this adapter is merged, disabled or of an
             unsupported method.
     """
     if len(model.active_adapters) != 1:
@@ -179,7 +179,7 @@ def copy_adapter(parts: Iterable[Part], model: PeftModel) -> None:
     parts = list(parts)
     config = copy.deepcopy(model.active_peft_config)
     if isinstance(config, LoraConfig):
-        # Other initializations use the base weights and change them. The adapter weights are loaded below.
+        # Other initializations change the base weights. The weights of the adapter are loaded below.
         config.init_lora_weights = True
     add_adapter(parts, model.get_base_model().config, config)
     state = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -200,9 +200,9 @@ def adapter_state(part: Part) -> dict[str, torch.Tensor]:
         part ([`Part`]): The part.
 
     Returns:
-        `dict[str, torch.Tensor]`: Copies of the weights. The prefix of each block has a separate name,
-        `prompt_embeddings.<block index>`, and shape `(length, 2 · token_dim)`. PEFT concatenates the prefixes of all
-        blocks in one matrix.
+        `dict[str, torch.Tensor]`: Copies of the weights. Each block has a separate prefix with the name
+        `prompt_embeddings.<block index>` and the shape `(length, 2 · token_dim)`. PEFT concatenates the prefixes of
+        all blocks into one matrix.
     """
     if part.prefix is not None:
         columns = part.prefix.embeddings().detach().chunk(len(part.blocks), dim=1)
@@ -222,7 +222,7 @@ def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> No
         state (`Mapping[str, torch.Tensor]`): Adapter weights with the names of PEFT or of `adapter_state`.
 
     Raises:
-        ValueError: If a weight is missing or has another shape, or the parts have a prefix encoder
+        ValueError: If a weight is missing or its shape differs, or the parts have a prefix encoder
             (`prefix_projection=True`).
     """
     state = dict(state)
@@ -325,7 +325,7 @@ def _inject_lora(part: Part, peft_config: LoraConfig, lora_layers: Mapping[str, 
     config = copy.deepcopy(peft_config)
     config.layers_to_transform = config.layers_pattern = None
     config.exclude_modules = None
-    # Full module names, so that PEFT matches no other modules.
+    # PEFT matches the full module names exactly, and so no other modules.
     config.target_modules = set(part_layers)
     config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in part_layers.items()}
     config.alpha_pattern = {f"^{re.escape(name)}": layer.lora_alpha[_DEFAULT] for name, layer in part_layers.items()}

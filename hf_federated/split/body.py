@@ -1,4 +1,4 @@
-"""The server's side of the cut layer: runs forward and backward passes of the body on clients' hidden states.
+"""The server's side of the cut layer: forward and backward passes of the body on the clients' hidden states.
 
 A [`BodyServer`] receives and returns bytes. Between messages it keeps the autograd graphs of micro-batches whose
 gradient it has not received yet, and the key/value caches of unfinished generations.
@@ -34,14 +34,14 @@ from .parts import Part
 from .wire import Wire
 
 
-# Maximum number of graphs and caches per client. Above it, the oldest is dropped.
+# Maximum number of graphs and caches per client. If a client exceeds a maximum, its oldest graph or cache is dropped.
 MAX_GRAPHS = 64
 MAX_CACHES = 16
 
 
 @dataclass
 class _Graph:
-    """Autograd graph of micro-batches that went through the body together; `sizes` are `(batch, sequence)` of each."""
+    """Autograd graph of one forward pass. `sizes` holds `(batch, sequence)` of each of its micro-batches."""
 
     micro_batch_ids: tuple[MicroBatchId, ...]
     inputs: torch.Tensor
@@ -57,7 +57,7 @@ class BodyServer:
         body ([`Part`]): The server's blocks.
         wire ([`Wire`]): The wire format of hidden states and gradients.
         seed (`int`, *optional*):
-            Seed of the random numbers of the body in training (dropout). The numbers then depend only on the seed, the
+            Seed of the body's random numbers in training (dropout). The random numbers depend only on the seed, the
             client, the step and the micro-step. By default the global generator of the process is used.
 
     Attributes:
@@ -76,7 +76,7 @@ class BodyServer:
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has no open micro-batches and no caches."""
+        """Return the state for a copy. A copy has no graphs and no caches."""
         return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "num_targets": 0}
 
     def answer(self, blob: bytes) -> bytes:
@@ -84,14 +84,14 @@ class BodyServer:
         Process a message.
 
         Args:
-            blob (`bytes`): A serialised `Forward`, `Backward` or `Forget`.
+            blob (`bytes`): A serialized `Forward`, `Backward` or `Forget`.
 
         Returns:
-            `bytes`: The serialised answer. Empty for a `Forget`.
+            `bytes`: The serialized answer. Empty for a `Forget`.
 
         Raises:
-            ValueError: If the message is damaged, has another kind, has an undeclared field, or does not fit this
-                body. The weights, their gradients and other micro-batches are then unchanged.
+            ValueError: If the message is damaged, has an unknown kind or an undeclared field, or does not fit this
+                body. The error changes neither weights nor gradients nor other micro-batches.
         """
         message = read_request(blob)
         if isinstance(message, Forward):
@@ -142,7 +142,9 @@ class BodyServer:
             )
         micro_batch_ids = tuple(message.micro_batch_id for message in messages)
         if len(set(micro_batch_ids)) != len(micro_batch_ids):
-            raise ValueError(f"A micro-batch occurs twice in one server batch: {micro_batch_ids}.")
+            raise ValueError(
+                f"A micro-batch occurs twice in one server batch: {micro_batch_ids}. Send each micro-batch once."
+            )
         for message in messages:
             self._check_positions(message)
         states = [self._states(message, message.hidden, message.batch_size) for message in messages]
@@ -168,7 +170,7 @@ class BodyServer:
 
     def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
         """
-        Run one backward pass for clients whose hidden states went through the body together.
+        Run one backward pass for clients whose hidden states were processed in one forward pass.
 
         The gradient of a client that sends no message is zero.
 
@@ -179,8 +181,8 @@ class BodyServer:
             `list[Gradient]`: Gradients with respect to the received hidden states, in the order of the messages.
 
         Raises:
-            ValueError: If a micro-batch does not wait for its gradient, or the micro-batches are from different server
-                batches.
+            ValueError: If a micro-batch does not wait for its gradient, or the micro-batches belong to different
+                server batches.
         """
         graph = self._graph(messages[0])
         gradient = torch.zeros_like(graph.outputs)
@@ -190,7 +192,8 @@ class BodyServer:
             if message.micro_batch_id not in graph.micro_batch_ids or message.micro_batch_id in micro_batch_ids:
                 raise ValueError(
                     f"Micro-batch {message.micro_batch_id} is not in the server batch of micro-batch "
-                    f"{messages[0].micro_batch_id}, or its gradient was sent twice."
+                    f"{messages[0].micro_batch_id}, or its gradient was sent twice. Send one gradient for each "
+                    "micro-batch of a server batch."
                 )
             micro_batch_ids.append(message.micro_batch_id)
             client_gradient = client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)]
@@ -247,8 +250,8 @@ class BodyServer:
         Check that the body can process a client's hidden states, independently of the other clients.
 
         Raises:
-            ValueError: If the hidden states have another hidden size or wire dtype, are not finite, are too long, or
-                have invalid positions.
+            ValueError: If the hidden states have a different hidden size or wire dtype, are not finite, are too long,
+                or have invalid positions.
         """
         self._check_positions(message)
         self._decode(message, message.hidden, message.batch_size)
@@ -258,8 +261,8 @@ class BodyServer:
         Check that the body can process a client's gradient.
 
         Raises:
-            ValueError: If its micro-batch does not wait for a gradient, or the gradient has another shape or wire
-                dtype, or is not finite.
+            ValueError: If the micro-batch does not wait for a gradient, or the gradient is not finite or has a
+                different shape or wire dtype.
         """
         graph = self._graph(message)
         batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
@@ -298,7 +301,7 @@ class BodyServer:
         """
         Check length and positions before the model uses them.
 
-        Inside the model the error message would be unspecific, and on a GPU the error would end the process.
+        The model itself would raise an unspecific error, which on a GPU ends the process.
         """
         length = len(message.hidden["values"]) // message.batch_size
         limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
@@ -315,7 +318,8 @@ class BodyServer:
         if positions is not None:
             if positions.ndim == 3 and runner is None:
                 raise ValueError(
-                    "position_ids has two dimensions per token, but the model has one-dimensional positions."
+                    f"position_ids has shape {tuple(positions.shape)}, but the model has one position per token. Send "
+                    "position_ids of shape (batch or 1, sequence)."
                 )
             if positions.min() < 0 or (limit is not None and int(positions.max()) + prefix >= limit):
                 raise ValueError(
@@ -323,7 +327,10 @@ class BodyServer:
                     f"least 0 and the model supports at most {limit} positions, of which {prefix} are a prefix."
                 )
         if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
-            raise ValueError("context_lengths contains negative values, or the model does not support it.")
+            raise ValueError(
+                f"context_lengths={message.context_lengths.tolist()} contains negative values, or the model does not "
+                "support context lengths. Send context_lengths of at least 0, and only to a model that requires them."
+            )
         if runner is not None:
             runner.check(AttentionInputs(message.mask, positions, message.context_lengths))
 
@@ -365,7 +372,7 @@ class BodyServer:
         if cache is None or cache.get_seq_length() != prefix + message.seen:
             raise ValueError(
                 f"The server has no cache of {message.seen} positions for this generation: the cache was dropped, or "
-                "has another length. Generate from the beginning."
+                "has a different length. Generate from the beginning."
             )
         if len(cache.layers[0].keys) != message.batch_size:
             raise ValueError(
@@ -376,7 +383,7 @@ class BodyServer:
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite. One norm of all tensors is faster than a check of hundreds of small adapters."""
+    """Whether all values are finite. A norm of all tensors is faster than separate checks of hundreds of adapters."""
     if bool(get_total_norm(tensors).isfinite()):
         return True
     # The norm may overflow although all values are finite.
@@ -388,7 +395,7 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _split_by_client(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return views of each client's hidden states in a server batch, without the padding of the server batch."""
+    """Return a view of each client's hidden states in a server batch, without the padding of the server batch."""
     by_client = states.split([batch_size for batch_size, _ in sizes])
     return [client_states[:, :length] for client_states, (_, length) in zip(by_client, sizes, strict=True)]
 

@@ -27,10 +27,10 @@ class Link(Protocol):
         Send a message and wait for the answer.
 
         Args:
-            blob (`bytes`): A serialised message.
+            blob (`bytes`): A serialized message.
 
         Returns:
-            `bytes`: The serialised answer.
+            `bytes`: The serialized answer.
         """
 
     def end_step(self) -> None:
@@ -73,11 +73,11 @@ class Boundary:
     Attributes:
         step (`int`): Number of completed optimizer steps. The training loop sets it with `begin_step`.
         total_targets (`int`, *optional*):
-            Number of this client's target tokens in the whole step, by which its loss is divided. It is set if several
-            clients share a server step. The client then sends the gradients of the summed loss.
+            Number of this client's target tokens in the step, by which the client's loss is divided. The attribute is
+            set if several clients share a server step. The client then sends the gradients of the summed loss.
         defers_backward (`bool`):
-            Whether a backward pass ends after the cut layer, so that `finish_backward` must complete it. A client that
-            waits for other clients must not wait inside a backward pass, because on a GPU one thread runs the backward
+            Whether a backward pass stops at the cut layer, so that `finish_backward` must complete the pass. A client
+            must not wait for other clients inside a backward pass, because on a GPU one thread runs the backward
             passes of all clients.
     """
 
@@ -90,7 +90,8 @@ class Boundary:
         self.defers_backward = False
         self._micro_step = 0
         self._num_targets = 0
-        # Server output in the graph, detached leaf after the cut layer, and client hidden states of each micro-batch.
+        # For each micro-batch: the server's output in the autograd graph, the detached leaf after the cut layer, and
+        # the client's hidden states.
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._dropped_caches: collections.deque[int] = collections.deque()
 
@@ -135,7 +136,8 @@ class Boundary:
             seen (`int`, *optional*, defaults to `0`): Number of positions that the cache holds.
             context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, if the layout's runner requires them.
             num_targets (`int`, *optional*):
-                Number of target tokens of this micro-batch. It is sent to the server if `total_targets` is set.
+                Number of target tokens of this micro-batch. The number is sent to the server if `total_targets` is
+                set.
 
         Returns:
             `torch.Tensor`: Hidden states after the server's blocks, with the shape and dtype of `hidden`.
@@ -162,8 +164,8 @@ class Boundary:
         # Without a gradient there is no backward pass, so the micro-batch is not counted.
         self._micro_step += header["grad"]
         self._num_targets += num_targets or 0
-        # If the client's first blocks are frozen, `hidden` requires no gradient. The anchor makes autograd call the
-        # backward pass anyway. Otherwise the server's blocks would get no gradient.
+        # If the client's first blocks are frozen, `hidden` requires no gradient, and autograd would skip the backward
+        # pass of the server's blocks. The anchor requires a gradient, so autograd always calls the backward pass.
         anchor = torch.zeros((), device=hidden.device, requires_grad=header["grad"])
         output = _ServerBody.apply(hidden, anchor, self, header, num_targets)
         if not (self.defers_backward and header["grad"]):
@@ -190,7 +192,7 @@ class Boundary:
         Check that the micro-batches of the step had `total_targets` target tokens.
 
         Raises:
-            ValueError: If the number differs. The gradients of the server and the loss would have different divisors.
+            ValueError: If the number differs. The server's gradients and the loss would have different divisors.
         """
         if self.total_targets not in (None, self._num_targets):
             raise ValueError(
@@ -269,6 +271,6 @@ class _ServerBody(torch.autograd.Function):
 def _check_micro_batch(answered: MicroBatchId, sent: MicroBatchId) -> None:
     if answered != sent:
         raise ValueError(
-            f"The server answered micro-batch {answered}, but the client sent micro-batch {sent}. The link mixes "
-            "messages up: it must return the answer to each message."
+            f"The server answered micro-batch {answered}, but the client sent micro-batch {sent}. Use a link that "
+            "returns the answer to the message that was sent."
         )

@@ -1,4 +1,4 @@
-"""Key/value cache for generation with a split model. Each part of the model holds its part of the cache."""
+"""Key/value cache for generation with a split model. Each part of the model holds the cache of its blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SplitCache(DynamicCache):
     """
     The cache that `generate` passes from token to token.
 
-    This object holds the caches of head and tail. The server holds the cache of the body. When this object is deleted,
-    the client notifies the server to drop its cache, at the end of `generate` or with the next call of the model. The
-    length of the cache is the number of tokens, without prefixes.
+    This object holds the caches of head and tail. The server holds the cache of the body. After this object is
+    deleted, the client notifies the server at the end of `generate` or with the next call of the model, and the server
+    drops the cache of the body. The length of the cache is the number of tokens, without prefixes.
 
     Args:
         head ([`Part`]): The client's first part.
@@ -31,13 +31,13 @@ class SplitCache(DynamicCache):
         super().__init__()
         self.head = head.new_cache()
         self.tail = tail.new_cache()
-        # Random, because a counter would repeat the ids of old caches after a restart of the client.
+        # The id is random, because a counter would repeat the ids of old caches after a restart of the client.
         self.cache_id = secrets.randbits(62)
         self.length = 0
         self.num_sequences: int | None = None
         # Whether a call failed, so that the parts may hold different tokens.
         self.is_broken = False
-        # All tokens, if the layout's runner computes positions from them. They stay with the client.
+        # All tokens, if the layout's runner computes positions from the tokens. The tokens stay with the client.
         self.tokens: torch.Tensor | None = None
         weakref.finalize(self, boundary.drop, self.cache_id)
 
@@ -49,12 +49,12 @@ class SplitCache(DynamicCache):
             num_sequences (`int`): Number of sequences of the call.
 
         Raises:
-            ValueError: If the previous call failed, had another number of sequences, or gradients are enabled.
+            ValueError: If the previous call failed or had a different number of sequences, or gradients are enabled.
         """
         if self.is_broken:
             raise ValueError(
-                "A previous call with this cache failed, so its parts differ. Create a new cache and generate from "
-                "the beginning."
+                "A previous call with this cache failed, so client and server may have cached different tokens. "
+                "Create a new cache and generate from the beginning."
             )
         if self.num_sequences not in (None, num_sequences):
             raise ValueError(

@@ -76,18 +76,21 @@ class ChatGlmRunner:
         return AttentionInputs(None, positions[..., seen:], contexts)
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
-        """Return the number of query heads and their size: each query head has its own key/value head."""
+        """Return the number and the size of the query heads. Each query head has its own key/value head."""
         return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
     def check(self, inputs: AttentionInputs) -> None:
         """
-        Check that context lengths and positions are given, and no attention mask.
+        Check that context lengths and positions are given, and that no attention mask is given.
 
         Raises:
             ValueError: If context lengths or positions are missing, or an attention mask is given.
         """
         if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
-            raise ValueError("ChatGLM-6B requires context_lengths and position_ids, and does not support a mask.")
+            raise ValueError(
+                "ChatGLM-6B requires context_lengths and position_ids, and does not support an attention mask. Pass "
+                "the inputs that the runner computed from the token ids."
+            )
 
     def run(
         self,
@@ -150,7 +153,7 @@ class ChatGlm2Runner:
         return inputs
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
-        """Return the number of key/value heads (of groups, with grouped queries) and their size."""
+        """Return the number and the size of the key/value heads. With grouped queries a group has one head."""
         grouped = getattr(config, "multi_query_attention", False)
         return config.multi_query_group_num if grouped else config.num_attention_heads, config.kv_channels
 
@@ -162,7 +165,10 @@ class ChatGlm2Runner:
             ValueError: If context lengths or two-dimensional positions are given.
         """
         if inputs.context_lengths is not None or (inputs.position_ids is not None and inputs.position_ids.ndim != 2):
-            raise ValueError("ChatGLM2 supports neither context_lengths nor two-dimensional position_ids.")
+            raise ValueError(
+                "ChatGLM2 supports neither context_lengths nor two-dimensional position_ids. Pass position_ids of "
+                "shape (batch or 1, sequence), or leave them out."
+            )
 
     def run(
         self,
@@ -183,7 +189,7 @@ class ChatGlm2Runner:
         masked = None
         if inputs.attention_mask is not None:
             tokens = inputs.attention_mask.bool()
-            # Padding positions attend to all positions. Otherwise their softmax would be over no values.
+            # Padding positions attend to all positions, because a softmax over no positions is not defined.
             masked = (later | ~tokens.unsqueeze(1)) & tokens[:, start:].unsqueeze(2)
         elif past is not None:  # without a mask and a cache the blocks create the causal mask
             masked = later.expand(len(states), -1, -1)

@@ -1,14 +1,14 @@
-"""Runs all clients of one server step, so that the server processes their hidden states as one batch.
+"""All clients of one server step, whose hidden states the server processes as one batch.
 
 This is FL-GLM's client-batch strategy (section 3.3): "stack the smashed data from different clients". The work of each
-client is an ordinary function that calls the client's model, and it runs in a separate thread. At the cut layer a
-client waits until every other client also waits there. Only one thread runs at a time, in the order of the clients,
-and each thread has its own random state, so the result does not depend on the machine.
+client is an ordinary function that calls the client's model. Each function runs in a separate thread and waits at the
+cut layer until all other clients reach the cut layer. Only one thread runs at a time, in the order of the clients, and
+each thread has its own random state, so the result does not depend on the machine.
 
-On a GPU, PyTorch runs the backward passes of all clients in one thread of the device, and a waiting client would block
-this thread for all clients. Set `defers_backward` of each client's boundary on a GPU. The backward pass then ends
-after the cut layer, and `finish_backward` waits for the other clients and completes the pass. Without
-`defers_backward`, a backward pass in another thread raises an error.
+On a GPU, PyTorch runs the backward passes of all clients in one thread of the device. A client that waits in this
+thread would block all clients. On a GPU, set `defers_backward` of each client's boundary: the backward pass then stops
+at the cut layer, and `finish_backward` waits for the other clients and completes the pass. Without `defers_backward`,
+a backward pass in another thread raises an error.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class ClientBatchRunner:
             `dict[str, Any]`: The return value of each client's function.
 
         Raises:
-            Exception: The error of the first client that fails. The other clients end when they reach the cut layer.
-                Gradients that were computed before the failure stay in the server's body and in the clients' parts.
-                Clear them before the next optimizer step.
+            Exception: The error of the first client that fails. The other clients stop at the cut layer. The server's
+                body and the clients' parts keep the gradients that were computed before the failure. Clear these
+                gradients before the next optimizer step.
             RuntimeError: If there are no clients, or another `run` is in progress.
         """
         if not work or self._threads:
@@ -116,7 +116,7 @@ class ClientBatchRunner:
             for thread in threads:
                 thread.join()
         finally:
-            # After an interrupt of this thread, the clients end when they reach the cut layer.
+            # After an interrupt of this thread, the clients stop at the cut layer.
             with self._changed:
                 self._cancelled = True
                 self._changed.notify_all()
@@ -167,12 +167,12 @@ class ClientBatchRunner:
             self._pass_turn(next_client if next_client != client_id else None)
 
     def exchange(self, client_id: str, message: Forward | Backward) -> bytes:
-        """Wait at the cut layer for the other clients, and return the server's answer."""
+        """Wait at the cut layer until all clients have sent a message, and return the server's answer."""
         if self._threads[client_id] != threading.get_ident():
             raise RuntimeError(
                 f"The backward pass of client {client_id!r} reached the cut layer in another thread. On a GPU one "
-                "thread runs the backward passes of all clients. To avoid a deadlock, set boundary.defers_backward "
-                "and call boundary.finish_backward() after the backward pass."
+                "thread runs the backward passes of all clients, which would wait for each other. Set "
+                "boundary.defers_backward, and call boundary.finish_backward() after the backward pass."
             )
         state = torch_state()
         with self._changed:
@@ -254,7 +254,10 @@ class ClientBatchLink:
         """
         message = read_request(blob)
         if message.client_id != self.client_id:
-            raise ValueError(f"The link of client {self.client_id!r} got a message of client {message.client_id!r}.")
+            raise ValueError(
+                f"The link of client {self.client_id!r} got a message of client {message.client_id!r}. Use a separate "
+                "link for each client."
+            )
         # A client may drop a cache at any time, without waiting for the other clients.
         if isinstance(message, Forget) or self.client_id not in self.runner._active:
             return self.runner.server.answer(blob)

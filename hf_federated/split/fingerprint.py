@@ -23,7 +23,7 @@ party has all files, so they cannot compare a hash of the full model. They compa
   unless `whole_files` is set;
 - changes in files that only one party has, unless both parties know the commit;
 - a dishonest party, because a fingerprint does not prove which weights the party uses;
-- adapters, and any training after the checkpoint was saved.
+- adapters, and training after the checkpoint was saved.
 
 If the parties have no file in common and at least one party has no commit, the checkpoints cannot be compared, and the
 comparison reports a difference.
@@ -106,7 +106,7 @@ class ModelFingerprint:
             name (`str` or `os.PathLike`): A directory or a Hub id.
             whole_files (`bool`, *optional*, defaults to `False`):
                 Whether to also hash all bytes of the files, which takes about one second per GB. The hashes are
-                compared only if both parties compute them.
+                compared only if both parties set `whole_files`.
             commit (`str`, *optional*): A name for the revision of a checkpoint that is not from the Hub.
             kwargs: `revision`, `cache_dir`, … with the values that were used to load the checkpoint from the Hub.
 
@@ -157,7 +157,7 @@ class ModelFingerprint:
 
     def differences(self, other: ModelFingerprint, names: PartyNames = LOCAL_AND_REMOTE) -> list[str]:
         """
-        List the differences to the other party's checkpoint. The list is empty if no difference was detected.
+        List the detected differences between this party's and the other party's checkpoint.
 
         Args:
             other ([`ModelFingerprint`]): The other party's fingerprint.

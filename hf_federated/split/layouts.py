@@ -1,9 +1,9 @@
 """Layout of a decoder model: the module paths that splitting needs to know about an architecture.
 
-A part is built as a model of the same class with fewer blocks (see `parts.py`), so `transformers` provides its masks,
-rotary embeddings, sliding windows and caches. A layout only lists which modules belong to the client's head, which
-modules belong to the client's tail, and which placeholder replaces them in the other parts. To support a new
-architecture, add one entry to `LAYOUTS` in `families.py`.
+A part is a model of the same class with fewer blocks (see `parts.py`), so `transformers` provides its masks, rotary
+embeddings, sliding windows and caches. A layout lists the modules of the client's head, the modules of the client's
+tail, and the placeholder that replaces each of these modules in the other parts. To support a new architecture, add
+one entry to `LAYOUTS` in `families.py`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BlockRunner(Protocol):
 
         Args:
             config (`PretrainedConfig`): The config of the full model.
-            input_ids (`torch.Tensor`): Shape `(batch, seen + sequence)`. All tokens from the first one on.
+            input_ids (`torch.Tensor`): Shape `(batch, seen + sequence)`. The cached and the new tokens.
             inputs ([`AttentionInputs`]): The inputs that the caller passed.
             seen (`int`, *optional*, defaults to `0`): Number of tokens that a cache holds.
         """

@@ -95,8 +95,8 @@ def read_weights(
     if missing:
         raise ValueError(
             f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
-            "config belong to different models, or the checkpoint uses other names: save it again with "
-            "save_pretrained."
+            "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "
+            "with save_pretrained."
         )
     by_file: dict[str, list[tuple[str, str]]] = {}
     for weight, stored_name in stored.items():
@@ -137,6 +137,6 @@ def _file(name: str, file_name: str, optional: bool = False, **kwargs: Any) -> A
 
 
 def _stored_name(name: str, weight_map: dict[str, str]) -> str | None:
-    """Return a weight's name in the checkpoint, which may lack the prefix of the base model; `None` if missing."""
+    """Return a weight's name in the checkpoint, with or without the prefix of the base model; `None` if missing."""
     without_prefix = name.partition(".")[2]
     return next((candidate for candidate in (name, without_prefix) if candidate in weight_map), None)

@@ -100,7 +100,7 @@ class Forward(SplitMessage):
         mask (`torch.Tensor`, *optional*): Attention mask packed by `pack_mask`. `None` if there is no padding.
         mask_width (`int`): Number of positions of the mask, including the positions in the cache. 0 without a mask.
         seen (`int`):
-            Number of positions that the cache already holds, without the prefix. 0 starts a new cache.
+            Number of positions in the cache, without the prefix. 0 starts a new cache.
         position_ids (`torch.Tensor`, *optional*):
             int32 tensor of shape `(batch or 1, sequence)` if the user passed positions, or `(batch, 2, sequence)` for
             a model with two-dimensional positions.
@@ -129,9 +129,10 @@ class Forward(SplitMessage):
     @property
     def num_sequences(self) -> int:
         """
-        Number of sequences, including sequences that are packed into one row.
+        Number of sequences. Sequences that are packed into one row count separately.
 
-        Without packing it is the batch size. In a packed row a new sequence starts where the positions restart.
+        Without packing, the number is the batch size. In a packed row a new sequence starts where the positions
+        restart.
         """
         positions = self.position_ids
         if self.mask is not None or positions is None or positions.ndim != 2:
@@ -221,8 +222,8 @@ class Backward(SplitMessage):
         gradient (`dict[str, torch.Tensor]`):
             Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
         num_targets (`int`, *optional*):
-            Number of target tokens of the micro-batch, if the gradient is the gradient of the summed loss. `None` if
-            it is the gradient of the mean loss, in which case the server does not need the number.
+            Number of target tokens of the micro-batch, if the gradient is the gradient of the summed loss. `None` for
+            the gradient of the mean loss, for which the server does not need the number.
     """
 
     kind: ClassVar[str] = "split_backward"
@@ -238,8 +239,8 @@ class Backward(SplitMessage):
             type(self.num_targets) is int and 0 <= self.num_targets <= num_states
         ):
             raise ValueError(
-                f"{self.kind}: num_targets must be an int from 0 to the number of positions, {num_states}, but has "
-                "another value."
+                f"{self.kind}: num_targets must be an int from 0 to the number of positions, {num_states}, but is "
+                f"{self.num_targets!r}."
             )
 
 
@@ -329,13 +330,13 @@ REQUESTS: dict[str, type[Request]] = {Forward.kind: Forward, Backward.kind: Back
 
 def read_request(blob: bytes) -> Request:
     """
-    Deserialise the message of a client.
+    Deserialize the message of a client.
 
     Args:
-        blob (`bytes`): A serialised `Forward`, `Backward` or `Forget`.
+        blob (`bytes`): A serialized `Forward`, `Backward` or `Forget`.
 
     Raises:
-        ValueError: If the message is damaged, has another kind, or has an undeclared field.
+        ValueError: If the message is damaged, has an unknown kind, or has an undeclared field.
     """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None

@@ -58,7 +58,7 @@ _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
     """
-    A causal language model in three parts. Client and server exchange only serialised messages.
+    A causal language model in three parts. Client and server exchange only serialized messages.
 
     Calls, training and generation work as with the original model, and logits and gradients are the same as with
     `use_cache=False`. Outside of `generate`, a split model creates a cache only if `use_cache=True` is passed.
@@ -108,7 +108,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         self.server_body = server_body
         self.client_tail = client_tail
         self.boundary = boundary
-        # `Trainer` uses the loss type to count target tokens. GPT-2 has no loss type, so `Trainer` counts all labels.
+        # `Trainer` counts target tokens by the loss type. GPT-2 has no loss type, so `Trainer` counts all labels.
         self.loss_type = client_tail.model.loss_type
         self.adapter_config: PeftConfig | None = None
         # Checkpoints of a `Trainer` contain the weights with the names of the full model.
@@ -132,17 +132,17 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
 
         Args:
             model_or_name (`PreTrainedModel`, `PeftModel` or `str`):
-                A model or a checkpoint (a directory or a Hub id). The parts share the parameters of a model. If it is
-                a PEFT model, the parts share the parameters of the base model and copy the adapters.
+                A model or a checkpoint (a directory or a Hub id). The parts share the parameters of a model. The parts
+                of a PEFT model share the parameters of the base model and copy the adapters.
             head_blocks (`int`, *optional*, defaults to `1`): Number of first blocks, which the client keeps.
             tail_blocks (`int`, *optional*, defaults to `1`): Number of last blocks, which the client keeps.
             layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
             model_class (`type[PreTrainedModel]`, *optional*):
                 The model class of a checkpoint, if `AutoModelForCausalLM` has no class for it.
             wire_dtype (`str`, *optional*, defaults to `"auto"`):
-                The dtype in which hidden states are sent: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`. With
-                `"auto"` it is the dtype of the model at the time of the split, or `"float32"` for a wider dtype. A
-                later `.to(dtype)` does not change it.
+                The dtype in which hidden states are sent: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`.
+                `"auto"` selects the dtype of the model at the time of the split, or `"float32"` for a wider dtype. A
+                later `.to(dtype)` does not change the wire dtype.
             client_id (`str`, *optional*, defaults to `"client"`): Id of the client that owns head and tail.
             kwargs:
                 For a checkpoint: `dtype`, and the arguments of `AutoConfig.from_pretrained` (`revision`, `token`, …).
@@ -290,7 +290,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         save_torch_state_dict(full_state_dict(self.parts, self.config), Path(save_directory), **shards)
 
     def _get_name(self) -> str:
-        # With label smoothing, `Trainer` uses the class name to decide whether to shift the labels.
+        # With label smoothing, `Trainer` decides by the class name whether to shift the labels.
         return type(self.client_tail.model).__name__
 
     @property
@@ -338,18 +338,18 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         Run the full model: the head on the client, the body on the server, and the tail on the client.
 
         Args:
-            input_ids (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
+            input_ids (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. Token ids stay with the client.
             attention_mask (`torch.Tensor`, *optional*):
-                Shape `(batch, past + sequence)`. It is sent as bits if it contains zeros.
+                Shape `(batch, past + sequence)`. A mask with zeros is sent as bits.
             position_ids (`torch.Tensor`, *optional*):
-                Shape `(batch or 1, sequence)`. They are sent if they differ from the model's default positions.
-                ChatGLM-6B ignores them and computes positions from the tokens.
+                Shape `(batch or 1, sequence)`. Positions are sent if they differ from the model's default positions.
+                ChatGLM-6B ignores this argument and computes positions from the tokens.
             past_key_values ([`SplitCache`], *optional*): The cache of the previous tokens.
             inputs_embeds (`torch.Tensor`, *optional*): Shape `(batch, sequence, hidden)`, in place of `input_ids`.
-            labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. They stay with the client.
+            labels (`torch.Tensor`, *optional*): Shape `(batch, sequence)`. Labels stay with the client.
             use_cache (`bool`, *optional*):
-                Whether to create a cache if none is passed. By default no cache is created, even if the config enables
-                it, because the server would have to keep it.
+                Whether to create a cache if no cache is passed. By default no cache is created, even if the config
+                enables caches, because the server would have to keep the cache.
             logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`):
                 Number or indices of the positions for which to compute logits, as in the full model.
             kwargs:
@@ -360,13 +360,13 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             `CausalLMOutputWithPast` or [`~split.per_token.PerTokenOutput`]: The output of the model.
 
         Raises:
-            ValueError: If a sequence has more tokens than the model has positions, or an argument has an unsupported
-                value.
-            TypeError: If an argument is not supported by split models.
+            ValueError: If a sequence has more tokens than the model has positions, or the value of an argument is not
+                supported.
+            TypeError: If a split model does not support an argument.
         """
         returns_target_scores = kwargs.pop("fused_lm_head", False)
-        # Some tokenizers return token type ids for every model. Drop them for models without this argument (GPT-2 has
-        # it).
+        # Some tokenizers return token type ids for every model. Drop the ids for models without this argument. GPT-2,
+        # for example, has the argument.
         if "token_type_ids" in kwargs:
             if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
                 del kwargs["token_type_ids"]
@@ -377,7 +377,10 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             )
         states = input_ids if inputs_embeds is None else inputs_embeds
         if states is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("Pass either input_ids or inputs_embeds, and not both.")
+            given = "neither was" if states is None else "both were"
+            raise ValueError(
+                f"The model needs either input_ids or inputs_embeds, but {given} passed. Pass one of them."
+            )
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -469,7 +472,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         if settings.use_cache and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
         output = super().generate(inputs, generation_config, **kwargs)
-        # Delete the reference, so that the server drops the cache, unless the output contains the cache.
+        # Without this reference the cache is deleted, and the server drops its part, unless the output has the cache.
         kwargs.pop("past_key_values", None)
         self.boundary.flush()
         return output
@@ -510,7 +513,7 @@ def _wire_dtype(dtype: torch.dtype) -> str:
 
 
 def _is_range(position_ids: torch.Tensor, start: int) -> bool:
-    """Whether these are the default positions, which every part computes."""
+    """Whether the positions are the default positions, which every part computes."""
     expected = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
     return bool((position_ids == expected).all())
 
@@ -522,8 +525,8 @@ def _loss_arguments(kwargs: dict[str, Any], packed: bool) -> dict[str, Any]:
     for name in ("output_attentions", "output_hidden_states"):
         if remaining.pop(name, False):
             raise ValueError(
-                f"{name}=True is not supported in a split model, because the server does not send them. Use the full "
-                "model."
+                f"{name}=True is not supported in a split model, because the server does not send its attentions and "
+                "intermediate hidden states. Use the full model."
             )
     arguments: dict[str, Any] = {name: remaining.pop(name) for name in _LOSS_ARGUMENTS if name in remaining}
     if remaining:

@@ -38,9 +38,10 @@ def check_not_quantized(config: PretrainedConfig) -> None:
 
 def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
     """
-    Compare the modules of a model with the modules of its parts, which were built from its class and config.
+    Compare the modules of a model with the modules of its parts, which were built from the model's class and config.
 
-    A warning lists modules with hooks, because hooks stay on the modules of the full model and are not called.
+    A warning lists modules with hooks. The hooks stay on the modules of the full model, so a split model does not call
+    them.
 
     Args:
         model (`PreTrainedModel`): The full model.
@@ -60,9 +61,9 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
                 module = module.get_base_layer()
             if type(module) is not type(part_module):
                 raise ValueError(
-                    f"{original} is a {type(module).__name__}, but the class and the config of the model define a "
-                    f"{type(part_module).__name__} there, so a part has a {type(part_module).__name__}. Replace the "
-                    "module in the parts of the SplitModel, or write a model class whose __init__ creates it."
+                    f"{original} is a {type(module).__name__}, but the class and the config of the model create a "
+                    f"{type(part_module).__name__}, which the part has. Replace the module in the parts of the "
+                    "SplitModel, or write a model class whose __init__ creates it."
                 )
     hooked = [name for name, module in modules.items() if _has_hooks(module)]
     if hooked:

@@ -93,7 +93,7 @@ class Part(nn.Module):
         return _renumber(name, self.layout.blocks, lambda number: self.blocks[number])
 
     def part_name(self, original: str) -> str | None:
-        """Return the name in `model` of a parameter or module of the full model, or `None` for other parts' blocks."""
+        """Return the part's name of a parameter or module of the full model, or `None` for a block of another part."""
         try:
             return _renumber(original, self.layout.blocks, self.blocks.index)
         except ValueError:
@@ -116,7 +116,7 @@ class Part(nn.Module):
                 Tensors by name in the full model. Additional names, such as the names of other parts, are ignored.
 
         Raises:
-            ValueError: If a tensor is missing or has another shape.
+            ValueError: If a tensor is missing or its shape differs.
         """
         for name, current in list(self.model.state_dict(keep_vars=True).items()):
             original = self.original_name(name)

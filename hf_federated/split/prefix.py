@@ -81,12 +81,13 @@ class Prefix(nn.Module):
         Extend the attention mask by the prefix, and shift the positions by the length of the prefix.
 
         Raises:
-            ValueError: If several sequences are packed into one row. Attention separates packed sequences only
-                without a cache, and the prefix is in a cache.
+            ValueError: If several sequences are packed into one row. Attention separates packed sequences only if
+                there is no cache, and the prefix is in a cache.
         """
         if attention_mask is None and position_ids is not None and (position_ids.diff(dim=-1) != 1).any():
             raise ValueError(
-                "With prefix tuning, sequences packed into one row would see each other. Disable packing, or use LoRA."
+                "Several sequences are packed into one row. With prefix tuning they would attend to each other. "
+                "Disable packing, or use LoRA."
             )
         if attention_mask is not None:
             ones = attention_mask.new_ones(attention_mask.shape[0], self.length)

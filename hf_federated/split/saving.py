@@ -1,4 +1,4 @@
-"""Saving of the parts of a split model, and merging of saved parts to a standard model or adapter.
+"""Saving of the parts of a split model, and merging of saved parts into a standard model or adapter.
 
 A party saves only its own blocks, with their names and indices in the full model. With an adapter, a party saves the
 adapter of its blocks and no weights of the base model. A client also saves its tokenizer, and merging copies it.
@@ -107,7 +107,7 @@ def load_saved_parts(parts: Sequence[Part], directory: str | os.PathLike[str]) -
     if saved != expected:
         raise ValueError(
             f"{os.fspath(directory)} contains the parts {saved[1]} of {saved[0]}, but the model expects the parts "
-            f"{expected[1]} of {expected[0]}."
+            f"{expected[1]} of {expected[0]}. Pass the directory of the same party and cut."
         )
     state = _read_weights(Path(directory), description["adapter"])
     if description["adapter"]:
@@ -128,7 +128,7 @@ def load_saved_parts(parts: Sequence[Part], directory: str | os.PathLike[str]) -
 
 def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> None:
     """
-    Merge the saved parts of all parties to a standard model or PEFT adapter. Merging needs no network.
+    Merge the saved parts of all parties into a standard model or PEFT adapter. Merging needs no network.
 
     The full model is in memory once. Config, generation config and tokenizer are copied from the directory that
     contains the head.
@@ -187,7 +187,9 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
                 )
     runs = {str(path): description.get("run") for path, description in zip(paths, descriptions, strict=True)}
     if len({json.dumps(run, sort_keys=True) for run in runs.values()}) > 1:
-        raise ValueError(f"The directories contain parts of different runs or steps: {runs}.")
+        raise ValueError(
+            f"The directories contain parts of different runs or steps: {runs}. Merge only parts of one run and step."
+        )
     output = Path(output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output directory {output} is a file. Choose a directory.")
@@ -263,7 +265,9 @@ def _read_weights(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
     try:
         return load_file(path / name)
     except SafetensorError as error:
-        raise ValueError(f"{path / name} is damaged, or is not a safetensors file: {error}.") from error
+        raise ValueError(
+            f"{path / name} is damaged, or is not a safetensors file: {error}. Save the parts again."
+        ) from error
 
 
 def _merge_weights(paths: Sequence[Path], states: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -273,7 +277,7 @@ def _merge_weights(paths: Sequence[Path], states: Sequence[dict[str, torch.Tenso
         conflicts = sorted(name for name in merged.keys() & state.keys() if not torch.equal(merged[name], state[name]))
         if conflicts:
             raise ValueError(
-                f"{path} has the weight {conflicts[0]}, which another directory has with other values. Merge only "
+                f"{path} has the weight {conflicts[0]}, which another directory has with different values. Merge only "
                 "parts of the same cut."
             )
         merged.update(state)
@@ -331,7 +335,7 @@ def _shared_settings(path: Path) -> dict[str, Any]:
         # Sets are saved as lists in arbitrary order.
         return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in shared.items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is missing or damaged: {error}.") from error
+        raise ValueError(f"{path} is missing or damaged: {error}. Save the parts again.") from error
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -341,6 +345,8 @@ def _read_description(path: Path) -> dict[str, Any]:
         required = {name: description[name] for name in ("roles", "adapter")}
         return {**description, **required, "cut": Cut(**description["cut"])}
     except KeyError as error:
-        raise ValueError(f"{path / PARTS_NAME} is damaged: it has no key {error}.") from error
+        raise ValueError(f"{path / PARTS_NAME} is damaged: it has no key {error}. Save the parts again.") from error
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not contain saved parts of a split model: {error}.") from error
+        raise ValueError(
+            f"{path} does not contain saved parts of a split model: {error}. Pass a directory that save_parts wrote."
+        ) from error

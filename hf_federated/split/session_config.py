@@ -1,4 +1,4 @@
-"""Settings that the client and the server of a split model must share. They are compared when a client connects."""
+"""Settings that the client and the server of a split model must share. The server compares them on connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTY_SPECIFIC = frozenset({"auto_mapping", "base_model_name_or_path", "inferen
 @dataclass(frozen=True)
 class SplitSessionConfig:
     """
-    Settings that both parties of a session must share. They are compared by value, so errors name each difference.
+    Settings that both parties of a session must share. A comparison by value lets errors name each difference.
 
     Args:
         model ([`ModelFingerprint`]): Fingerprint of the checkpoint from which the parts were loaded.

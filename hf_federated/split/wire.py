@@ -17,8 +17,8 @@ class Wire:
     Args:
         dtype (`str`, *optional*, defaults to `"float32"`):
             `"float32"`, `"float16"`, `"bfloat16"`, or `"int8"` with a scale and a zero point for each position.
-            `"float16"` rounds gradients below 3e-8 to zero. The error of `"int8"` is at most half of 1/255 of the
-            range of the values at a position.
+            `"float16"` rounds gradients below 3e-8 to zero. The error of `"int8"` is at most 1/510 of the range of the
+            values at a position.
 
     Raises:
         ValueError: If the dtype is unknown.
@@ -72,7 +72,7 @@ class Wire:
             `torch.Tensor`: CPU tensor of shape `(batch, sequence, hidden)`.
 
         Raises:
-            ValueError: If the tensors are encoded with another wire dtype, or the values are not finite.
+            ValueError: If the wire dtype of the tensors differs, or the values are not finite.
         """
         values = encoded["values"]
         expected = {"values", "scale", "zero_point"} if self.dtype == "int8" else {"values"}
@@ -96,7 +96,8 @@ class Wire:
         if not values.isfinite().all():
             raise ValueError(
                 "Received hidden states or gradients have values that are not finite, or that are out of the range of "
-                f"{self.dtype!r} or {dtype}. The largest float16 value is 65504."
+                f"{self.dtype!r} or {dtype}. Use 'bfloat16' or 'float32' for values above 65504, the largest float16 "
+                "value."
             )
         return values.unflatten(0, (batch_size, -1))
 

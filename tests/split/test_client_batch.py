@@ -241,7 +241,7 @@ def test_backward_pass_in_another_thread_raises_error_instead_of_deadlock():
         thread.join()
         raise errors[0]
 
-    with pytest.raises(RuntimeError, match="set boundary.defers_backward"):
+    with pytest.raises(RuntimeError, match="Set boundary.defers_backward"):
         runner.run({client_id: lambda name=client_id: work(name) for client_id in clients})
 
 

@@ -173,11 +173,11 @@ def test_server_rejects_invalid_messages_and_answers_later_messages():
         (forward_message(position_ids=torch.full((1, 3), -1, dtype=torch.int32)).to_bytes(), "range from -1 to -1"),
         (
             forward_message(position_ids=torch.zeros(2, 2, 3, dtype=torch.int32)).to_bytes(),
-            "one-dimensional positions",
+            "the model has one position per token",
         ),
         (
             forward_message(context_lengths=torch.ones(2, dtype=torch.int32)).to_bytes(),
-            "the model does not support it",
+            "the model does not support context lengths",
         ),
         (forward_message(cache_id=5, seen=3).to_bytes(), "no cache of 3 positions"),
         (
@@ -244,5 +244,5 @@ def test_answer_to_another_micro_batch_raises_error():
             return dataclasses.replace(Hidden.from_bytes(server.answer(blob)), micro_step=7).to_bytes()
 
     split.boundary.link = Mixed()
-    with pytest.raises(ValueError, match="mixes messages up"):
+    with pytest.raises(ValueError, match="Use a link that returns the answer to the message"):
         split(**batch(None))
