@@ -46,12 +46,12 @@ def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
             if model_value != config_value:
                 raise ValueError(
                     f"The SplitModel has {name}={model_value}, but SplitConfig has {name}={config_value}. Set equal "
-                    "values, or pass the whole model."
+                    "values, or pass the full model."
                 )
         if config.wire_dtype not in ("auto", model.boundary.wire.dtype):
             raise ValueError(
-                f"The SplitModel has wire_dtype={model.boundary.wire.dtype}, but SplitConfig has {config.wire_dtype}. "
-                "Set equal values, or pass the whole model."
+                f"The SplitModel has wire_dtype={model.boundary.wire.dtype}, but SplitConfig has "
+                f"wire_dtype={config.wire_dtype}. Set equal values, or pass the full model."
             )
         return model
     if not isinstance(model, (PreTrainedModel, PeftModel)):
@@ -86,8 +86,8 @@ def check_split_arguments(
         check_optimizer_class(*trainer_kwargs["optimizer_cls_and_kwargs"])
     if any(part is not None for part in trainer_kwargs.get("optimizers") or ()):
         raise ValueError(
-            "`optimizers` has one optimizer, but every party needs its own. Use `optim` and `learning_rate` of the "
-            "training arguments, or `optimizer_cls_and_kwargs`."
+            "`optimizers` has one optimizer, but every party needs its own optimizer. Use `optim` and `learning_rate` "
+            "of the training arguments, or `optimizer_cls_and_kwargs`."
         )
     if trainer_kwargs.get("compute_loss_func") is not None and config.strategy == "client_batch":
         raise ValueError(
@@ -97,8 +97,8 @@ def check_split_arguments(
     for client_id, num_rows in ({} if clients is None else clients.num_rows).items():
         if num_rows is None:
             raise ValueError(
-                f"The dataset of client {client_id!r} is a stream, and its number of steps is not known. Pass a "
-                "dataset with a length."
+                f"The dataset of client {client_id!r} is a stream, so the client's number of steps is not known. Pass "
+                "a dataset with a length."
             )
     if args is None:
         return
@@ -110,8 +110,8 @@ def check_split_arguments(
             "deepspeed and fsdp",
             "one process, because the parts have several owners",
         ),
-        (args.auto_find_batch_size, "auto_find_batch_size", "a per_device_train_batch_size that fits"),
-        (args.torch_compile, "torch_compile", "no compilation, because the exchange of messages breaks the graph"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True", "a per_device_train_batch_size that fits in memory"),
+        (args.torch_compile, "torch_compile=True", "False, because the exchange of messages breaks the graph"),
         (
             args.lr_scheduler_type in _METRIC_SCHEDULES,
             f"lr_scheduler_type={args.lr_scheduler_type}",
@@ -124,7 +124,7 @@ def check_split_arguments(
         ),
         (
             (getattr(args, "generation_num_beams", None) or 1) > 1,
-            "generation_num_beams",
+            "generation_num_beams greater than 1",
             "1, because a split model generates greedily or by sampling",
         ),
         (
@@ -168,7 +168,7 @@ def check_sampling(trainer_class: type, mixin: type) -> None:
 
 
 def _find_overrides(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
-    """Methods of a trainer class that override `Trainer`, out of the given names."""
+    """Return the methods among `names` that a trainer class overrides."""
     owners = [owner for owner in trainer_class.__mro__ if owner not in (mixin, Trainer)]
     return [f"{owner.__name__}.{name}" for owner in owners for name in names if name in vars(owner)]
 
@@ -202,7 +202,9 @@ def _trl_base_classes(trainer_class: type) -> list[type]:
 
 def check_forward(trainer_class: type, model: SplitModel) -> None:
     """
-    Remove or reject a forward method that the trainer's constructor set on the model. Models of other clients lack it.
+    Remove or reject a forward method that the trainer's constructor set on the model.
+
+    The models of other clients lack this method.
 
     Raises:
         TypeError: If the trainer is not TRL's `SFTTrainer`. [`SplitModel`] implements the outputs that `SFTTrainer`
@@ -223,7 +225,7 @@ def check_gradients(trainer_class: type, model: SplitModel) -> None:
     Reject a loss that is computed from `trainer.model` instead of the client's model.
 
     Raises:
-        ValueError: If the clients' blocks of the whole model have gradients. No optimizer updates these blocks.
+        ValueError: If the clients' blocks of the full model have gradients. No optimizer updates these blocks.
     """
     parts = (model.client_head, model.client_tail)
     if any(parameter.grad is not None for part in parts for parameter in part.parameters()):
@@ -274,17 +276,17 @@ def _is_unsupported_optimizer(optim: str) -> bool:
 
 def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) -> None:
     """
-    Reject a loss over the wrong tokens, and a loss whose tokens the server cannot count.
+    Reject label smoothing over the wrong tokens, and a loss whose target tokens cannot be counted.
 
     Raises:
-        ValueError: If labels are smoothed, and `Trainer` does not recognize the model as a causal language model; or
-            with `"client_batch"`, if the model has a custom loss function.
+        ValueError: If labels are smoothed, and `Trainer` does not recognize the model as a causal language model. With
+            `"client_batch"` also if the model has a custom loss function.
     """
     name = model._get_name()
     if args.label_smoothing_factor and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ValueError(
-            f"label_smoothing_factor is set, but Trainer does not recognize {name} as a causal language model, and "
-            "would not shift the labels by one token. Leave it out, or override `compute_loss`."
+            f"label_smoothing_factor={args.label_smoothing_factor}, but Trainer does not recognize {name} as a causal "
+            "language model and would not shift the labels by one token. Set it to 0, or override `compute_loss`."
         )
     if config.strategy == "client_batch" and LOSS_FUNCTION in vars(model.client_tail.model):
         raise ValueError(
@@ -295,7 +297,7 @@ def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) 
 
 def select_own_dataset(client_id: str, train_dataset: Any) -> dict[str, Any]:
     """
-    Training dataset of a client of a networked run, by client id.
+    Return the training dataset of a client of a networked run, by client id.
 
     Raises:
         ValueError: If `train_dataset` is a mapping with other clients.
@@ -316,7 +318,7 @@ def check_networked_evaluation(
     """
     Reject evaluations during a networked run in which other clients could update the server's body.
 
-    A client that evaluates only holds up steps in which it takes part.
+    An evaluation of a client delays the steps in which this client takes part. It does not delay other steps.
 
     Args:
         args (`transformers.TrainingArguments`): Training arguments of the client.
@@ -338,9 +340,10 @@ def check_networked_evaluation(
         )
     if args.eval_strategy == IntervalStrategy.STEPS and len(set((steps_per_client or {}).values())) > 1:
         raise ValueError(
-            f"Clients have {', '.join(f'{name}: {steps}' for name, steps in (steps_per_client or {}).items())} steps "
-            "in an epoch. While a client without remaining steps evaluates, other clients update the server's body. "
-            "Set eval_strategy='epoch' or 'no'."
+            "The clients have different numbers of steps in an epoch "
+            f"({', '.join(f'{name}: {steps}' for name, steps in (steps_per_client or {}).items())}). While a client "
+            "without remaining steps evaluates, other clients update the server's body. Set eval_strategy='epoch' or "
+            "'no'."
         )
 
 
@@ -383,7 +386,8 @@ def check_join(message: Join, digest: str) -> None:
         )
     if not message.num_steps:
         raise ValueError(
-            f"Client {message.client_id!r} has too few examples for a step. Add examples, or lower the batch size."
+            f"Client {message.client_id!r} has 0 steps in an epoch, because it has too few examples for a step. Add "
+            "examples, or lower the batch size."
         )
     if message.num_steps > MAX_STEPS_PER_EPOCH:
         raise ValueError(

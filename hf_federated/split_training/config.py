@@ -79,9 +79,9 @@ class SplitConfig(SavedConfig):
             - `"server_hierarchical"`: All clients take a step in parallel, each with its own replica of the server
               body. Heads, tails and bodies are averaged.
         average_every (`int`, *optional*): Number of optimizer steps after which the clients' parts, and the bodies of
-            `"server_hierarchical"`, are replaced by their average, weighted by the number of examples trained since
-            the last average. By default the parts are never averaged during training: the average is evaluated and
-            saved, but training does not continue from it.
+            `"server_hierarchical"`, are replaced by their average. The weights are the numbers of examples trained
+            since the last average. By default the parts are never averaged during training: the average is evaluated
+            and saved, but training does not continue from the average.
         steps_per_turn (`int`, *optional*): For `"serial"`: number of optimizer steps of a client before the next
             client continues. By default a full epoch of the client.
         head_blocks (`int`, *optional*, defaults to `1`): Number of first blocks, which the clients keep.
@@ -156,7 +156,7 @@ class SplitConfig(SavedConfig):
             )
 
     def resolve_seed(self, args: TrainingArguments) -> int:
-        """Seed of the random numbers that the parties draw: `split_seed`, or `seed` of the training arguments."""
+        """Return the seed of the parties' random numbers: `split_seed`, or `seed` of the training arguments."""
         return args.seed if self.split_seed is None else self.split_seed
 
     @property
@@ -167,11 +167,11 @@ class SplitConfig(SavedConfig):
 
 def run_settings(split: SplitConfig, args: TrainingArguments) -> dict[str, object]:
     """
-    Settings that the parties compare by value when they connect, so that an error can name the setting that differs.
+    Return the settings that the parties compare by value on connection, so that an error names a differing setting.
 
     Args:
         split ([`SplitConfig`]): Strategy and cut.
-        args (`TrainingArguments`): Training arguments, of which those that determine the steps are included.
+        args (`TrainingArguments`): Training arguments. Only the arguments in `SHARED_ARGUMENTS` are included.
     """
     return {"split": split.to_dict(), "training": {name: getattr(args, name) for name in SHARED_ARGUMENTS}}
 
@@ -180,14 +180,14 @@ def run_digest(
     config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None
 ) -> str:
     """
-    Digest that is equal for parties with equal settings.
+    Compute a digest that is equal for parties with equal settings.
 
     The weights are not part of the digest. The parties compare the weights when they connect.
 
     Args:
-        config (`PretrainedConfig`): Config of the whole model.
+        config (`PretrainedConfig`): Config of the full model.
         split ([`SplitConfig`]): Strategy and cut.
-        args (`TrainingArguments`): Training arguments, of which those that determine the steps are included.
+        args (`TrainingArguments`): Training arguments. Only the arguments in `SHARED_ARGUMENTS` are included.
         adapter (`PeftConfig`, *optional*): Config of the adapters of all parts.
 
     Returns:
@@ -208,7 +208,7 @@ def run_digest(
 def run_and_step(
     config: PretrainedConfig, split: SplitConfig, args: TrainingArguments, adapter: PeftConfig | None, step: int
 ) -> dict[str, object]:
-    """Run and step of the saved parts of a party, which `merge_parts` compares between parties."""
+    """Return run and step of the saved parts of a party. `merge_parts` compares them between parties."""
     return {"digest": run_digest(config, split, args, adapter), "step": step}
 
 

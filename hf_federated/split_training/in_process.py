@@ -31,7 +31,7 @@ from .optimization import JointOptimizer, Party
 
 SERVER = "server"
 
-# Trains one client on its batches of a step and returns the loss.
+# A function that trains one client on its batches of a step and returns the loss.
 TrainClient = Callable[["ClientParty", Any], torch.Tensor]
 
 
@@ -76,7 +76,7 @@ class SplitFederation:
         self.seed = seed
         self.ledger = ledger
         self.step = 0
-        # The client that trained last. With `hands_over` the next client continues with its parts.
+        # The client that trained last. With `hands_over` the next client continues with the parts of this client.
         self.last_client: str | None = None
         assert model.server_body is not None
         wire = model.boundary.wire
@@ -136,8 +136,8 @@ class SplitFederation:
 
         Args:
             step (`int`): Number of optimizer steps before this one.
-            batches (`Mapping[str, Any]`): Batches of each client that takes part, in the order in which the server
-                stacks their examples.
+            batches (`Mapping[str, Any]`): Batches of each client that takes part. The server stacks the examples of
+                the clients in this order.
             num_examples (`Mapping[str, int]`): Number of examples of each client.
             num_targets (`Mapping[str, int]`): Number of target tokens of each client in all its batches.
             train (`Callable`): Trains one client on its batches and returns its loss.
@@ -145,8 +145,7 @@ class SplitFederation:
 
         Returns:
             `torch.Tensor`: The mean of the clients' losses, weighted by their target tokens, or by their examples if
-                the
-            target tokens are not counted. A scalar.
+            the target tokens are not counted. A scalar.
         """
         self.step = step
         participants = [self.clients[client_id] for client_id in batches]
@@ -186,7 +185,7 @@ class SplitFederation:
         ).sum()
 
     def _clipping_groups(self, participants: Sequence[ClientParty]) -> list[list[str]]:
-        """Groups of parties that clip by one norm: a server body and the clients that use it."""
+        """Return the groups of parties that clip by one norm: a server body and the clients that use this body."""
         groups: dict[str, list[str]] = {}
         for client in participants:
             server = self._server_names[client.client_id]
@@ -236,8 +235,9 @@ class SplitFederation:
 
     def _averaging_weights(self) -> dict[str, int]:
         """
-        Examples since the last average, of the clients that trained any examples; a weight of 1 for all clients if no
-        client trained.
+        Return the weight of each client in an average: its number of examples since the last average.
+
+        Clients without examples are left out. If no client has examples, all clients have weight 1.
         """
         trained = {client_id: client.num_examples for client_id, client in self.clients.items() if client.num_examples}
         return trained or dict.fromkeys(self.clients, 1)
@@ -246,7 +246,7 @@ class SplitFederation:
         return {client_id: self.servers[name] for client_id, name in self._server_names.items()}
 
     def _weighted_mean(self, parties: Mapping[str, Party]) -> dict[str, torch.Tensor]:
-        """Weighted mean of the trained parameters of clients, or of the bodies that they use."""
+        """Return the weighted mean of the trained parameters of the clients, or of the clients' bodies."""
         mean = WeightedMean()
         for client_id, num_examples in self._averaging_weights().items():
             mean.add(parties[client_id].state(), num_examples)
@@ -254,8 +254,10 @@ class SplitFederation:
 
     def copy_into_model(self) -> None:
         """
-        Copy the trained parameters into the model that is evaluated and saved: the parts of the client that trained
-        last, or the mean of all parts. Training does not continue from this copy.
+        Copy the trained parameters into the model that is evaluated and saved.
+
+        The copy has the parts of the client that trained last, or the mean of all parts. Training does not continue
+        from the copy.
         """
         model = self.model
         clients = Party("model", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
@@ -268,7 +270,7 @@ class SplitFederation:
             Party("model", model.server_body, None).load(self._weighted_mean(self._server_by_client()))
 
     def state(self) -> dict[str, Any]:
-        """State of the run for a checkpoint, in addition to the states of the parties."""
+        """Return the state of the run for a checkpoint, in addition to the states of the parties."""
         return {
             "config": self.config.to_dict(),
             "clients": list(self.clients),

@@ -1,4 +1,4 @@
-"""Wrappers around a client's link to the server: byte counting, encryption, and replies of a run."""
+"""Wrappers around a client's link to the server: byte counting, encryption, and the replies of a networked run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def with_encryption(link: Link, client_id: str, server_identity: Identity, rotat
     Args:
         link ([`~split.Link`]): The link that transfers the decrypted messages.
         client_id (`str`): The client.
-        server_identity ([`~split.encryption.Identity`]): The identity of the server.
+        server_identity ([`~hf_federated.security.keys.Identity`]): The identity of the server.
         rotate_every (`int`): Number of optimizer steps after which the keys are replaced.
 
     Raises:
@@ -105,7 +105,7 @@ def with_encryption(link: Link, client_id: str, server_identity: Identity, rotat
 
 
 class LateError(RuntimeError):
-    """The deadline of a step passed, and the step continues without this client."""
+    """Raised when the deadline of a step passed and the step continues without this client."""
 
 
 class RunLink:

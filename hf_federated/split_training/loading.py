@@ -1,4 +1,4 @@
-"""Load the part of one party from a checkpoint, without the weights of other parts; load a whole model by its name."""
+"""Loading of one party's parts from a checkpoint, without the weights of other parts, or of a full model by name."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def load_server_body(
             such as `revision` and `token` for a checkpoint on the Hub.
 
     Returns:
-        `tuple[PretrainedConfig, Part, Wire]`: The config of the whole model, the body, and the encoding of hidden
-            states.
+        `tuple[PretrainedConfig, Part, Wire]`: The config of the full model, the body, and the encoding of hidden
+        states.
 
     Raises:
         ValueError: If an argument is not supported for a part, or weights are missing or have a wrong shape.
@@ -90,7 +90,7 @@ def load_client_model(
             clients.
         dtype (`torch.dtype` or `str`, *optional*): Dtype of the weights. Defaults to the dtype of the stored weights.
             `"auto"` uses the dtype that the config names, as in `from_pretrained`.
-        link ([`~split.Link`], *optional*): Link to the server. It can be set later, as `model.boundary.link`.
+        link ([`~split.Link`], *optional*): Link to the server. Can be set later as `model.boundary.link`.
         kwargs: Arguments of `AutoConfig.from_pretrained`: fields of the config, `attn_implementation`, and arguments
             such as `revision` and `token` for a checkpoint on the Hub.
 
@@ -109,16 +109,16 @@ def load_client_model(
 
 def load_model_by_name(name: str, settings: Any, quantization_config: Any = None) -> PreTrainedModel:
     """
-    Load a whole model by its name, as TRL's `SFTTrainer` does when `model` is a string.
+    Load a full model by its name, as TRL's `SFTTrainer` does when `model` is a string.
 
     Args:
         name (`str`): A directory or an id of a model on the Hub.
-        settings (`trl.SFTConfig`, *optional*): Its `model_init_kwargs` are passed to `from_pretrained`. `dtype`
-            defaults to `"float32"`, and `trust_remote_code` to the field of the same name.
-        quantization_config (`Any`, *optional*): The argument of the same name of the trainer.
+        settings (`trl.SFTConfig`, *optional*): The training arguments. Their `model_init_kwargs` are passed to
+            `from_pretrained`. `dtype` defaults to `"float32"`, and `trust_remote_code` to the field of the same name.
+        quantization_config (`Any`, *optional*): The trainer's argument of the same name.
 
     Raises:
-        ValueError: If the model is to be quantized.
+        ValueError: If a quantization is requested.
     """
     kwargs = {"dtype": "float32", **(getattr(settings, "model_init_kwargs", None) or {})}
     kwargs.setdefault("trust_remote_code", getattr(settings, "trust_remote_code", False))
@@ -157,7 +157,7 @@ def _load_parts(
 def _reject_arguments(names: Set[str]) -> None:
     if names:
         raise ValueError(
-            f"Arguments {', '.join(sorted(names))} are not supported when a part of a model is loaded. Use only "
+            f"The arguments {', '.join(sorted(names))} are not supported when a part of a model is loaded. Use only "
             f"dtype, attn_implementation, {', '.join(FILE_ARGUMENTS)} and fields of the model's config."
         )
 

@@ -1,9 +1,10 @@
 """Messages of a networked run, apart from hidden states and their gradients.
 
-Control messages coordinate the run between a client and the server. Each names the client that sends it or that
-receives the answer, and the type of each field is checked. [`PartParameters`] carries trained parameters from one
-client to another. In a networked run the clients encrypt it for each other (`security/envelope.py`), and the server
-relays it without access to the content. The server sees its size.
+Control messages coordinate the run between a client and the server. Each control message names the client that sends
+the message or receives the answer. The type of each field is checked. [`PartParameters`] transfers trained parameters
+from one client to another. In a networked run the clients encrypt these parameters for each other
+(`security/peer_envelopes.py`). The server relays the encrypted message without access to the content, but sees its
+size.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class BeginStep(ControlMessage):
     Args:
         step (`int`): Number of optimizer steps before this one.
         num_batches (`int`): Micro-batches of this client in the step; 0 waits for the step without taking part.
-        num_rows (`int`): Examples of this client in the step, which weight the average of the body replicas. At most
-            the number of examples in its micro-batches.
+        num_rows (`int`): Examples of this client in the step, the client's weight in the average of the body replicas.
+            At most the number of examples in the client's micro-batches.
     """
 
     kind: ClassVar[str] = "split_begin"
@@ -153,7 +154,8 @@ class EndStepReply(ControlMessage):
 
     Args:
         step (`int`): Number of optimizer steps before this one.
-        norm (`float`): Norm of the gradients of all parties that share the step. Each party clips its gradients by it.
+        norm (`float`): Norm of the gradients of all parties that share the step. Each party clips its gradients by
+            this norm.
     """
 
     kind: ClassVar[str] = "split_stepped"
@@ -191,7 +193,7 @@ class SendEnvelope(ControlMessage):
 
 @dataclass(frozen=True)
 class SendEnvelopeReply(ControlMessage):
-    """Server to client: the server stores the encrypted message until its recipient fetches it."""
+    """Server to client: the server stores the encrypted message until the recipient fetches the message."""
 
     kind: ClassVar[str] = "split_sent"
 
@@ -270,11 +272,11 @@ def as_tensor(value: bytes) -> torch.Tensor:
 
 
 def as_bytes(value: torch.Tensor) -> bytes:
-    """Convert a tensor of `as_tensor` back to bytes."""
+    """Convert a tensor that `as_tensor` returned back to bytes."""
     return value.numpy().tobytes()
 
 
-# Limit of an averaging weight. It keeps the sums of a weighted mean finite, also in half precision.
+# Limit of an averaging weight. The limit keeps the sums of a weighted mean finite, also in half precision.
 MAX_NUM_EXAMPLES = 10**9
 
 
@@ -283,8 +285,8 @@ class PartParameters(Serializable):
     """
     Client to client: the trained parameters of a head and a tail.
 
-    The server that holds the body must not receive this message. With the head of a client it could reconstruct the
-    client's input from the hidden states.
+    The server that holds the body must not receive this message. With the head of a client the server could
+    reconstruct the client's input from the hidden states.
 
     Args:
         client_id (`str`): The client that trained the parameters; empty for an average.

@@ -1,4 +1,4 @@
-"""Networked run on a client: the client trains its head and tail, and reaches the server over a link."""
+"""Networked run on a client: the client trains its head and tail, and exchanges messages with the server."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class NetworkedFederation:
         config ([`SplitConfig`]): Configuration, equal to that of the server.
         seed (`int`): Seed of the random numbers that this client draws.
         ledger ([`Ledger`]): Records the transferred bytes, by optimizer step.
-        envelopes ([`~split.envelope.PeerEnvelopes`], *optional*): Encrypts parameters for other clients. Not needed in
-        a
-            run with a single client.
+        envelopes ([`~hf_federated.security.peer_envelopes.PeerEnvelopes`], *optional*): Encrypts parameters for other
+            clients. Not needed in a run with a single client.
 
     Attributes:
         num_late (`int`): Number of steps that continued without this client after a deadline.
@@ -117,7 +116,11 @@ class NetworkedFederation:
         reply: JoinReply = self._link.request(message, JoinReply)
         self.client_ids = list(reply.steps_of)
         if self.client_id not in reply.steps_of or reply.introductions.keys() != reply.steps_of.keys():
-            raise ValueError(f"The clients in the reply of the server are inconsistent for client {self.client_id!r}.")
+            raise ValueError(
+                f"The server names the clients {self.client_ids} with introductions of {list(reply.introductions)}, "
+                f"but both lists must be equal and contain this client, {self.client_id!r}. Start the server with the "
+                "ids of all clients."
+            )
         if len(self.client_ids) > 1:
             if self.envelopes is None:
                 raise ValueError(
@@ -199,14 +202,14 @@ class NetworkedFederation:
 
     def shared_norm(self, squared_norm: float) -> float | None:
         """
-        Norm of the gradients of all parties that share the step, by which this client clips its gradients.
+        Return the norm of the gradients of all parties that share the step. This client clips its gradients by it.
 
         Args:
             squared_norm (`float`): Squared norm of the gradients of this client.
 
         Returns:
-            `float`: The norm, or `None` if the step continues without this client. The client must then not take the
-                step.
+            `float`: The norm, or `None` if the step continues without this client and the client must not take the
+            step.
         """
         try:
             reply: EndStepReply = self._link.request(EndStep(self.client_id, self.step, squared_norm), EndStepReply)
@@ -216,14 +219,14 @@ class NetworkedFederation:
         return reply.norm
 
     def _receive_parts(self) -> None:
-        """With `hands_over`: load the parts of the previous client."""
+        """If `hands_over` is set, load the parts of the previous client."""
         if self.config.hands_over and self.step > 0:
             (previous,) = self._participants(self.step - 1)
             if previous != self.client_id:
                 self.client.load(self._fetch_parameters(previous).state)
 
     def send_parts(self) -> None:
-        """With `hands_over`: send the parts to the client whose turn follows."""
+        """If `hands_over` is set, send the parts to the client that continues."""
         if not self.config.hands_over or self.step in (0, self.max_steps):
             return
         (previous,), (following,) = self._participants(self.step - 1), self._participants(self.step)
@@ -234,7 +237,7 @@ class NetworkedFederation:
         """Send or average the parts if the turn or the averaging period ends."""
         self.step = num_steps
         if self.client_id not in self._participants(num_steps - 1):
-            # Wait for the step, so that the client evaluates and saves the server's body of this step.
+            # Wait for the step. The client then evaluates and saves the server's body of this step.
             self._link.request(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
         average_every = self.config.average_every
         if average_every is not None and num_steps % average_every == 0:
@@ -268,7 +271,7 @@ class NetworkedFederation:
         self.client.num_examples = 0
 
     def finish(self) -> None:
-        """After the last step: give all clients the parts of the last client, or the mean of all parts."""
+        """Give all clients the parts of the last client, or the mean of all parts, after the last step."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -285,9 +288,7 @@ class NetworkedFederation:
                 self.client.load(self._fetch_parameters(last_client).state)
 
     def leave(self) -> None:
-        """
-        Report to the server that this client has finished. Before the last step this ends the run for all clients.
-        """
+        """Report to the server that this client has finished. A report before the last step ends the run for all."""
         if not self._has_left:
             self._has_left = True
             self._link.exchange(Finish(self.client_id, self.step).to_bytes())
@@ -310,7 +311,7 @@ class NetworkedFederation:
         return message
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run for the model card."""
+        """Return the values of the run that the model card states."""
         return {
             "num_clients": len(self.client_ids),
             "is_finished": self._is_finished,
@@ -322,7 +323,7 @@ class NetworkedFederation:
         """Do nothing: the client trains the model in place."""
 
     def state(self) -> dict[str, Any]:
-        """State of the run for a checkpoint, in addition to the state of the client."""
+        """Return the state of the run for a checkpoint, in addition to the state of the client."""
         return {
             "config": self.config.to_dict(),
             "client_id": self.client_id,

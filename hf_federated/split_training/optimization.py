@@ -1,7 +1,7 @@
-"""Parties of a split model, each with its own parameters and optimizer, and their joint step.
+"""Parties of a split model, each with separate parameters and a separate optimizer, and their joint step.
 
-The parties share one number per step: the norm of all their gradients, `√Σ‖g_part‖²`. Each party clips its gradients
-by this norm, as if the model were not split.
+The parties share one number per step: the norm of the gradients of all parties, `√Σ‖g_part‖²`. Each party clips its
+gradients by this norm, so clipping is the same as in the full model.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class Party:
         if parameters.keys() != state.keys():
             mismatched = sorted(parameters.keys() ^ state.keys())
             raise ValueError(
-                f"The trained parameters of {self.name!r} and {origin} have different names: {mismatched[:3]}."
+                f"The trained parameters of {self.name!r} and {origin} have different names: {mismatched[:3]}. Use "
+                "the same model and the same adapter."
             )
         for name, parameter in parameters.items():
             if parameter.shape != state[name].shape:
                 raise ValueError(
                     f"{name} has shape {tuple(parameter.shape)} in {self.name!r}, but shape "
-                    f"{tuple(state[name].shape)} in {origin}."
+                    f"{tuple(state[name].shape)} in {origin}. Use the same model and the same adapter."
                 )
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ class JointOptimizer(torch.optim.Optimizer):
             party.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty dictionary. The state of each party's optimizer is saved with its part."""
+        """Return an empty dictionary. The state of each party's optimizer is saved with the party's part."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

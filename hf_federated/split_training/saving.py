@@ -1,12 +1,13 @@
-"""Files that a split trainer saves: the model or a client's part, checkpoints of all parties, and the model card.
+"""Files that a split trainer saves: the model or a client's parts, checkpoints of all parties, and the model card.
 
-A checkpoint contains the files of `Trainer`, whose weights are the evaluated model. Its folder `federated/` contains:
+A checkpoint contains the files of `Trainer`. Their weights are the weights of the evaluated model. The folder
+`federated/` of a checkpoint contains:
 
 - `split.safetensors`: the configuration and the clients of the run, the client that trained last, the number of
   examples since the last average, and the ledger.
-- `parties/<name>/`: the part of a party under the names and block numbers of the whole model ([`save_parts`]), and
-  `training.safetensors` with the state of its optimizer. With an adapter, `training.safetensors` also contains the
-  trained parameters.
+- `parties/<name>/`: the parts of a party under the names and block numbers of the full model ([`save_parts`]), and
+  `training.safetensors` with the state of the party's optimizer. With an adapter, `training.safetensors` also contains
+  the trained parameters.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def save_party(
 
     Args:
         party ([`Party`]): The party.
-        config (`PretrainedConfig`): Config of the whole model.
+        config (`PretrainedConfig`): Config of the full model.
         directory (`Path`): The directory of the party, which is created.
         adapter (`PeftConfig`, *optional*): Config of the party's adapters.
         run_and_step (`Mapping[str, Any]`): Run and step of the part, see `config.run_and_step`.
@@ -151,7 +152,7 @@ def save_party(
     save_parts(parts_of(party), config, directory, adapter, run=run_and_step)
     optimizer = None if party.optimizer is None else party.optimizer.state_dict()
     training: dict[str, Any] = {"optimizer": optimizer, "run": state}
-    # The saved adapter may be computed from the trained parameters, which cannot be recovered from it.
+    # The saved adapter may be computed from the trained parameters, which cannot be recovered from the adapter.
     training["trained"] = party.state() if adapter is not None else None
     (directory / TRAINING_FILE).write_bytes(pack(training))
 
@@ -173,7 +174,7 @@ def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
         load_saved_parts(parts_of(party), directory)
     if (party.optimizer is None) != (training["optimizer"] is None):
         raise ValueError(
-            f"{directory} belongs to a party with other frozen parameters. Freeze the same parameters as in the "
+            f"{directory} belongs to a party with different frozen parameters. Freeze the same parameters as in the "
             "checkpoint."
         )
     if party.optimizer is not None:
@@ -188,7 +189,10 @@ def parts_of(party: Party) -> list[Part]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing. The checkpoint of the split training run is not complete.")
+        raise ValueError(
+            f"{path} is missing, so the checkpoint of the split training run is not complete. Resume from another "
+            "checkpoint."
+        )
     try:
         return dict(unpack(path.read_bytes()))
     except ValueError as error:
@@ -213,7 +217,7 @@ def num_kept_checkpoints(args: TrainingArguments) -> int | None:
 
 
 class SplitSavingMixin(LoopArgumentsMixin):
-    """Overrides of `Trainer` that write to the output directory, and the model that they write."""
+    """Overrides of `Trainer` methods that write to the output directory, and the model that is written."""
 
     split: SplitConfig
     clients: FederatedDataset | None
@@ -232,8 +236,8 @@ class SplitSavingMixin(LoopArgumentsMixin):
     @property
     def network(self) -> dict[str, Any] | None:
         """
-        Facts about a networked run for the model card. `None` if all parties are in this process, and empty before the
-        client joins a run.
+        Values of a networked run that the model card states. `None` if all parties are in this process, and empty
+        before the client joins a run.
         """
         if self.model.server_body is not None:
             return None
@@ -241,7 +245,9 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
     def sync_model(self) -> None:
         """
-        Copy the trained parameters into `model`: the mean of all parts, or the parts of the client that trained last.
+        Copy the trained parameters into `model`.
+
+        `model` then has the mean of all parts, or the parts of the client that trained last.
         """
         if self._model_is_stale and self._federation is not None:
             self._federation.copy_into_model()
@@ -249,10 +255,10 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        `Trainer.save_model`. Saves the whole model or adapter in the standard format, `split_config.json` and the
+        `Trainer.save_model`. Saves the full model or adapter in the standard format, `split_config.json` and the
         ledger.
 
-        A client of a networked run saves its head and tail instead of the whole model.
+        A client of a networked run saves its head and tail instead of the full model.
         """
         self.sync_model()
         output_dir = self.args.output_dir if output_dir is None else output_dir
@@ -279,7 +285,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
         return run_and_step(model.config, self.split, self.run_args, model.adapter_config, step)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer.create_model_card`. After a training run, a model card with the facts of the run."""
+        """`Trainer.create_model_card`. After a training run, the model card describes the run."""
         if self.clients is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
@@ -312,7 +318,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
                 push_from_checkpoint(self, os.fspath(final))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Adapters are loaded with the parties, from their trained parameters.
+        # `load_parties` loads adapters from the trained parameters of the parties.
         if self._networked is None and (self._resume_from is None or self.model.adapter_config is None):
             positional = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
             super()._load_from_checkpoint(*positional)

@@ -1,10 +1,10 @@
 """The server of a networked run. It holds the body, schedules the steps, and relays messages between clients.
 
-The server answers messages independently of their transport. The transport calls it from one thread per client, and
-the calls block in this module. All clients share one sequence of numbered steps. A step begins after the previous step
-has ended. It ends after each client of the step has sent the norm of its gradients and the server has updated the
-body. With `"client_batch"` the server can set a deadline. After the deadline the step continues without the missing
-clients, which receive a [`LateReply`].
+The server answers messages independently of their transport. The transport calls `TrainingServer.answer` from one
+thread per client, and the calls block in this module. All clients share one sequence of numbered steps. A step begins
+after the previous step has ended. A step ends after each client of the step has sent the norm of its gradients and the
+server has updated the body. With `"client_batch"` the server can set a deadline. After the deadline the step continues
+without the missing clients, which receive a [`LateReply`].
 
 The server receives no tokens, labels, losses, or parameters of a head or tail. If a client violates the protocol, the
 server rejects the message or ends the run. The server does not verify the norm of the gradients that a client
@@ -49,7 +49,7 @@ logger = logging.get_logger(__name__)
 
 
 class RunFailedError(ValueError):
-    """The run has failed for all clients. It can be resumed from its checkpoints."""
+    """Raised when the run has failed for all clients. The run can be resumed from its checkpoints."""
 
 
 class TrainingServer:
@@ -69,7 +69,10 @@ class TrainingServer:
     def __init__(self, server_model: ServerModel, digest: str, deadline: float | None = None) -> None:
         split = server_model.split
         if deadline is not None and split.strategy != "client_batch":
-            raise ValueError(f"A deadline requires strategy='client_batch', but the strategy is {split.strategy!r}.")
+            raise ValueError(
+                f"A deadline requires strategy='client_batch', but the strategy is {split.strategy!r}. Leave the "
+                "deadline out, or change the strategy."
+            )
         self.split = split
         self.client_ids = list(server_model.body_servers)
         self.digest = digest
@@ -125,7 +128,7 @@ class TrainingServer:
         with self._condition:
             self._raise_if_failed()
             if client_id in self._finished_clients and not isinstance(message, Forget):
-                raise ValueError(f"Client {client_id!r} sent a request after it finished.")
+                raise ValueError(f"Client {client_id!r} sent a request after it finished. Call leave() last.")
             answer = handlers[type(message)](message)
             return b"" if answer is None else answer.to_bytes()
 
@@ -138,7 +141,7 @@ class TrainingServer:
                 the clients that the run waits for. The warning is repeated after the same interval.
 
         Returns:
-            `str`: The reason of the failure; `None` if all clients finished.
+            `str`: The reason for the failure; `None` if all clients finished.
         """
         with self._condition:
             last_progress_at, last_progress = time.monotonic(), self._progress()
@@ -191,7 +194,7 @@ class TrainingServer:
 
     @contextlib.contextmanager
     def _end_run_on_error(self) -> Iterator[None]:
-        """End the run if the block raises an error. The log has the error; the clients receive its class only."""
+        """End the run if the block raises an error. The server logs the error; the clients receive only its class."""
         try:
             yield
         except RunFailedError:
@@ -330,7 +333,9 @@ class TrainingServer:
 
     def _run_body(self, kind: str, message: Any, check: Callable[[Any], None], handler: BatchHandler) -> Any:
         """
-        Run the body forward or backward for a message, with `"client_batch"` in one batch with the other clients.
+        Run the forward or backward pass of the body for a message.
+
+        With `"client_batch"` the messages of all clients form one batch.
         """
         if self._is_late(message):
             return LateReply(message.client_id, message.step)
@@ -376,9 +381,7 @@ class TrainingServer:
         return [EndStepReply(message.client_id, step, norms[message.client_id]) for message in messages]
 
     def _answer_as_batch(self, kind: str, message: Any, handler: BatchHandler) -> Any:
-        """
-        Wait until all clients of the step sent the same request or the deadline passed, then answer them together.
-        """
+        """Wait until all clients of the step sent the request or the deadline passed, then answer all requests."""
         key = kind, getattr(message, "micro_step", 0)
         batch = self._batches.setdefault(key, RequestBatch())
         if batch.is_answered or message.client_id in batch.messages:
@@ -399,7 +402,7 @@ class TrainingServer:
             self._condition.wait(remaining)
             if not batch.is_answered:
                 self._raise_if_failed()
-        # The batch holds the answers of all clients, even if the client whose thread computed them disconnected since.
+        # The batch keeps all answers, even if the client whose thread computed the answers has disconnected.
         if batch.error is not None:
             raise ValueError(batch.error)
         assert batch.answers is not None

@@ -35,7 +35,7 @@ class ServerModel:
 
     Args:
         body ([`Part`]): The server's blocks, with their adapters.
-        config (`PretrainedConfig`): Config of the whole model.
+        config (`PretrainedConfig`): Config of the full model.
         wire ([`Wire`]): Encoding of hidden states.
         split ([`SplitConfig`]): Configuration, equal to that of the clients.
         args (`TrainingArguments`): Training arguments, equal to those of the clients except for `output_dir`.
@@ -91,12 +91,15 @@ class ServerModel:
         Reject a message that the body cannot process in one batch with messages of other clients.
 
         Raises:
-            ValueError: If hidden states are sent without dropout or with an autocast dtype that differs from the
-                training arguments, or a gradient is sent without its number of target tokens.
+            ValueError: If a client sends hidden states without dropout or with an autocast dtype that differs from the
+                training arguments, or a gradient without its number of target tokens.
         """
         if isinstance(message, Backward):
             if message.num_targets is None:
-                raise ValueError(f"Client {message.client_id!r} sent a gradient without its number of target tokens.")
+                raise ValueError(
+                    f"Client {message.client_id!r} sent a gradient without its number of target tokens. With "
+                    "strategy='client_batch' all clients must send num_targets."
+                )
             return
         autocast = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
         if not message.training or message.autocast != autocast:
@@ -109,10 +112,10 @@ class ServerModel:
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
     ) -> dict[str, float]:
         """
-        Clip and update every body that the clients of the step used, and average the replicas if the averaging period
-        ends.
+        Clip and update every body that the clients of the step used.
 
-        A body and the clients that use it clip their gradients by one norm.
+        A body and the clients that use this body clip their gradients by one norm. At the end of an averaging period
+        and of the run, the replicas of the body are averaged.
 
         Args:
             step (`int`): Number of optimizer steps before this one.
@@ -158,7 +161,7 @@ class ServerModel:
         return norms
 
     def _average_bodies(self) -> dict[str, Any]:
-        """Mean of all bodies, weighted by the examples of their clients since the last average."""
+        """Return the mean of all bodies, weighted by the examples of their clients since the last average."""
         weights = {
             client_id: num_examples for client_id, num_examples in self._num_examples.items() if num_examples
         } or dict.fromkeys(self._num_examples, 1)

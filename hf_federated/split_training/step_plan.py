@@ -83,7 +83,7 @@ class SplitSteps(Dataset[StepBatches]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the order of the examples of an epoch, which is a function of the seed and the epoch number."""
+        """Set the order of the examples of an epoch. The order depends on the seed and the epoch number only."""
         self._batches: dict[str, list[ExampleBatches]] = {}
         for client_id, dataset in self.datasets.items():
             order = list(range(len(dataset)))
@@ -127,7 +127,7 @@ class SplitSteps(Dataset[StepBatches]):
 
     def count_single_client_periods(self, average_every: int, num_steps: int) -> tuple[int, int]:
         """
-        Count the averaging periods of the first epoch, and those in which a single client trains.
+        Count the averaging periods of the first epoch, and the periods in which a single client trains.
 
         Args:
             average_every (`int`): Optimizer steps from one average to the next.

@@ -13,28 +13,28 @@ from .trainer_mixin import SplitMixin
 
 class SplitFederatedTrainer(SplitMixin, Trainer):
     """
-    `transformers.Trainer` for clients that keep the first and last blocks of a language model, their text and labels.
-    A server holds the blocks between (FL-GLM).
+    `transformers.Trainer` for clients that keep their text, their labels, and the first and last blocks of a language
+    model. A server holds the other blocks (FL-GLM).
 
     The trainer accepts all arguments of `Trainer`. `train_dataset` is a [`FederatedDataset`], a mapping of client ids
     to datasets, or a plain dataset for a single client. A step is an optimizer step, as in `Trainer`. All parties run
     in this process. Messages between the parties are serialized as between separate machines.
 
-    Every party has its own optimizer. With `average_every` or `"server_hierarchical"` every party also has its own
-    parameter values. All parties share one learning rate schedule. The evaluated and saved model is the ordinary whole
-    model. If clients continue with the parts of the previous client, it contains the parts of the client that trained
-    last. Otherwise it contains the mean of all parts. Checkpoints contain the part of each party in
-    `federated/parties`.
+    Every party has a separate optimizer. With `average_every` or `"server_hierarchical"` every party also has separate
+    parameter values. All parties share one learning rate schedule. The evaluated and saved model is the full model in
+    the standard format. If clients continue with the parts of the previous client, the saved model contains the parts
+    of the client that trained last. Otherwise the saved model contains the mean of all parts. Checkpoints contain the
+    parts of each party in `federated/parties`.
 
     During training `model` contains the clients' blocks of the last evaluation, checkpoint or end of an epoch. A
-    callback that reads the model at another time must call `trainer.sync_model()` before. Changes that a callback
-    makes to `model` are not trained. The `model` argument of `compute_loss` is the client's model, without the
-    server's blocks.
+    callback that reads the model at another time must first call `trainer.sync_model()`. A callback that changes
+    `model` does not change the clients' blocks. The `model` argument of `compute_loss` is the client's model, without
+    the server's blocks.
 
     Args:
-        model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which is split as `split` defines. A
-            [`SplitModel`] is used as it is. If the parent class is TRL's `SFTTrainer`, also a directory or an id of a
-            model on the Hub.
+        model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]): A decoder model, which the trainer splits as `split`
+            defines, or a split model. If the parent class is TRL's `SFTTrainer`, also a directory or an id of a model
+            on the Hub.
         split ([`SplitConfig`], *optional*): Strategy and cut of the model.
         peft_config (`PeftConfig`, *optional*): Config of adapters for the model, as in TRL's `SFTTrainer`. See
             `SplitModel.add_adapter`.
@@ -78,20 +78,20 @@ def split_federate(trainer_class: type[Trainer]) -> type[Any]:
     Args:
         trainer_class (`type[transformers.Trainer]`): A trainer class, for example a custom class with its own
             `compute_loss`, or TRL's `SFTTrainer` (`trl>=1.16`). The dataset of each client is prepared (tokenized,
-            packed) as the constructor of this class does.
+            packed) as in the constructor of this class.
 
     Returns:
         `type`: A subclass of `trainer_class` that accepts the arguments of [`SplitFederatedTrainer`]. Calls with the
-            same class return the same result.
+        same class return the same result.
 
     Raises:
-        TypeError: If the argument is not a `Trainer` class, is split already, or is an unsupported trainer of TRL.
+        TypeError: If the argument is not a `Trainer` class, is a split class, or is an unsupported trainer of TRL.
         ImportError: If the argument is TRL's `SFTTrainer` and TRL is older than 1.16.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"split_federate() got {trainer_class!r}, but needs a subclass of transformers.Trainer.")
     if issubclass(trainer_class, SplitMixin):
-        raise TypeError(f"{trainer_class.__name__} is split already. Use it without split_federate().")
+        raise TypeError(f"{trainer_class.__name__} is a split trainer already. Use it without split_federate().")
     check_trainer_class(trainer_class)
     if trainer_class is Trainer:
         return SplitFederatedTrainer

@@ -1,8 +1,8 @@
 """`SplitMixin`: the training loop of `Trainer` over clients that hold the first and last blocks of a language model.
 
-The loop is that of `Trainer`. An item of its data loader is an optimizer step: the batches of every client that takes
-part (`step_plan.py`). `training_step` trains these clients through their links to the server (`in_process.py`), and
-the optimizer clips the gradients and updates all parties (`optimization.py`).
+The training loop of `Trainer` is used unchanged. An item of the data loader is an optimizer step: the batches of every
+client that takes part (`step_plan.py`). `training_step` trains these clients through their links to the server
+(`in_process.py`), and the optimizer clips the gradients and updates all parties (`optimization.py`).
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """
-        `Trainer.train`. A step is an optimizer step of the strategy, and an epoch a pass over the examples of every
-        client.
+        `Trainer.train`. A step is an optimizer step of the strategy. An epoch is a pass over the examples of all
+        clients.
 
         Each call starts with new optimizers unless it resumes from a checkpoint.
 
@@ -256,7 +256,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         return batch_size * len(self.clients)
 
     def _set_signature_columns_if_needed(self) -> None:
-        # Keep columns that the whole model accepts. The split model raises an error if it does not support a column.
+        # Keep columns that the full model accepts. The split model raises an error if it does not support a column.
         if self._signature_columns is None:
             super()._set_signature_columns_if_needed()
             signature = inspect.signature(self.model.client_tail.model.forward)
@@ -300,19 +300,20 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         """
         if self._federation is None:
             raise TypeError(
-                f"{type(self).__name__}.create_optimizer created no optimizers for the parties. Override it in the "
-                "class that is passed to split_federate(). There it is called for each party with the part as `model`."
+                f"{type(self).__name__}.create_optimizer created no optimizers for the parties. Override "
+                "create_optimizer in the class that is passed to split_federate(): it is then called once for each "
+                "party, with the party's part as `model`."
             )
         self._check_averaging_period()
         if self._networked is not None:
             self._networked.max_steps, self._networked.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None:
             join_ledger, self.ledger = self.ledger, load_parties(self._federation, self._resume_from)
-            self.ledger.add(join_ledger)  # in a networked run, the bytes of joining again
+            self.ledger.add(join_ledger)  # the bytes of the messages with which a networked client joined again
             self._federation.ledger = self.ledger
             assert self._joint_optimizer is not None
             self._joint_optimizer.load_state_dict({})
-            # Adapters were loaded into the parties only, and there may be no remaining step that updates the model.
+            # Adapters were loaded into the parties only. Without a remaining step, no step would update the model.
             self._federation.copy_into_model()
             if self._networked is not None:
                 # Send the parts again that were in transfer when the run was interrupted.
@@ -321,7 +322,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
                     self._networked.finish()
 
     def _check_averaging_period(self) -> None:
-        """Warn if most averages are taken over the parts of a single client."""
+        """Warn if most averages include the parts of a single client only."""
         average_every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
         if average_every is None or steps.num_clients == 1:
             return
@@ -329,8 +330,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         if num_single > num_periods / 2:
             logger.warning(
                 f"With average_every={average_every} a single client trains in {num_single} of the {num_periods} "
-                "averaging periods of an epoch. Its parts are passed on unchanged, and nothing is averaged. Lower "
-                "steps_per_turn, or raise average_every."
+                "averaging periods of an epoch. All clients then continue with the parts of this client, and nothing "
+                "is averaged. Lower steps_per_turn, or raise average_every."
             )
 
     def training_step(
@@ -371,7 +372,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """
-        Enable mixed precision for the models of the clients. `Trainer` enables it for the prepared whole model only.
+        Enable mixed precision for the models of the clients. `Trainer` enables it for the prepared full model only.
         """
         if self._federation is None:
             return super().autocast_smart_context_manager(cache_enabled)
@@ -445,7 +446,7 @@ def _concatenate_clients(dataset: Any) -> Any:
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Training arguments for the loop of `Trainer` when each item of the data loader is a full optimizer step."""
+    """Return the arguments for the loop of `Trainer` when each item of the data loader is an optimizer step."""
     loop_args = copy.copy(args)
     loop_args.gradient_accumulation_steps = 1
     # The joint optimizer clips the gradients.

@@ -244,8 +244,8 @@ def test_parties_load_the_parts_of_the_model_that_train_loads(adapter, kwargs, s
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ("{device_map: cpu}", "Arguments device_map are not supported when a part"),
-        ("{subfolder: weights}", "Arguments subfolder are not supported when a part"),
+        ("{device_map: cpu}", "The arguments device_map are not supported when a part"),
+        ("{subfolder: weights}", "The arguments subfolder are not supported when a part"),
         ("{dtype: int8}", "dtype='int8' is not supported. Use 'auto' or a floating-point dtype"),
     ],
 )

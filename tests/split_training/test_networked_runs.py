@@ -282,7 +282,7 @@ def test_evaluation_steps_require_equal_steps_per_epoch(strategy, tmp_path):
     run = Run(tmp_path, clients_of(8, 2), config_of(strategy), LORA, **settings)
     run.train()
     assert set(run.errors) == {"client 0", "client 1"} and run.server.step == 0
-    assert any("client 0: 4, client 1: 1 steps in an epoch" in str(error) for error in run.errors.values())
+    assert any("steps in an epoch (client 0: 4, client 1: 1)" in str(error) for error in run.errors.values())
 
 
 def test_saved_parts_merge_into_whole_model(tmp_path):

@@ -301,7 +301,7 @@ def test_missing_fingerprint_of_peer_is_reported_before_the_first_step(tmp_path)
     elsewhere = {"client 7": identity("client 7").fingerprint}
     run.trainers["client 1"]._envelopes = PeerEnvelopes(identity("client 1"), elsewhere, 2048)
     run.train()
-    assert "'client 0' takes part and its fingerprint is not known" in str(run.errors["client 1"])
+    assert "The fingerprint of client 'client 0' of this run is not known" in str(run.errors["client 1"])
     assert "--peer client 0=FINGERPRINT" in str(run.errors["client 1"])
     assert run.server.step == 0
 

@@ -169,7 +169,8 @@ def test_client_rejects_inconsistent_clients_in_server_reply(tmp_path):
             return dataclasses.replace(joined, introductions=introductions).to_bytes()
 
     run = train_with_replaced_messages(tmp_path, "client_batch", drop_introduction)
-    assert "The clients in the reply of the server are inconsistent for client" in str(run.errors["client 1"])
+    error = str(run.errors["client 1"])
+    assert "names the clients ['client 0', 'client 1'] with introductions of ['client 1']" in error
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -217,7 +217,7 @@ def test_saved_model_includes_split_config_and_ledger(tmp_path):
 def test_split_federate_creates_class_of_other_trainers(tmp_path):
     trainer_class = split_federate(Seq2SeqTrainer)
     assert trainer_class.__name__ == "SplitFederatedSeq2SeqTrainer" and split_federate(Seq2SeqTrainer) is trainer_class
-    with pytest.raises(TypeError, match="split already"):
+    with pytest.raises(TypeError, match="a split trainer already"):
         split_federate(trainer_class)
     with pytest.raises(TypeError, match="subclass of transformers.Trainer"):
         split_federate(int)

@@ -394,7 +394,7 @@ def test_unsupported_trainers_and_adapters_are_rejected(tmp_path):
     with pytest.raises(TypeError, match="DPOTrainer cannot be split"):
         split_federate(trl.DPOTrainer)
     prefix = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="packed into one row would see each other"):
+    with pytest.raises(ValueError, match="packed into one row.*would attend to each other"):
         trained(split_federate(trl.SFTTrainer), tmp_path, peft_config=prefix, packing=True, max_length=12)
 
     class MappingTrainer(trl.SFTTrainer):

@@ -127,7 +127,7 @@ def test_custom_loss_function_of_model_is_used_or_rejected(strategy, tmp_path):
 def test_replaced_module_is_rejected_and_hook_logs_a_warning(monkeypatch):
     model = whole_model()
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn is a ReLU.* has a SiLU"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn is a ReLU.* create a SiLU"):
         SplitModel.from_model(model)
     warnings = []
     monkeypatch.setattr("hf_federated.split.model_checks.logger.warning", warnings.append)
