@@ -4,7 +4,7 @@ Encryption and authentication for split models: keys, certificates, handshakes a
 - `certificates`: a private certificate authority, and certificates for mutual TLS between clients and the server.
 - `keys`: RSA identities of the parties, and their fingerprints.
 - `handshake`: the key agreement between a client and the server, repeated for each key epoch.
-- `encrypted_session`: sessions that encrypt and decrypt messages and rotate their keys. States the threat model.
+- `encrypted_session`: sessions that encrypt and decrypt messages and rotate their keys, and the threat model.
 - `authenticated_encryption`: AES-256-GCM for one direction of one key epoch.
 - `encrypted_link`: a link to the server on which every message is encrypted.
 - `peer_envelopes`: encrypted messages between clients, which the server forwards but cannot read.

@@ -68,7 +68,7 @@ class DirectionCipher:
         sender (`str`): Name of the sender, for error messages.
 
     Attributes:
-        num_messages (`int`): Number of messages so far, and the number of the next message.
+        num_messages (`int`): Number of messages so far, which is also the number of the next message.
         num_blocks (`int`): Number of AES blocks that the key processed so far.
     """
 

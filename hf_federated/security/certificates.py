@@ -3,7 +3,7 @@ Certificates for mutual TLS between the clients and the server of a split model.
 
 A folder holds a private certificate authority and the certificates that the authority signed:
 
-    ca.pem, ca.key                        the authority; its key can create clients
+    ca.pem, ca.key                        the authority; its key can sign certificates of new clients
     server.pem, server.key                valid for the host names and addresses of the server
     clients/<id>.pem, clients/<id>.key    one pair for each client; the common name is the client id
 
@@ -49,7 +49,7 @@ MAX_CLIENT_ID_BYTES = 64
 
 MAX_DAYS = 36500
 
-# Certificates are valid from an hour ago, so that a peer whose clock is slow accepts a new certificate.
+# The validity of a certificate begins an hour before its creation, so that a peer whose clock is slow accepts it.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 _DNS_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_]([a-z0-9_-]{0,62}))*", re.IGNORECASE)
@@ -172,7 +172,7 @@ def client_fingerprints(folder: str | os.PathLike[str]) -> dict[str, str]:
         try:
             names = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         except ValueError as error:
-            raise ValueError(f"{path} is not a certificate: {error}") from None
+            raise ValueError(f"{path} is not a certificate: {error}. Create the certificate again.") from None
         client = str(names[0].value) if names else ""
         if not client or client_certificate(folder, client) != path:
             raise ValueError(f"{path} is the certificate of {client!r}. Rename the file to match the client id.")
@@ -298,21 +298,23 @@ def _load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey
         certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
         key = load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"ca.pem or ca.key in {folder} cannot be read: {error}") from None
+        raise ValueError(
+            f"ca.pem or ca.key in {folder} cannot be read: {error}. Restore the file, or choose another folder."
+        ) from None
     if not isinstance(key, RSAPrivateKey) or key.public_key() != certificate.public_key():
         raise ValueError(f"ca.key in {folder} is not the key of ca.pem. Restore the matching file.")
     remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.timezone.utc)
     # Some minutes of tolerance: a new authority may be created with ca_days equal to days.
     if remaining < datetime.timedelta(days=days) - datetime.timedelta(minutes=10):
         raise ValueError(
-            f"The authority in {folder} expires in {remaining.days} days, before certificates of {days} days. Set days"
-            " to a smaller number, or create a new authority in another folder."
+            f"The authority in {folder} expires in {remaining.days} days, before a certificate that is valid for"
+            f" {days} days. Set days to a smaller number, or create a new authority in another folder."
         )
     return certificate, key
 
 
 def _write_pair(certificate_path: Path, key: RSAPrivateKey, certificate: Certificate) -> None:
-    """Write the key, then the certificate, so that every existing certificate has its key."""
+    """Write the key and then the certificate, so that no certificate exists without its key."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     certificate_path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 An encrypted link between a client and the server of a split model.
 
 FL-GLM encrypts the exchanged messages (section 3.2). The link encrypts every message with the keys of an encrypted
-session (`encrypted_session.py`). The handshake takes place when the link connects and is repeated after a configured
-number of steps. If a client sends a message again because the answer was lost, the server returns the same bytes and
-does not repeat the work.
+session (`encrypted_session.py`). The link performs the handshake when it connects, and again after a configured number
+of steps. If a client sends a message again because the answer was lost, the server returns the same bytes and does not
+process the message again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class EncryptedLink:
             EncryptionError: If the answer is not the server's next message, or was changed.
             ValueError: If the message is larger than the connection allows. The link stays usable.
         """
-        # Check the size before encryption: encryption consumes a message number, and the server would reject all later
+        # Check the size before encryption. Encryption uses a message number, so the server would reject all later
         # messages if this message was not sent.
         self.server.check_size(len(blob) + OVERHEAD_BYTES)
         if self.session.epoch is None or self.session.rotation_due:

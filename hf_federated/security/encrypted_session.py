@@ -10,7 +10,7 @@ A rejected message does not change the session, so the session still accepts the
 
 **Lost messages.** A party that receives no answer may send *the same encrypted bytes* again in the same session.
 Encrypting the payload again would create the next message. If the peer already opened the message, the peer raises
-[`RepeatedMessageError`]. The peer's transport then sends the same encrypted answer again and does not repeat the work.
+[`RepeatedMessageError`]. The peer's transport then sends the same encrypted answer again.
 If the session itself is lost, because a process ended or a handshake or rotation was interrupted, both parties create
 new sessions and encrypt their payloads again. The new sessions reject old messages. The session does not know whether
 a step was done before; the payload must contain its step number. A session is never stored, copied or used in a forked
@@ -28,13 +28,13 @@ keep their private keys secret.
   the text to it.
 - The session does not guarantee secrecy within an epoch after an attacker reads the memory of a party in this epoch.
   Recorded messages of earlier epochs stay secret as far as Python releases keys; Python does not overwrite them.
-- The session guarantees nothing after the signing key of a party is stolen, except the secrecy of earlier messages.
+- After the signing key of a party is stolen, the session guarantees only the secrecy of earlier messages.
 - The session does not hide sizes, times or names, does not resist quantum computers, and does not guarantee delivery.
 
 TLS 1.3 and the Noise protocol framework order messages and separate directions in the same way, and HPKE wraps a key
 for its receiver. Use the session inside mutual TLS (`certificates.py`): TLS hides the handshake and decides which
-clients may request one. In addition to TLS, the session hides the payloads from a proxy that terminates TLS, and
-rotates the keys at the intervals that FL-GLM defines.
+clients may request a handshake. In addition to TLS, the session hides the payloads from a proxy that terminates TLS,
+and rotates the keys at the intervals that FL-GLM defines.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Number of completed steps in this epoch that this party knows of. 0 if `rotate_every` is `None`."""
+        """Number of completed steps in this epoch that this party knows. 0 if `rotate_every` is `None`."""
         return self._steps
 
     @property

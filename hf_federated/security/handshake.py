@@ -61,7 +61,7 @@ class HandshakeError(EncryptionError):
 @dataclass(frozen=True)
 class Parties:
     """
-    The two parties of a session from the view of one party, and the setting on which both must agree.
+    The two parties of a session from the view of one party, and the setting that both must share.
 
     Attributes:
         identity ([`~hf_federated.security.keys.Identity`]): This party's name and signing key.

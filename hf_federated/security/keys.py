@@ -1,9 +1,9 @@
 """
 RSA keys of the parties of a split model: signing keys for authentication, and encryption keys that wrap secrets.
 
-No key serves both uses. An [`Identity`] holds a signing key. The signing key lasts as long as the federation, and
-peers recognize it by the fingerprint of its public key. The key of a party's TLS certificate can be used. Encryption
-keys are generated for each key epoch (`handshake.py`) and discarded after it.
+No key serves both uses. An [`Identity`] holds a signing key, which a party keeps as long as the federation exists.
+Peers recognize the signing key by the fingerprint of its public key. The key of the party's TLS certificate can be the
+signing key. Encryption keys are generated for each key epoch (`handshake.py`) and discarded after the epoch.
 
 Signatures use RSA-PSS and wrapping uses RSA-OAEP, both with SHA-256 and MGF1 (RFC 8017). The implementation is that of
 `cryptography` (extra `split`).
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 
 
-# RSA below 2048 bits can be broken with existing means. A peer key above 8192 bits only costs computing time.
+# RSA keys below 2048 bits can be broken. A peer's key above 8192 bits costs computing time without a benefit.
 MIN_RSA_BITS = 2048
 MAX_RSA_BITS = 8192
 DEFAULT_RSA_BITS = 3072

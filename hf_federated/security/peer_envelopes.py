@@ -1,7 +1,7 @@
 """
-Encrypted envelopes between the clients of a split model, which the server forwards but cannot read.
+Encrypted envelopes between the clients of a split model. The server forwards the envelopes but cannot read them.
 
-The server must not learn the parameters of a head or tail, because it could use them to compute a client's inputs.
+The server must not learn the parameters of a head or tail, because they reveal a client's inputs.
 Each client generates an RSA key for a run and signs the key with its [`~hf_federated.security.keys.Identity`]. The
 other clients verify the identity by a pinned fingerprint, which they received over another channel. A payload is
 encrypted with AES-256-GCM under a new key, and the key is encrypted for the recipient with RSA-OAEP. The sender signs
@@ -57,12 +57,12 @@ class PeerEnvelopes:
     >>> from hf_federated.security.keys import Identity
 
     >>> north, south = Identity.generate("north", 2048), Identity.generate("south", 2048)
-    >>> of_north = PeerEnvelopes(north, {"south": south.fingerprint}, rsa_bits=2048)
-    >>> of_south = PeerEnvelopes(south, {"north": north.fingerprint}, rsa_bits=2048)
-    >>> keys = {"north": of_north.signed_public_key("run 1"), "south": of_south.signed_public_key("run 1")}
-    >>> of_north.register_peers("run 1", keys)
-    >>> of_south.register_peers("run 1", keys)
-    >>> of_south.open("north", "step 3", of_north.seal("south", "step 3", b"parameters"))
+    >>> sender = PeerEnvelopes(north, {"south": south.fingerprint}, rsa_bits=2048)
+    >>> recipient = PeerEnvelopes(south, {"north": north.fingerprint}, rsa_bits=2048)
+    >>> keys = {"north": sender.signed_public_key("run 1"), "south": recipient.signed_public_key("run 1")}
+    >>> sender.register_peers("run 1", keys)
+    >>> recipient.register_peers("run 1", keys)
+    >>> recipient.open("north", "step 3", sender.seal("south", "step 3", b"parameters"))
     b'parameters'
     ```
     """
@@ -103,7 +103,7 @@ class PeerEnvelopes:
 
         Raises:
             EncryptionError: If the fingerprint of a client is not known, or a signed key is damaged, belongs to
-                another run, or is not signed by the expected identity.
+                another run, or has a signature of another identity.
         """
         self._run = run
         self._peers = {}
@@ -113,7 +113,7 @@ class PeerEnvelopes:
             fingerprint = self._fingerprints.get(peer)
             if fingerprint is None:
                 raise EncryptionError(
-                    f"Client {peer!r} takes part and its fingerprint is not known. Pass the fingerprint in "
+                    f"The fingerprint of client {peer!r} of this run is not known. Pass the fingerprint in "
                     f"`fingerprints`, or as --peer {peer}=FINGERPRINT."
                 )
             identity, key, signature = _unpack_fields(signed_public_keys[peer], ("identity", "key", "signature"), peer)
@@ -124,7 +124,8 @@ class PeerEnvelopes:
                 )
             if not is_signed(_KEY_TAG + _encode_names(run, peer) + key, signature, identity):
                 raise EncryptionError(
-                    f"The public key of client {peer!r} is not signed by this client, or is not signed for this run."
+                    f"The public key of client {peer!r} is not signed by this client for this run. Start the client "
+                    "with its own key, and in the same run."
                 )
             self._peers[peer] = key, identity
 
@@ -184,11 +185,16 @@ class PeerEnvelopes:
         try:
             return AESGCM(unwrap(wrapped, self._private_key)).decrypt(nonce, sealed, context)
         except InvalidTag:
-            raise EncryptionError(f"The envelope from client {sender!r} was changed.") from None
+            raise EncryptionError(
+                f"The content of an envelope from client {sender!r} was changed. Send the envelope again."
+            ) from None
 
     def _peer(self, name: str) -> tuple[bytes, bytes]:
         if name not in self._peers:
-            raise EncryptionError(f"Client {name!r} is not registered. Registered clients: {sorted(self._peers)}.")
+            raise EncryptionError(
+                f"Client {name!r} is not registered. The registered clients are {sorted(self._peers)}. Pass the "
+                f"signed public key of {name!r} to register_peers()."
+            )
         return self._peers[name]
 
 

@@ -4,7 +4,7 @@ Split models over a network: the server process and its clients communicate over
 - [`SplitServer`] receives the messages of the clients and passes them to a function that returns the answers.
 - [`GrpcLink`] connects a client to the server. It replaces a [`~hf_federated.split.LocalLink`], and an
   [`~hf_federated.security.encrypted_link.EncryptedLink`] around it encrypts messages in addition to TLS.
-- [`TlsCredentials`] holds the certificates of a party.
+- [`TlsCredentials`] holds the certificate and the key of a party, and the certificate of the authority.
 - [`LinkError`] is the base class of the errors that end a link. [`ServerFailedError`] does not end the link.
 
 The transport does not interpret the messages. gRPC is imported when a server or a link is created.

@@ -1,5 +1,5 @@
 """
-`GrpcLink`: a client's link to the server of a split model over gRPC. The link survives broken connections.
+`GrpcLink`: a client's link to the server of a split model over gRPC. The link replaces broken connections.
 
 If a message gets no answer, the link sends the message again with the same number, and the server processes it once.
 Other failures end the link with an error that names the reason. The client then does not know whether the server
@@ -43,7 +43,7 @@ _LONGEST_PAUSE = 5.0
 # Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
 _CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
 _BUSY = "RESOURCE_EXHAUSTED"
-# If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end it.
+# If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end the call.
 _GRACE = 2.0
 
 
@@ -81,8 +81,8 @@ class GrpcLink:
         ImportError: If `grpcio` (extra `split`) is not installed.
         ValueError: If an argument is not allowed.
         ServerUnreachableError: If the server does not respond or TLS fails. gRPC does not distinguish the two cases.
-        ClientRefusedError: If the server refuses the client, or the settings of the two differ. The error names the
-            differences.
+        ClientRefusedError: If the server refuses the client, or the settings of client and server differ. The error
+            names the differing settings.
 
     Example: see [`SplitServer`].
     """
@@ -132,7 +132,8 @@ class GrpcLink:
             raise
         self._session_id = response.session
         self._max_message_bytes = response.max_message_bytes
-        # Often enough for the timeout of the server, and to detect an unreachable server within reconnect_timeout.
+        # The interval is short enough for the timeout of the server, and to detect an unreachable server within
+        # reconnect_timeout.
         self._heartbeat_interval = min(response.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
         self._heartbeat_thread = threading.Thread(
             target=self._send_heartbeats, name=f"split-heartbeat-{client_id}", daemon=True
@@ -148,8 +149,8 @@ class GrpcLink:
                 server accepts. The link stays usable.
             TimeoutError: If the server raised a `TimeoutError` (the text is the same). The link stays usable.
             ServerFailedError: If the server raised another exception. The link stays usable.
-            LinkError: If the message could not be delivered. The subclass, see `errors.py`, names the reason. The link
-                ended.
+            LinkError: If the message could not be delivered. The link has ended. The subclasses in `errors.py`
+                distinguish the reasons.
         """
         return self._send("Exchange", blob)
 
@@ -319,7 +320,7 @@ class GrpcLink:
         """
         Yield chunks, and record the time after each chunk as activity of the server.
 
-        This also holds for sent chunks: gRPC requests the next chunk only after it transmitted the previous chunk.
+        A sent chunk is also activity: gRPC requests the next chunk only after it transmitted the previous chunk.
         """
         for chunk in chunks:
             yield chunk

@@ -1,4 +1,4 @@
-"""TLS credentials of a party, and the check for connections without TLS."""
+"""TLS credentials of a party, and the check of connections without TLS."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TlsCredentials:
         authority (`bytes`): The certificate of the authority, as PEM.
 
     Raises:
-        ValueError: If an argument is not a PEM of its kind.
+        ValueError: If an argument is not a certificate or a private key in PEM format.
 
     Example:
 
@@ -63,7 +63,9 @@ class TlsCredentials:
         for name, label in (("certificate", b"CERTIFICATE-----"), ("key", b"PRIVATE KEY-----"), ("authority", b"")):
             if (label or b"CERTIFICATE-----") not in getattr(self, name):
                 kind = "private key" if name == "key" else "certificate"
-                raise ValueError(f"{name} is not a {kind} in PEM. `hf-federated certificates` creates such files.")
+                raise ValueError(
+                    f"{name} is not a {kind} in PEM format. Pass a file that `hf-federated certificates` created."
+                )
 
     @classmethod
     def of_server(cls, folder: str | os.PathLike[str]) -> TlsCredentials:

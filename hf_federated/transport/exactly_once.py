@@ -14,8 +14,8 @@ class ExactlyOnceExecutor:
     """
     Processes the messages of one session in order and exactly once.
 
-    If the most recent message is delivered again, the executor returns the stored outcome. If the message is still
-    being processed, the repeated delivery waits for the outcome.
+    If the most recent message is delivered again, the executor returns the stored outcome. If the message is still in
+    progress, the repeated delivery waits for the outcome.
 
     Args:
         sender (`str`): Id of the client that sends the messages, for errors.
@@ -42,13 +42,13 @@ class ExactlyOnceExecutor:
         self._changed = threading.Condition()
         self._next_number = 0
         self._is_running = False
-        # Token and outcome of the message that is being processed, or of the most recent message.
+        # Token and outcome of the message in progress, or of the most recent message.
         self._token = ""
         self._outcome: Outcome | None = None
 
     def is_new(self, number: int, token: str) -> bool:
         """
-        Whether a message is neither processed nor being processed, so that its content is needed.
+        Whether a message is new: it was not processed, and is not in progress.
 
         Args:
             number (`int`): Number of the message in the session, from 0.
@@ -63,7 +63,7 @@ class ExactlyOnceExecutor:
 
     def execute(self, number: int, token: str, call: Callable[[], Outcome]) -> Outcome | None:
         """
-        Process a message, unless it is processed or being processed.
+        Process a message, unless it was processed or is in progress.
 
         Args:
             number (`int`): Number of the message in the session, from 0.
@@ -79,7 +79,7 @@ class ExactlyOnceExecutor:
         """
         with self._changed:
             if self._state(number, token) == "next":
-                # The next message confirms that the client received the previous answer, so its bytes can be freed.
+                # The next message confirms that the client received the previous answer. Free the bytes of the answer.
                 self._is_running, self._token, self._outcome = True, token, None
             else:
                 return self._wait(number, token, lambda: True)
@@ -92,7 +92,7 @@ class ExactlyOnceExecutor:
 
     def wait_for_outcome(self, number: int, token: str, is_waiting: Callable[[], bool]) -> Outcome | None:
         """
-        Wait for the outcome of a message that is processed or being processed.
+        Wait for the outcome of a message that was processed or is in progress.
 
         Args:
             number (`int`): Number of the message in the session, from 0.
@@ -111,7 +111,7 @@ class ExactlyOnceExecutor:
             return self._wait(number, token, is_waiting)
 
     def notify_waiters(self) -> None:
-        """Wake all waiting calls, which check whether their clients still wait."""
+        """Wake all waiting calls. Each call checks whether its client still waits."""
         with self._changed:
             self._changed.notify_all()
 

@@ -115,9 +115,11 @@ class Header:
         values = parse_json_object(text, cls.__name__)
         types = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if values.keys() != types.keys() or not all(type(values[name]) is kind for name, kind in types.items()):
-            raise ValueError(f"{cls.__name__} has the fields {types}, got {sorted(values)}.")
-        if any(type(value) is int and value < 0 for value in values.values()):
-            raise ValueError(f"{cls.__name__} contains a negative number.")
+            names = ", ".join(f"{name}: {kind.__name__}" for name, kind in types.items())
+            raise ValueError(f"{cls.__name__} must have the fields {names}, but has the fields {sorted(values)}.")
+        negative = [name for name, value in values.items() if type(value) is int and value < 0]
+        if negative:
+            raise ValueError(f"{negative[0]} of {cls.__name__} is {values[negative[0]]}, but must be at least 0.")
         return cls(**values)
 
 

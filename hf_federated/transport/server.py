@@ -54,13 +54,13 @@ class SplitServer:
             Creates the encrypted session for a client id, if messages are encrypted in addition to TLS.
         on_connected (`Callable[[str], None]`, *optional*):
             Called with the client id after a client connects and before its first message. A client that connects
-            again starts over, so discard its unfinished work. A `ValueError` refuses the client.
+            again starts from the beginning, so discard its unfinished work. A `ValueError` refuses the client.
         on_left (`Callable[[str], None]`, *optional*):
             Called with the client id when a client disconnects.
         on_lost (`Callable[[str], None]`, *optional*):
             Called with the client id, in a separate thread, when a client was inactive for `heartbeat_timeout`.
             Messages of this client that are in progress end when `answer` returns. If other clients wait for this
-            client, let them continue or fail.
+            client, continue without it or raise an error in `answer`.
         heartbeat_timeout (`float`, *optional*, defaults to `60`):
             Seconds without activity after which a client is lost. Clients send four heartbeats in this time. Choose a
             larger value than the clients' `reconnect_timeout`.
@@ -68,7 +68,7 @@ class SplitServer:
             Size of the largest message that a client may send.
         max_exchanges (`int`, *optional*):
             Number of clients whose messages are read and processed concurrently. Defaults to all clients. Further
-            clients must try again, so choose at least the number of clients that wait for each other in `answer`.
+            clients must try again. Choose at least the number of clients that wait for each other in `answer`.
 
     Raises:
         ImportError: If `grpcio` (extra `split`) is not installed.
@@ -135,8 +135,8 @@ class SplitServer:
         self._grpc_server = grpc.server(
             ThreadPoolExecutor(num_calls, thread_name_prefix="split-server"),
             handlers=[self._handlers.generic_handler()],
-            # Without this limit, calls that exceed the number of threads would wait in a queue. With the limit they
-            # are refused, and the clients try again.
+            # Without this limit, calls that exceed the number of threads would wait in a queue. With the limit the
+            # server refuses these calls, and the clients try again.
             maximum_concurrent_rpcs=num_calls,
             # Without this option, a second server could use the same port and receive some of the clients.
             options=[("grpc.so_reuseport", 0)],

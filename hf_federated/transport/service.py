@@ -96,8 +96,8 @@ class Service:
         self._connect_lock = threading.Lock()
         self._processing_locks = {client_id: threading.Lock() for client_id in sessions.clients}
         self._slots_lock = threading.Lock()
-        # Number of messages of each client that are being read or processed. It is 2 if a call is interrupted and its
-        # message is delivered again.
+        # Number of messages of each client that are being read or processed. The number is 2 if a call is interrupted
+        # and its message is delivered again.
         self._num_active_messages: dict[str, int] = {}
 
     def connect(self, request: bytes, owner: str | None) -> bytes:

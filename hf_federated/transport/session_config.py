@@ -1,4 +1,4 @@
-"""The configuration that a client and a server compare when a client connects."""
+"""The settings of a client that the server compares with its own settings on connection."""
 
 from __future__ import annotations
 

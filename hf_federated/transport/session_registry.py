@@ -1,4 +1,4 @@
-"""The sessions of the connected clients. A session lasts until its client leaves or its heartbeats stop."""
+"""The sessions of the connected clients. A session ends when its client leaves or sends no more heartbeats."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class TransportSession:
         """
         Register a call that transmits a message, for the duration of the context.
 
-        A previous call of the session is cancelled. Its connection is broken, so it would wait for the rest of its
-        message, or for an answer that it cannot deliver.
+        A previous call of the session is cancelled. The connection of the previous call is broken, so the call would
+        wait for the rest of its message, or for an answer that it cannot deliver.
 
         Args:
             cancel (`Callable[[], object]`): Cancels the call.
@@ -93,7 +93,7 @@ class TransportSession:
         End the session and cancel its call.
 
         Args:
-            reason (`str`): The reason, which later requests of the session receive.
+            reason (`str`): The reason. Later requests of the session receive it as their error.
 
         Returns:
             `bool`: Whether the session was open.
@@ -152,7 +152,7 @@ class SessionRegistry:
         """
         Open a session for a client that connects.
 
-        If the same link connects again, it gets its existing session.
+        If the same link connects again, the existing session is returned.
 
         Args:
             client_id (`str`): Id of the client.
@@ -175,7 +175,7 @@ class SessionRegistry:
                 raise RequestRejectedError(
                     "ALREADY_EXISTS",
                     f"Client {client_id!r} is already connected by another link or process, which was active "
-                    f"{inactive:.1f} s ago. Close this link, or wait until it is inactive for "
+                    f"{inactive:.1f} s ago. Close the other link, or wait until it is inactive for "
                     f"{self.heartbeat_timeout:g} s.",
                 )
             session_id = f"{self._run_id}.{secrets.token_hex(16)}"
@@ -238,6 +238,6 @@ class SessionRegistry:
         if self._on_lost is not None:
             try:
                 self._on_lost(session.client_id)
-            # An error of the callback must not end the thread, which watches all clients.
+            # An error of the callback must not end this thread, which watches all clients.
             except Exception:
                 logger.exception(f"on_lost failed for client {session.client_id!r}.")

@@ -201,7 +201,9 @@ def test_certificate_cannot_outlive_its_authority(tmp_path):
         create_certificates(tmp_path, clients=["north"], days=31, ca_days=30, rsa_bits=2048)
     assert list(tmp_path.iterdir()) == []
     create_certificates(tmp_path, clients=["north"], days=30, ca_days=30, rsa_bits=2048)
-    with pytest.raises(ValueError, match="expires in 29 days, before certificates of 31 days. Set days"):
+    with pytest.raises(
+        ValueError, match="expires in 29 days, before a certificate that is valid for 31 days. Set days"
+    ):
         create_certificates(tmp_path, clients=["south"], days=31, rsa_bits=2048)
 
 

@@ -47,12 +47,14 @@ def test_unknown_or_unverified_peers_are_rejected(peers):
     north, south = Identity.generate("north", 2048), Identity.generate("south", 2048)
     of_north = PeerEnvelopes(north, {"south": south.fingerprint}, 2048)
     of_north.register_peers("run", {"north": of_north.signed_public_key("run")})
-    with pytest.raises(EncryptionError, match="'west' takes part and its fingerprint is not known.*--peer west="):
+    with pytest.raises(
+        EncryptionError, match="The fingerprint of client 'west' of this run is not known.*--peer west="
+    ):
         of_north.register_peers("run", {"west": b""})
     with pytest.raises(EncryptionError, match="is expected"):
         of_north.register_peers("run", {"south": peers["south"].signed_public_key("run")})
     of_south = PeerEnvelopes(south, {"north": north.fingerprint}, 2048)
-    with pytest.raises(EncryptionError, match="not signed by this client, or is not signed for this run"):
+    with pytest.raises(EncryptionError, match="not signed by this client for this run"):
         of_north.register_peers("run", {"south": of_south.signed_public_key("another run")})
     with pytest.raises(EncryptionError, match="is damaged"):
         of_north.register_peers("run", {"south": b"nonsense"})

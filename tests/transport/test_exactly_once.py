@@ -163,7 +163,7 @@ def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader,
         ({}, [b"ab"], "INVALID_ARGUMENT", "a message of 3 bytes, but 2 bytes arrived"),
         ({}, [b"ab", b"cd"], "INVALID_ARGUMENT", "a message of 3 bytes, but more bytes arrived"),
         ({"num_bytes": 101}, [b"abc"], "INVALID_ARGUMENT", "has 101 bytes, but the server accepts at most 100"),
-        ({"num_bytes": -1}, [b"abc"], "INVALID_ARGUMENT", "negative number"),
+        ({"num_bytes": -1}, [b"abc"], "INVALID_ARGUMENT", "num_bytes of MessageHeader is -1"),
         ({"num_bytes": "3"}, [b"abc"], "INVALID_ARGUMENT", "has the fields"),
     ],
 )
