@@ -80,33 +80,35 @@ def add_adapter(parts: Iterable[Part], config: PretrainedConfig, peft_config: Pe
         ValueError: If the method is neither LoRA nor prefix tuning, trains parameters outside the adapters of blocks,
             or initializes the adapters from the weights of the full model or from data.
     """
-    parts = list(parts)
-    check_adapter(peft_config)
-    init = getattr(peft_config, "init_lora_weights", True)
+    supported = check_adapter(peft_config)
+    if isinstance(supported, PrefixTuningConfig):
+        _add_prefixes(list(parts), config, supported)
+    else:
+        _add_lora(list(parts), config, supported)
+
+
+def _add_prefixes(parts: list[Part], config: PretrainedConfig, peft_config: PrefixTuningConfig) -> None:
+    if parts[0].cut.head_blocks == 0 and "zero" in parts[0].layout.head_modules.values():
+        raise ValueError(
+            f"Prefix tuning with head_blocks=0 is not supported for {config.model_type}: the head embeds the "
+            "positions, which start after the prefix, but a head without blocks has no prefix. Set head_blocks to "
+            "at least 1, or use LoRA."
+        )
+    for part in parts:
+        part.requires_grad_(False)
+        if len(part.blocks):
+            prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks), part.layout))
+            part.prefix = prefix.to(next(part.model.parameters()).device)
+
+
+def _add_lora(parts: list[Part], config: PretrainedConfig, peft_config: LoraConfig) -> None:
+    init = peft_config.init_lora_weights
     if init not in _INITS:
         raise ValueError(
             f"init_lora_weights={init!r} changes the base weights or uses data, which the parts of a split model do "
             f"not support (supported: {', '.join(map(repr, _INITS))}). Create the adapter of the full model with "
             "get_peft_model, and split the PEFT model."
         )
-    _add_adapter(parts, config, peft_config)
-
-
-def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftConfig) -> None:
-    if isinstance(peft_config, PrefixTuningConfig):
-        if parts[0].cut.head_blocks == 0 and "zero" in parts[0].layout.head_modules.values():
-            raise ValueError(
-                f"Prefix tuning with head_blocks=0 is not supported for {config.model_type}: the head embeds the "
-                "positions, which start after the prefix, but a head without blocks has no prefix. Set head_blocks to "
-                "at least 1, or use LoRA."
-            )
-        for part in parts:
-            part.requires_grad_(False)
-            if len(part.blocks):
-                prefix = Prefix(_prefix_config(peft_config, config, len(part.blocks), part.layout))
-                part.prefix = prefix.to(next(part.model.parameters()).device)
-        return
-    assert isinstance(peft_config, LoraConfig)
     with init_empty_weights():
         full_model = get_peft_model(type(parts[0].model)(config), copy.deepcopy(peft_config))
     layers = [(name, module) for name, module in full_model.named_modules() if isinstance(module, LoraLayer)]
@@ -116,9 +118,9 @@ def _add_adapter(parts: list[Part], config: PretrainedConfig, peft_config: PeftC
         _inject_lora(part, peft_config, lora_layers)
 
 
-def check_adapter(peft_config: PeftConfig) -> None:
+def check_adapter(peft_config: PeftConfig) -> LoraConfig | PrefixTuningConfig:
     """
-    Check that the parts of a split model support an adapter config.
+    Check that the parts of a split model support an adapter config, and return the config.
 
     Raises:
         ValueError: If the method is neither LoRA nor prefix tuning, or the parts would ignore a field or interpret it
@@ -134,12 +136,13 @@ def check_adapter(peft_config: PeftConfig) -> None:
                 f"modules_to_save={peft_config.modules_to_save!r} of a PrefixTuningConfig is not supported in a split "
                 "model. Remove it."
             )
-        return
+        return peft_config
     default_config = LoraConfig()
     for field in dataclasses.fields(peft_config):
         value, default = getattr(peft_config, field.name), getattr(default_config, field.name, None)
         if field.name not in _LORA_SETTINGS and value and value != default:
             raise ValueError(f"{field.name}={value!r} of a LoraConfig is not supported in a split model. Remove it.")
+    return peft_config
 
 
 def check_peft_model(model: PeftModel) -> None:
@@ -229,7 +232,7 @@ def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> No
     with torch.no_grad():
         for part in parts:
             if part.prefix is not None:
-                _load_prefix(part, state)
+                _load_prefix(part, part.prefix, state)
                 continue
             for name, parameter in part.model.named_parameters():
                 original = _PEFT_PREFIX + part.original_name(name.replace(f".{_DEFAULT}", ""))
@@ -357,9 +360,8 @@ def _prefix_config(
     return prefix_config
 
 
-def _load_prefix(part: Part, state: dict[str, torch.Tensor]) -> None:
-    assert part.prefix is not None
-    if part.prefix.config.prefix_projection:
+def _load_prefix(part: Part, part_prefix: Prefix, state: dict[str, torch.Tensor]) -> None:
+    if part_prefix.config.prefix_projection:
         raise ValueError(
             "An adapter with prefix_projection=True cannot be loaded into parts, because one encoder computes the "
             "prefixes of all blocks. Set prefix_projection=False, or call SplitModel.add_adapter, which creates an "
@@ -371,7 +373,7 @@ def _load_prefix(part: Part, state: dict[str, torch.Tensor]) -> None:
     missing = [number for number in part.blocks if f"{_PROMPT}.{number}" not in state]
     if missing:
         raise ValueError(f"The adapter has no prefix for block {missing[0]}. Load an adapter of the same model.")
-    weight = part.prefix.encoder.embedding.weight
+    weight = part_prefix.encoder.embedding.weight
     values = torch.cat([state[f"{_PROMPT}.{number}"] for number in part.blocks], dim=1)
     if values.shape != weight.shape:
         raise ValueError(

@@ -21,7 +21,6 @@ from ..utils.random import derived_seed, isolated_rng
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
-    Forget,
     Forward,
     Gradient,
     Hidden,
@@ -98,7 +97,6 @@ class BodyServer:
             return self.forward(message).to_bytes()
         if isinstance(message, Backward):
             return self.backward(message).to_bytes()
-        assert isinstance(message, Forget)
         self._caches.pop((message.client_id, message.cache_id), None)
         return b""
 
@@ -147,12 +145,13 @@ class BodyServer:
             )
         for message in messages:
             self._check_positions(message)
-        states = [self._states(message, message.hidden, message.batch_size) for message in messages]
+        device = next(self.body.model.parameters()).device
+        states = [self._decode(message, message.hidden, message.batch_size).to(device) for message in messages]
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
         max_length = max(length for _, length in sizes)
         inputs = _concatenate([functional.pad(tensor, (0, 0, 0, max_length - tensor.shape[1])) for tensor in states])
         mask, positions, contexts = _join_attention_inputs(messages, sizes, inputs.device)
-        cache = None if first.cache_id is None else self._cache(first)
+        cache = self._cache(first)
         if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
         inputs.requires_grad_(first.grad)
@@ -197,13 +196,7 @@ class BodyServer:
                 )
             micro_batch_ids.append(message.micro_batch_id)
             client_gradient = client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)]
-            states = self._states(message, message.gradient, len(client_gradient))
-            if states.shape != client_gradient.shape:
-                raise ValueError(
-                    f"The gradient has shape {tuple(states.shape)}, but the hidden states have shape "
-                    f"{tuple(client_gradient.shape)}."
-                )
-            client_gradient.copy_(states)
+            client_gradient.copy_(self._decode_gradient(graph, message))
         num_targets = [message.num_targets for message in messages if message.num_targets is not None]
         if len(num_targets) not in (0, len(messages)):
             raise ValueError(
@@ -264,17 +257,19 @@ class BodyServer:
             ValueError: If the micro-batch does not wait for a gradient, or the gradient is not finite or has a
                 different shape or wire dtype.
         """
-        graph = self._graph(message)
-        batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
-        states = self._decode(message, message.gradient, batch_size)
-        expected = (batch_size, length, self.body.model.config.hidden_size)
-        if states.shape != expected:
-            raise ValueError(
-                f"The gradient has shape {tuple(states.shape)}, but the hidden states have shape {expected}."
-            )
+        self._decode_gradient(self._graph(message), message)
 
-    def _states(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
-        return self._decode(message, encoded, batch_size).to(next(self.body.model.parameters()).device)
+    def _decode_gradient(self, graph: _Graph, message: Backward) -> torch.Tensor:
+        """Decode a gradient, whose shape must be the shape of the hidden states of its micro-batch."""
+        batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
+        gradient = self._decode(message, message.gradient, batch_size)
+        expected = (batch_size, length, self.body.model.config.hidden_size)
+        if gradient.shape != expected:
+            raise ValueError(
+                f"The gradient has shape {tuple(gradient.shape)}, but the hidden states have shape {expected}. Send "
+                "the gradient of the hidden states that the server returned."
+            )
+        return gradient
 
     def _decode(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         width, expected = encoded["values"].shape[1], self.body.model.config.hidden_size
@@ -357,9 +352,10 @@ class BodyServer:
             for oldest in client_graphs[: max(len(client_graphs) - MAX_GRAPHS, 0)]:
                 self._drop(oldest)
 
-    def _cache(self, message: Forward) -> DynamicCache:
-        """Return the cache that a message uses."""
-        assert message.cache_id is not None
+    def _cache(self, message: Forward) -> DynamicCache | None:
+        """Return the cache that a message uses, if any."""
+        if message.cache_id is None:
+            return None
         key = (message.client_id, message.cache_id)
         if message.seen == 0:
             self._caches[key] = self.body.new_cache()

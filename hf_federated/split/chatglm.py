@@ -86,11 +86,7 @@ class ChatGlmRunner:
         Raises:
             ValueError: If context lengths or positions are missing, or an attention mask is given.
         """
-        if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
-            raise ValueError(
-                "ChatGLM-6B requires context_lengths and position_ids, and does not support an attention mask. Pass "
-                "the inputs that the runner computed from the token ids."
-            )
+        _checked_context_lengths(inputs)
 
     def run(
         self,
@@ -101,11 +97,11 @@ class ChatGlmRunner:
         past: PastKeyValues | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
-        assert inputs.context_lengths is not None
+        context_lengths = _checked_context_lengths(inputs)
         if not blocks:
             return states
         later = _is_later(states.shape[1], past, states.device)  # (sequence, seen + sequence)
-        in_context = torch.arange(later.shape[1], device=states.device) < inputs.context_lengths.view(-1, 1, 1)
+        in_context = torch.arange(later.shape[1], device=states.device) < context_lengths.view(-1, 1, 1)
         masked = _with_prefix(later & ~in_context, past)
         layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
@@ -203,6 +199,16 @@ class ChatGlm2Runner:
             if past is not None and past.update_cache:
                 _append(past.cache, index, present)
         return hidden.transpose(0, 1)
+
+
+def _checked_context_lengths(inputs: AttentionInputs) -> torch.Tensor:
+    """Return the context lengths that ChatGLM-6B requires, and check the other inputs."""
+    if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
+        raise ValueError(
+            "ChatGLM-6B requires context_lengths and position_ids, and does not support an attention mask. Pass the "
+            "inputs that the runner computed from the token ids."
+        )
+    return inputs.context_lengths
 
 
 def _is_later(length: int, past: PastKeyValues | None, device: torch.device) -> torch.Tensor:

@@ -207,14 +207,13 @@ def _sample(path: Path) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file.")
-        header = file.read(length)
+        # A file of another format can start with any number. Do not read more than a header.
+        header = file.read(min(length, _MAX_HEADER_BYTES))
         digest = hashlib.sha256(start + header)
         try:
             tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} is not a safetensors file.") from None
+            raise ValueError(f"{path} is not a safetensors file. Save the model again with save_pretrained.") from None
         for begin, end in sorted(tensors):
             middle = max(begin, (begin + end - SAMPLE_BYTES) // 2)
             for offset in sorted({begin, middle, max(begin, end - SAMPLE_BYTES)}):

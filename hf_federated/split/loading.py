@@ -90,18 +90,20 @@ def read_weights(
         ValueError: If a weight is missing, or the checkpoint has no safetensors file.
     """
     weight_map = _weight_map(name, **kwargs)
-    stored = {weight: _stored_name(weight, weight_map) for weight in weight_names}
-    missing = sorted(weight for weight, stored_name in stored.items() if stored_name is None)
+    by_file: dict[str, list[tuple[str, str]]] = {}
+    missing: list[str] = []
+    for weight in sorted(weight_names):
+        stored_name = _stored_name(weight, weight_map)
+        if stored_name is None:
+            missing.append(weight)
+        else:
+            by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
     if missing:
         raise ValueError(
             f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
             "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "
             "with save_pretrained."
         )
-    by_file: dict[str, list[tuple[str, str]]] = {}
-    for weight, stored_name in stored.items():
-        assert stored_name is not None
-        by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
     weights: dict[str, torch.Tensor] = {}
     for file_name, names in sorted(by_file.items()):
         with safe_open(_file(name, file_name, **kwargs), framework="pt") as file:

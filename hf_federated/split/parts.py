@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .._compat import enable_activation_checkpointing, has_module
 from .cut import Cut, Role
 from .families import layout_of
-from .layouts import AttentionInputs, Layout, PastKeyValues, placeholder
+from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues, placeholder
 from .prefix import Prefix
 
 
@@ -185,7 +185,7 @@ class Part(nn.Module):
         """
         if self.layout.runner is not None:
             inputs = AttentionInputs(attention_mask, position_ids, context_lengths)
-            return self._run_blocks(states, inputs, past_key_values, **kwargs)
+            return self._run_blocks(self.layout.runner, states, inputs, past_key_values, **kwargs)
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
@@ -197,6 +197,7 @@ class Part(nn.Module):
 
     def _run_blocks(
         self,
+        runner: BlockRunner,
         states: torch.Tensor,
         inputs: AttentionInputs,
         cache: DynamicCache | None,
@@ -207,14 +208,13 @@ class Part(nn.Module):
     ) -> CausalLMOutputWithPast:
         """Run the part with the layout's runner, in place of the `forward` of the model class."""
         layout, model = self.layout, self.model
-        assert layout.runner is not None
         if self.prefix is not None and (cache is None or cache.get_seq_length() == 0):
             cache = self.prefix.fill(cache, states.shape[0], self.dtype)
         prefix_length = 0 if self.prefix is None else self.prefix.length
         past = None if cache is None else PastKeyValues(cache, prefix_length, update_cache=use_cache)
         if not states.is_floating_point():
             states = model.get_submodule(layout.embedding)(states)
-        states = layout.runner.run(model, self.blocks, states, inputs, past)
+        states = runner.run(model, self.blocks, states, inputs, past)
         if self.role != "tail":
             return CausalLMOutputWithPast(logits=states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
