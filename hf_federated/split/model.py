@@ -275,11 +275,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: If the server's blocks are not in this process. Use `save_parts` to save the client's parts.
         """
-        if self.server_body is None:
-            raise ValueError(
-                "The server's blocks are not in this process, so the full model cannot be saved. Save the client's "
-                "parts with save_parts, and merge them with the server's part with `hf-federated split-merge`."
-            )
+        self.require_server_body()
         if self.adapter_config is not None:
             save_adapter(self.parts, self.config, self.adapter_config, save_directory)
             return
@@ -288,6 +284,21 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             self.generation_config.save_pretrained(save_directory)
         shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
         save_torch_state_dict(full_state_dict(self.parts, self.config), Path(save_directory), **shards)
+
+    def require_server_body(self) -> Part:
+        """
+        Return the server's blocks.
+
+        Raises:
+            ValueError: If the server's blocks are not in this process.
+        """
+        if self.server_body is None:
+            raise ValueError(
+                "The server's blocks are not in this process, so the full model cannot be trained or saved here. Save "
+                "the client's parts with save_parts, and merge them with the server's part with `hf-federated "
+                "split-merge`."
+            )
+        return self.server_body
 
     def _get_name(self) -> str:
         # With label smoothing, `Trainer` decides by the class name whether to shift the labels.

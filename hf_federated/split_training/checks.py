@@ -368,6 +368,25 @@ def check_networked_optimizer(trainer: Trainer, mixin: type) -> None:
         )
 
 
+def check_same_run(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """
+    Reject a checkpoint of another run.
+
+    Args:
+        state (`Mapping[str, Any]`): The state of the run in the checkpoint.
+        expected (`Mapping[str, Any]`): The values of this run, by their names in `state`.
+
+    Raises:
+        ValueError: If a value differs.
+    """
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"The checkpoint belongs to a run with {name}={state.get(name)}, but this run has {value}. Resume "
+                "with the settings of the checkpoint, or start a new run in another output directory."
+            )
+
+
 def check_join(message: Join, digest: str) -> None:
     """
     Reject a client that cannot take part in a run.

@@ -7,8 +7,8 @@ client. The strategies differ in the clients that take part in a step and in how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..split.client_batch import ClientBatchRunner
 from ..split.model import SplitModel
 from ..split.parts import Part
 from ..utils.random import derived_seed, isolated_rng, seed_generators
+from .checks import check_same_run
 from .config import SplitConfig
 from .link_wrappers import with_byte_counting, with_encryption
 from .messages import PartParameters
@@ -78,8 +79,7 @@ class SplitFederation:
         self.step = 0
         # The client that trained last. With `hands_over` the next client continues with the parts of this client.
         self.last_client: str | None = None
-        assert model.server_body is not None
-        wire = model.boundary.wire
+        wire, body = model.boundary.wire, model.require_server_body()
         self.clients: dict[str, ClientParty] = {}
         self.servers: dict[str, Party] = {}
         self._body_servers: dict[str, BodyServer] = {}
@@ -89,9 +89,9 @@ class SplitFederation:
         for client_id in client_ids:
             name = f"{SERVER}/{client_id}" if config.strategy == "server_hierarchical" else SERVER
             if name not in self.servers:
-                body = model.server_body if name == SERVER else copy_model(model.server_body)
-                self.servers[name] = Party(name, body, None)
-                self._body_servers[name] = BodyServer(body, wire, seed)
+                server_body = body if name == SERVER else copy_model(body)
+                self.servers[name] = Party(name, server_body, None)
+                self._body_servers[name] = BodyServer(server_body, wire, seed)
             self._server_names[client_id] = name
             if config.strategy == "client_batch" and self._client_batch is None:
                 self._client_batch = ClientBatchRunner(self._body_servers[name])
@@ -99,9 +99,8 @@ class SplitFederation:
 
     def _client_model(self, client_id: str, server: BodyServer) -> SplitModel:
         """Copy the head and tail, and link the copies to the server."""
-        parts = copy_model(nn.ModuleList([self.model.client_head, self.model.client_tail]))
-        head, tail = parts
-        assert isinstance(head, Part) and isinstance(tail, Part)
+        # One copy of both parts, so that tied embeddings stay tied.
+        head, tail = cast(Iterable[Part], copy_model(nn.ModuleList([self.model.client_head, self.model.client_tail])))
         link: Link = LocalLink(server) if self._client_batch is None else self._client_batch.link(client_id)
         if self._identity is not None:
             link = with_encryption(link, client_id, self._identity, self.config.rotate_keys_every)
@@ -265,9 +264,9 @@ class SplitFederation:
             clients.load(self._weighted_mean(self.clients))
         elif self.last_client is not None:
             clients.load(self.clients[self.last_client].state())
-        if model.server_body is not next(iter(self.servers.values())).module:
-            assert model.server_body is not None
-            Party("model", model.server_body, None).load(self._weighted_mean(self._server_by_client()))
+        body = model.require_server_body()
+        if body is not next(iter(self.servers.values())).module:
+            Party("model", body, None).load(self._weighted_mean(self._server_by_client()))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the states of the parties."""
@@ -285,11 +284,7 @@ class SplitFederation:
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration or other clients.
         """
-        for name, expected in (("config", self.config.to_dict()), ("clients", list(self.clients))):
-            if state[name] != expected:
-                raise ValueError(
-                    f"The checkpoint belongs to a run with {name}={state[name]}, but this run has {expected}."
-                )
+        check_same_run(state, {"config": self.config.to_dict(), "clients": list(self.clients)})
         self.last_client = state["holder"]
         for client_id, num_examples in state["num_rows"].items():
             self.clients[client_id].num_examples = num_examples

@@ -15,7 +15,7 @@ from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..utils.random import derived_seed, isolated_rng, seed_generators
-from .checks import check_networked_evaluation
+from .checks import check_networked_evaluation, check_same_run
 from .config import SplitConfig, run_digest
 from .in_process import ClientParty, TrainClient
 from .link_wrappers import LateError, RunLink, with_byte_counting
@@ -122,12 +122,7 @@ class NetworkedFederation:
                 "ids of all clients."
             )
         if len(self.client_ids) > 1:
-            if self.envelopes is None:
-                raise ValueError(
-                    "The run has several clients, which encrypt their parameters for each other. Pass `envelopes` "
-                    "with the fingerprints of the other clients."
-                )
-            self.envelopes.register_peers(
+            self._require_envelopes().register_peers(
                 digest, {client_id: as_bytes(value) for client_id, value in reply.introductions.items()}
             )
         self.steps_per_epoch = reply.steps_of
@@ -293,18 +288,24 @@ class NetworkedFederation:
             self._has_left = True
             self._link.exchange(Finish(self.client_id, self.step).to_bytes())
 
+    def _require_envelopes(self) -> PeerEnvelopes:
+        if self.envelopes is None:
+            raise ValueError(
+                "The run has several clients, which encrypt their parameters for each other. Pass `envelopes` with "
+                "the fingerprints of the other clients."
+            )
+        return self.envelopes
+
     def _send_parameters(self, recipient: str, state: Mapping[str, torch.Tensor]) -> None:
-        assert self.envelopes is not None
         payload = PartParameters(self.client_id, self.step, self.client.num_examples, dict(state)).to_bytes()
-        encrypted = self.envelopes.seal(recipient, f"step {self.step}", payload)
+        encrypted = self._require_envelopes().seal(recipient, f"step {self.step}", payload)
         self._link.request(SendEnvelope(self.client_id, self.step, recipient, as_tensor(encrypted)), SendEnvelopeReply)
 
     def _fetch_parameters(self, sender: str) -> PartParameters:
-        assert self.envelopes is not None
         reply: FetchEnvelopeReply = self._link.request(
             FetchEnvelope(self.client_id, self.step, sender), FetchEnvelopeReply
         )
-        payload = self.envelopes.open(sender, f"step {self.step}", as_bytes(reply.sealed))
+        payload = self._require_envelopes().open(sender, f"step {self.step}", as_bytes(reply.sealed))
         message = PartParameters.from_bytes(payload)
         # A mean would broadcast a parameter with a wrong shape.
         self.client.check(message.state, f"the message of client {sender!r}")
@@ -339,11 +340,7 @@ class NetworkedFederation:
             ValueError: If the checkpoint belongs to a run with another configuration, another client or other clients.
         """
         expected = {"config": self.config.to_dict(), "client_id": self.client_id, "clients": self.client_ids}
-        for name, value in expected.items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"The checkpoint belongs to a run with {name}={state.get(name)}, but this run has {value}."
-                )
+        check_same_run(state, expected)
         self.client.num_examples = state["num_rows"]
 
 
@@ -361,7 +358,6 @@ class NetworkedClientMixin(SplitSavingMixin):
         Returns:
             `str`: The checkpoint to resume from, or `None` if the parties have no checkpoint of a common step.
         """
-        assert self.clients is not None
         if self._networked is not None:
             raise ValueError("This trainer has joined a networked run before. Create a new trainer with a new link.")
         check_networked_evaluation(self.args, self.split)
@@ -371,7 +367,7 @@ class NetworkedClientMixin(SplitSavingMixin):
                 "leave it out."
             )
         paths = resumable_checkpoints(self.args.output_dir) if resume_from_checkpoint else {}
-        args, num_examples = self.args, len(self._client_datasets[next(iter(self.clients))])
+        args, num_examples = self.args, len(self._client_datasets[self.model.boundary.client_id])
         num_steps = count_steps(
             num_examples, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
         )

@@ -116,18 +116,21 @@ class StepProgress:
 
 
 class RequestBatch:
-    """Requests of one kind, at most one per client, that the server answers together."""
+    """
+    Requests of one kind, at most one per client, that the server answers together.
+
+    Attributes:
+        started_at (`float`): Time from which the deadline counts, in seconds of `time.monotonic()`.
+        messages (`dict[str, Any]`): The requests, by client id.
+        is_answered (`bool`): Whether the handler returned the answers or raised a `ValueError`.
+    """
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
         self.messages: dict[str, Any] = {}
-        self.answers: dict[str, Any] | None = None
-        self.error: str | None = None
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the requests have been answered, or the handler raised an error."""
-        return self.answers is not None or self.error is not None
+        self.is_answered = False
+        self._answers: dict[str, Any] = {}
+        self._error: str | None = None
 
     def answer_all(self, messages: Sequence[Any], handler: BatchHandler) -> None:
         """
@@ -143,9 +146,21 @@ class RequestBatch:
         try:
             replies = handler(messages)
         except ValueError as error:
-            self.error = str(error)
-            return
-        self.answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
+            self._error = str(error)
+        else:
+            self._answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
+        self.is_answered = True
+
+    def answer_to(self, client_id: str) -> Any:
+        """
+        Return the answer to the request of a client.
+
+        Raises:
+            ValueError: If the handler raised a `ValueError`. The text is the same.
+        """
+        if self._error is not None:
+            raise ValueError(self._error)
+        return self._answers[client_id]
 
 
 class EnvelopeStore:

@@ -324,11 +324,10 @@ class SplitSavingMixin(LoopArgumentsMixin):
             super()._load_from_checkpoint(*positional)
 
     def _load_best_model(self) -> None:
-        if self.model.adapter_config is None or self._federation is None:
+        best = self.state.best_model_checkpoint
+        if best is None or self.model.adapter_config is None or self._federation is None:
             super()._load_best_model()
             return
-        best = self.state.best_model_checkpoint
-        assert best is not None
         if self.args.save_only_model:
             load_adapter(self.model.parts, load_file(Path(best) / SAFETENSORS_WEIGHTS_NAME))
             return

@@ -403,10 +403,7 @@ class TrainingServer:
             if not batch.is_answered:
                 self._raise_if_failed()
         # The batch keeps all answers, even if the client whose thread computed the answers has disconnected.
-        if batch.error is not None:
-            raise ValueError(batch.error)
-        assert batch.answers is not None
-        return batch.answers[message.client_id]
+        return batch.answer_to(message.client_id)
 
     def _continue_without(self, expected: Sequence[str]) -> None:
         """

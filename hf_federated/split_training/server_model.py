@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
@@ -26,7 +26,7 @@ from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_direc
 from .config import SplitConfig, run_and_step
 from .in_process import SERVER
 from .optimization import Party, create_optimizers, num_training_steps, total_norm
-from .saving import is_save_step, load_party, num_kept_checkpoints, party_directory, save_party
+from .saving import is_save_step, load_party, num_kept_checkpoints, parts_of, party_directory, save_party
 
 
 class ServerModel:
@@ -174,8 +174,8 @@ class ServerModel:
 
     @property
     def _directory(self) -> str:
-        assert self.args.output_dir is not None
-        return self.args.output_dir
+        # `TrainingArguments` replaces `None` by a default directory.
+        return cast(str, self.args.output_dir)
 
     def checkpoints(self) -> dict[int, Path]:
         """Checkpoints from which the server can resume, by step."""
@@ -212,9 +212,8 @@ class ServerModel:
         first = next(iter(self.parties.values()))
         if len(self.parties) > 1:
             first.load(self._average_bodies())
-        assert isinstance(first.module, Part)
         run = self._run_and_step(self.max_steps)
-        save_parts([first.module], self.config, self._directory, self.adapter, run=run)
+        save_parts(parts_of(first), self.config, self._directory, self.adapter, run=run)
 
     def _run_and_step(self, step: int) -> dict[str, object]:
         return run_and_step(self.config, self.split, self.args, self.adapter, step)

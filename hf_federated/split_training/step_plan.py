@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,12 +194,10 @@ class StepPlan:
         rounds = range(-(-self._longest // self._turn))
         round_index = bisect.bisect_right(rounds, step, key=self._num_steps_before) - 1
         remaining, done = step - self._num_steps_before(round_index), round_index * self._turn
-        for client_id, num_steps in self._num_steps.items():
-            turn = min(max(num_steps - done, 0), self._turn)
-            if remaining < turn:
-                return {client_id: done + remaining}
-            remaining -= turn
-        raise AssertionError("Each step of the plan belongs to a client.")
+        turns = [min(max(num_steps - done, 0), self._turn) for num_steps in self._num_steps.values()]
+        ends = list(itertools.accumulate(turns))
+        number = bisect.bisect_right(ends, remaining)
+        return {list(self._num_steps)[number]: done + remaining - ends[number] + turns[number]}
 
     def _num_steps_before(self, round_index: int) -> int:
         """Number of steps before a round of turns."""

@@ -204,7 +204,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Data loader with one item per optimizer step: the batches of every client that takes part."""
-        assert self.clients is not None
+        if self.clients is None:
+            return super().get_train_dataloader()
         datasets: dict[str, Any] = {}
         collate: dict[str, Any] = {}
         try:
@@ -298,7 +299,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         Raises:
             TypeError: If an overridden `create_optimizer` created no optimizers for the parties.
         """
-        if self._federation is None:
+        federation, optimizer = self._federation, self._joint_optimizer
+        if federation is None or optimizer is None:
             raise TypeError(
                 f"{type(self).__name__}.create_optimizer created no optimizers for the parties. Override "
                 "create_optimizer in the class that is passed to split_federate(): it is then called once for each "
@@ -308,13 +310,12 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         if self._networked is not None:
             self._networked.max_steps, self._networked.step = self.state.max_steps, self.state.global_step
         if self._resume_from is not None:
-            join_ledger, self.ledger = self.ledger, load_parties(self._federation, self._resume_from)
+            join_ledger, self.ledger = self.ledger, load_parties(federation, self._resume_from)
             self.ledger.add(join_ledger)  # the bytes of the messages with which a networked client joined again
-            self._federation.ledger = self.ledger
-            assert self._joint_optimizer is not None
-            self._joint_optimizer.load_state_dict({})
+            federation.ledger = self.ledger
+            optimizer.load_state_dict({})
             # Adapters were loaded into the parties only. Without a remaining step, no step would update the model.
-            self._federation.copy_into_model()
+            federation.copy_into_model()
             if self._networked is not None:
                 # Send the parts again that were in transfer when the run was interrupted.
                 self._networked.send_parts()
@@ -338,8 +339,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run the forward and backward passes of all clients that take part in a step."""
-        federation = self._federation
-        if federation is None:
+        federation, optimizer = self._federation, self._joint_optimizer
+        if federation is None or optimizer is None:
             return super().training_step(model, inputs, num_items_in_batch)
         batches: StepBatches = inputs
         num_items: dict[str, Any] = {}
@@ -352,7 +353,6 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
                     f"The batches of client {client_id!r} have no labels to count. The server weights the clients by "
                     "their target tokens. Add `labels`, or use another strategy."
                 )
-        assert self._joint_optimizer is not None
         # Trainers read the mode of `self.model`. `Trainer` sets the mode of the clients' models.
         self.model.train()
         self._model_is_stale = True
@@ -364,7 +364,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             steps.num_examples_of_step(self.state.global_step % len(steps)),
             {client_id: None if count is None else int(count) for client_id, count in num_items.items()},
             lambda client, client_batches: self._train_client(client, client_batches, num_items[client.client_id]),
-            self._joint_optimizer,
+            optimizer,
         )
         if self._networked is None:
             check_gradients(type(self), self.model)

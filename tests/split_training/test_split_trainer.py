@@ -83,6 +83,8 @@ def test_invalid_constructor_arguments_are_rejected(tmp_path):
         SplitFederatedTrainer(torch.nn.Linear(1, 1), args, train_dataset=rows_of(0))
     with pytest.raises(ValueError, match="`train_dataset` is missing"):
         SplitFederatedTrainer(model, args).train()
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        SplitFederatedTrainer(model, args).get_train_dataloader()
     with pytest.raises(ValueError, match="is a stream"):
         SplitFederatedTrainer(model, args, train_dataset={"a": rows_of(0).to_iterable_dataset()})
     with pytest.raises(ValueError, match="A client without rows cannot train: 'b'"):
