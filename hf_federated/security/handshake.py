@@ -202,14 +202,10 @@ def _verified_body(parties: Parties, kind: str, message: bytes) -> bytes:
         )
     try:
         outer = unpack(message)
-    except ValueError as error:
+        values = outer if isinstance(outer, dict) else {}
+        public_key, body, signature = (bytes.fromhex(values[name]) for name in ("public_key", "body", "signature"))
+    except (KeyError, TypeError, ValueError) as error:
         raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message: {error}") from None
-    if not isinstance(outer, dict) or not all(isinstance(value, str) for value in outer.values()):
-        raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message.")
-    try:
-        public_key, body, signature = (bytes.fromhex(outer[name]) for name in ("public_key", "body", "signature"))
-    except (KeyError, ValueError):
-        raise HandshakeError(f"The {kind} of {peer!r} is not a handshake message.") from None
     fingerprint = fingerprint_of(public_key)
     if fingerprint != parties.peer_fingerprint:
         raise HandshakeError(

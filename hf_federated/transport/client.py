@@ -185,17 +185,16 @@ class GrpcLink:
         """Disconnect from the server, if it is reachable, and close the connection."""
         if self._closed.is_set():
             return
-        self._fail(LinkError, "The link was closed.")
+        failure, _ = self._fail(LinkError, "The link was closed.")
         self._closed.set()
         self._unary_call.cancel()
         self._heartbeat_thread.join()
-        assert self._failure is not None
         if self._interrupted:
             # An interrupt inside gRPC can leave a lock of the channel held, on which `close` would wait forever.
             threading.Thread(target=self._channel.close, name="close of an interrupted channel", daemon=True).start()
             self._channel = self._make_channel()
         # Without this call, the server would treat the client as connected until its heartbeat_timeout.
-        if self._failure[0] not in (ServerUnreachableError, SessionLostError):
+        if failure not in (ServerUnreachableError, SessionLostError):
             try:
                 self._unary("Leave", {"session": self._session_id}, timeout=min(5.0, self._reconnect_timeout))
             except self._grpc.RpcError as error:
@@ -220,7 +219,9 @@ class GrpcLink:
             "terms": session_config.to_dict(),
         }
         deadline = time.monotonic() + connect_timeout
-        for pause in _pauses():
+        pauses = _pauses()
+        while True:
+            pause = next(pauses)
             try:
                 remaining = max(deadline - time.monotonic(), 0.01)
                 return ConnectResponse.from_json(self._unary("Connect", request, timeout=remaining))
@@ -228,19 +229,19 @@ class GrpcLink:
                 code = error.code().name
                 is_final = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
                 if code == "UNIMPLEMENTED":
-                    raise ServerUnreachableError(
-                        f"The server at {self.address} is not a server of split models."
-                    ) from None
+                    raise self._wrong_server_error(code) from None
                 if code in (*_CONNECTION_ERRORS, "DEADLINE_EXCEEDED") and is_final:
                     raise ServerUnreachableError(self._no_connection_text(error, connect_timeout)) from None
                 if code not in (*_CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", _BUSY) or is_final:
                     raise ClientRefusedError(f"{self.address}: {error.details()}") from None
             except ValueError as error:
-                raise ServerUnreachableError(
-                    f"The server at {self.address} is not a server of split models: {error}"
-                ) from None
+                raise self._wrong_server_error(error) from None
             time.sleep(pause)
-        raise AssertionError("unreachable")
+
+    def _wrong_server_error(self, reason: object) -> ServerUnreachableError:
+        return ServerUnreachableError(
+            f"The server at {self.address} is not a server of split models ({reason}). Check the address."
+        )
 
     def _no_connection_text(self, error: Any, connect_timeout: float) -> str:
         return (
@@ -272,7 +273,9 @@ class GrpcLink:
     def _send_until_answered(self, method: str, header: MessageHeader, blob: bytes) -> Outcome:
         deadline = time.monotonic() + self._answer_timeout
         failing_since: float | None = None
-        for pause in _pauses():
+        pauses = _pauses()
+        while True:
+            pause = next(pauses)
             started_at = time.monotonic()
             try:
                 return self._attempt(method, header, blob, timeout=max(deadline - started_at, 0.01))
@@ -295,7 +298,6 @@ class GrpcLink:
                 self._fail_and_raise(LinkError, f"The answer of {self.address} was rejected: {error}")
             if self._closed.wait(pause):
                 self._check_usable()
-        raise AssertionError("unreachable")
 
     def _attempt(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
         # The lock prevents a call from starting on a channel that is being replaced.
@@ -391,13 +393,13 @@ class GrpcLink:
         if failure is not None:
             raise failure[0](failure[1])
 
-    def _fail(self, kind: type[LinkError], text: str) -> None:
-        """End the link and cancel the call of the current message. A previous error of the link is kept."""
+    def _fail(self, kind: type[LinkError], text: str) -> tuple[type[LinkError], str]:
+        """End the link, cancel the call of the current message, and return the first error of the link."""
         with self._state_lock:
-            if self._failure is None:
-                self._failure = (kind, text)
+            failure = self._failure = self._failure or (kind, text)
             if self._message_call is not None:
                 self._message_call.cancel()
+        return failure
 
     def _fail_and_raise(self, kind: type[LinkError], text: str) -> None:
         self._fail(kind, text)
