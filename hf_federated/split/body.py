@@ -299,27 +299,21 @@ class BodyServer:
         The model itself would raise an unspecific error, which on a GPU ends the process.
         """
         length = len(message.hidden["values"]) // message.batch_size
-        limit = getattr(self.body.model.config, self.body.layout.max_positions, None)
-        runner = self.body.layout.runner
-        prefix = 0 if self.body.prefix is None or runner is not None else self.body.prefix.length
-        positions = message.position_ids
+        limit, runner, positions = self.body.max_positions, self.body.layout.runner, message.position_ids
         # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
         # positions differently: for them the length of a row must not exceed the limit.
-        if (positions is None or runner is not None) and limit is not None and prefix + message.seen + length > limit:
-            raise ValueError(
-                f"A sequence has {prefix + message.seen + length} positions, but the model supports at most {limit}. "
-                "Shorten it."
-            )
+        if positions is None or runner is not None:
+            self.body.check_length(message.seen + length)
         if positions is not None:
             if positions.ndim == 3 and runner is None:
                 raise ValueError(
                     f"position_ids has shape {tuple(positions.shape)}, but the model has one position per token. Send "
                     "position_ids of shape (batch or 1, sequence)."
                 )
-            if positions.min() < 0 or (limit is not None and int(positions.max()) + prefix >= limit):
+            if positions.min() < 0 or (limit is not None and int(positions.max()) >= limit):
                 raise ValueError(
                     f"position_ids range from {int(positions.min())} to {int(positions.max())}, but they must be at "
-                    f"least 0 and the model supports at most {limit} positions, of which {prefix} are a prefix."
+                    f"least 0 and less than {limit}, the number of the model's positions after the prefix."
                 )
         if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from .chatglm import CHATGLM, CHATGLM2
+from .cut import Cut
 from .layouts import Layout
 
 
@@ -49,6 +50,23 @@ LAYOUTS: dict[str, Layout] = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
+
+
+def cut_of(config: PretrainedConfig, head_blocks: int, tail_blocks: int, layout: Layout | None = None) -> Cut:
+    """
+    Return the cuts of a model.
+
+    Args:
+        config (`PretrainedConfig`): The config of the full model.
+        head_blocks (`int`): Number of first blocks, which the client keeps.
+        tail_blocks (`int`): Number of last blocks, which the client keeps.
+        layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
+
+    Raises:
+        ValueError: If the model has no layout, or too few blocks for the cuts.
+    """
+    layout = layout_of(config) if layout is None else layout
+    return Cut(int(getattr(config, layout.num_blocks)), head_blocks, tail_blocks)
 
 
 def layout_of(config: PretrainedConfig) -> Layout:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from ..messages import Serializable
 from ..messages.serialization import unpack
 
+
+M = TypeVar("M", bound=Serializable)
 
 # Client id, optimizer step and micro-step.
 MicroBatchId = tuple[str, int, int]
@@ -338,8 +340,22 @@ def read_request(blob: bytes) -> Request:
     Raises:
         ValueError: If the message is damaged, has an unknown kind, or has an undeclared field.
     """
+    return read_one_of(blob, REQUESTS)
+
+
+def read_one_of(blob: bytes, kinds: Mapping[str, type[M]]) -> M:
+    """
+    Deserialize a message of one of several kinds.
+
+    Args:
+        blob (`bytes`): A serialized message.
+        kinds (`Mapping[str, type]`): The class of each accepted kind.
+
+    Raises:
+        ValueError: If the message is damaged, has an unknown kind, or has an undeclared field.
+    """
     tree = unpack(blob)
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    if not isinstance(kind, str) or kind not in REQUESTS:
-        raise ValueError(f"The server accepts messages of the kinds {sorted(REQUESTS)}, but got kind {kind!r}.")
-    return REQUESTS[kind]._from_tree(tree)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"The server accepts messages of the kinds {sorted(kinds)}, but got kind {kind!r}.")
+    return kinds[kind]._from_tree(tree)

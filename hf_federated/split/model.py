@@ -31,13 +31,12 @@ from .._compat import (
     prepare_generation_config,
     register_load_state_dict_pre_hook,
 )
-from ..messages.quantization import TRAVEL_DTYPES
 from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
 from .cut import ROLES, Cut
-from .families import layout_of
+from .families import cut_of
 from .layouts import AttentionInputs, Layout
 from .loading import load_parts
 from .model_checks import base_weights, check_modules, check_not_quantized
@@ -155,7 +154,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         if isinstance(model_or_name, str):
             dtype = kwargs.pop("dtype", None)
             config = AutoConfig.from_pretrained(model_or_name, **kwargs)
-            cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
+            cut = cut_of(config, head_blocks, tail_blocks, layout)
             parts = load_parts(
                 model_or_name, config, cut, ROLES, layout=layout, model_class=model_class, dtype=dtype, **kwargs
             )
@@ -171,7 +170,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
                 model = model_or_name.get_base_model()
             config = model.config
             check_not_quantized(config)
-            cut = Cut(_num_blocks(config, layout), head_blocks, tail_blocks)
+            cut = cut_of(config, head_blocks, tail_blocks, layout)
             parts = {role: Part(config, cut, role, layout, type(model)) for role in ROLES}
             weights = base_weights(model)
             for part in parts.values():
@@ -181,7 +180,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             parts["tail"].model.loss_type = model.loss_type
             if hasattr(model, LOSS_FUNCTION):
                 parts["tail"].model.loss_function = model.loss_function
-        wire = Wire(_wire_dtype(parts["head"].dtype) if wire_dtype == "auto" else wire_dtype)
+        wire = Wire.for_weights(parts["head"].dtype, wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
         if isinstance(model_or_name, str):
@@ -399,9 +398,9 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
         # positions differently: for them the length of a row must not exceed the limit.
         if position_ids is None or runner is not None:
-            self._check_length(seen + states.shape[1])
+            self.client_head.check_length(seen + states.shape[1])
         else:
-            self._check_length(int(position_ids.max()) + 1)
+            self.client_head.check_length(int(position_ids.max()) + 1)
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None
         if position_ids is not None and attention_mask is None and _is_range(position_ids, seen):
@@ -501,26 +500,6 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             # Count as `Trainer` does, because the loss is divided by this number.
             shifted = labels[:, 1:] if LOSS_MAPPING.get(self.loss_type) is ForCausalLMLoss else labels
         return int((shifted != -100).sum())
-
-    def _check_length(self, length: int) -> None:
-        layout, prefix = self.client_head.layout, self.client_head.prefix
-        positions = getattr(self.config, layout.max_positions, None)
-        # In models with a runner, a prefix takes no positions.
-        prefix_length = 0 if prefix is None or layout.runner is not None else prefix.length
-        if positions is not None and length + prefix_length > positions:
-            raise ValueError(
-                f"A sequence has {length + prefix_length} positions{' with its prefix' if prefix_length else ''}, but "
-                f"the model supports at most {positions}. Shorten it."
-            )
-
-
-def _num_blocks(config: PretrainedConfig, layout: Layout | None) -> int:
-    return int(getattr(config, (layout or layout_of(config)).num_blocks))
-
-
-def _wire_dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return name if name in TRAVEL_DTYPES else "float32"
 
 
 def _is_range(position_ids: torch.Tensor, start: int) -> bool:

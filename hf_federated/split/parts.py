@@ -153,6 +153,34 @@ class Part(nn.Module):
         return DynamicCache(config=None if plain else self.model.config)
 
     @property
+    def prefix_positions(self) -> int:
+        """Number of positions that the prefix takes. In models with a runner, a prefix takes no positions."""
+        return 0 if self.prefix is None or self.layout.runner is not None else self.prefix.length
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions for tokens, after the prefix. `None` if the config defines no maximum."""
+        positions: int | None = getattr(self.model.config, self.layout.max_positions, None)
+        return None if positions is None else positions - self.prefix_positions
+
+    def check_length(self, length: int) -> None:
+        """
+        Check that the model has enough positions for a sequence.
+
+        Args:
+            length (`int`): Number of tokens, including the tokens in a cache.
+
+        Raises:
+            ValueError: If the sequence is too long.
+        """
+        if self.max_positions is not None and length > self.max_positions:
+            prefix = f" after a prefix of {self.prefix_positions}" if self.prefix_positions else ""
+            raise ValueError(
+                f"A sequence has {length} positions, but the model supports at most {self.max_positions}{prefix}. "
+                "Shorten the sequence."
+            )
+
+    @property
     def num_bytes(self) -> int:
         """Size of all parameters in bytes. A shared parameter counts once."""
         return sum(parameter.nbytes for parameter in self.parameters())

@@ -43,6 +43,21 @@ class Wire:
         if self.dtype not in TRAVEL_DTYPES:
             raise ValueError(f"Unknown wire dtype {self.dtype!r}. Choose one of {', '.join(TRAVEL_DTYPES)}.")
 
+    @classmethod
+    def for_weights(cls, dtype: torch.dtype, wire_dtype: str = "auto") -> Wire:
+        """
+        Create the wire format of a model.
+
+        Args:
+            dtype (`torch.dtype`): The dtype of the model's weights.
+            wire_dtype (`str`, *optional*, defaults to `"auto"`): The dtype of the wire format. `"auto"` selects the
+                dtype of the weights, or `"float32"` if it is not a wire dtype.
+        """
+        if wire_dtype == "auto":
+            name = str(dtype).removeprefix("torch.")
+            wire_dtype = name if name in TRAVEL_DTYPES else "float32"
+        return cls(wire_dtype)
+
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """
         Encode hidden states or gradients.

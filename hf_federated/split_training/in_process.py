@@ -27,7 +27,7 @@ from .checks import check_same_run
 from .config import SplitConfig
 from .link_wrappers import with_byte_counting, with_encryption
 from .messages import PartParameters
-from .optimization import JointOptimizer, Party
+from .optimization import JointOptimizer, Party, averaging_weights
 
 
 SERVER = "server"
@@ -233,13 +233,7 @@ class SplitFederation:
             client.num_examples = 0
 
     def _averaging_weights(self) -> dict[str, int]:
-        """
-        Return the weight of each client in an average: its number of examples since the last average.
-
-        Clients without examples are left out. If no client has examples, all clients have weight 1.
-        """
-        trained = {client_id: client.num_examples for client_id, client in self.clients.items() if client.num_examples}
-        return trained or dict.fromkeys(self.clients, 1)
+        return averaging_weights({client_id: client.num_examples for client_id, client in self.clients.items()})
 
     def _server_by_client(self) -> dict[str, Party]:
         return {client_id: self.servers[name] for client_id, name in self._server_names.items()}

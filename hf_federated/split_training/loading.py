@@ -10,11 +10,10 @@ import torch
 from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from ..messages.quantization import TRAVEL_DTYPES
 from ..split.adapters import add_adapter
 from ..split.boundary import Boundary, Link
-from ..split.cut import Cut, Role
-from ..split.families import layout_of
+from ..split.cut import Role
+from ..split.families import cut_of
 from ..split.loading import load_parts
 from ..split.model import SplitModel
 from ..split.parts import Part
@@ -65,7 +64,7 @@ def load_server_body(
         ValueError: If an argument is not supported for a part, or weights are missing or have a wrong shape.
     """
     config, parts = _load_parts(name, split, ("body",), adapter, derived_seed(seed, "server"), dtype, kwargs)
-    return config, parts[0], _build_wire(split, parts[0])
+    return config, parts[0], Wire.for_weights(parts[0].dtype, split.wire_dtype)
 
 
 def load_client_model(
@@ -99,7 +98,8 @@ def load_client_model(
     """
     roles: tuple[Role, ...] = ("head", "tail")
     config, (head, tail) = _load_parts(name, split, roles, adapter, derived_seed(seed, "clients"), dtype, kwargs)
-    boundary = Boundary(_UnconnectedLink() if link is None else link, _build_wire(split, head), client_id)
+    wire = Wire.for_weights(head.dtype, split.wire_dtype)
+    boundary = Boundary(_UnconnectedLink() if link is None else link, wire, client_id)
     model = SplitModel(config, head, tail, boundary)
     model.adapter_config = adapter
     with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _load_parts(
         dtype = _resolve_dtype(dtype)
     if dtype is not None:
         config.dtype = dtype
-    cut = Cut(int(getattr(config, layout_of(config).num_blocks)), split.head_blocks, split.tail_blocks)
+    cut = cut_of(config, split.head_blocks, split.tail_blocks)
     loaded = load_parts(name, config, cut, roles, dtype=dtype, **file_arguments(kwargs))
     parts = [loaded[role] for role in roles]
     if adapter is not None:
@@ -169,13 +169,6 @@ def _resolve_dtype(name: str) -> torch.dtype:
             f"dtype={name!r} is not supported. Use 'auto' or a floating-point dtype of torch such as 'bfloat16'."
         )
     return dtype
-
-
-def _build_wire(split: SplitConfig, part: Part) -> Wire:
-    if split.wire_dtype != "auto":
-        return Wire(split.wire_dtype)
-    name = str(part.dtype).removeprefix("torch.")
-    return Wire(name if name in TRAVEL_DTYPES else "float32")
 
 
 class _UnconnectedLink:

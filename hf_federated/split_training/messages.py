@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..messages import Serializable
-from ..messages.serialization import unpack
-from ..split.messages import REQUESTS
+from ..split.messages import REQUESTS, read_one_of
 
 
 @dataclass(frozen=True)
@@ -258,12 +257,7 @@ def read_message(blob: bytes) -> Any:
     Raises:
         ValueError: If the message is damaged, has an unknown kind, or has a field that is not declared.
     """
-    tree = unpack(blob)
-    kind = tree.get("kind") if isinstance(tree, dict) else None
-    kinds: dict[str, Any] = {**CONTROL_MESSAGES, **REQUESTS}
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"The message has kind {kind!r}. A server accepts the kinds {sorted(kinds)}.")
-    return kinds[kind]._from_tree(tree)
+    return read_one_of(blob, {**CONTROL_MESSAGES, **REQUESTS})
 
 
 def as_tensor(value: bytes) -> torch.Tensor:

@@ -35,7 +35,7 @@ from .messages import (
     as_bytes,
     as_tensor,
 )
-from .optimization import JointOptimizer, Party
+from .optimization import JointOptimizer, Party, averaging_weights
 from .saving import SplitSavingMixin, resumable_checkpoints
 from .step_plan import StepPlan, count_steps
 
@@ -255,10 +255,11 @@ class NetworkedFederation:
         else:
             messages = [PartParameters(first, self.step, self.client.num_examples, self.client.state())]
             messages += [self._fetch_parameters(client_id) for client_id in self.client_ids[1:]]
-            weighted = [message for message in messages if message.num_rows]
+            states = {message.client_id: message.state for message in messages}
+            weights = averaging_weights({message.client_id: message.num_rows for message in messages})
             mean = WeightedMean()
-            for message in weighted or messages:
-                mean.add(message.state, message.num_rows or 1)
+            for client_id, weight in weights.items():
+                mean.add(states[client_id], weight)
             state = mean.finalize()
             for client_id in self.client_ids[1:]:
                 self._send_parameters(client_id, state)

@@ -108,6 +108,19 @@ def total_norm(squared_norms: Iterable[float]) -> float:
     return math.sqrt(math.fsum(squared_norms))
 
 
+def averaging_weights(num_examples: Mapping[str, int]) -> dict[str, int]:
+    """
+    Return the weight of each client in an average: its number of examples since the last average.
+
+    Clients without examples are left out. If no client has examples, all clients have weight 1.
+
+    Args:
+        num_examples (`Mapping[str, int]`): Number of examples since the last average, by client id.
+    """
+    trained = {client_id: number for client_id, number in num_examples.items() if number}
+    return trained or dict.fromkeys(num_examples, 1)
+
+
 class JointOptimizer(torch.optim.Optimizer):
     """
     Optimizer of a trainer that runs the optimizers of all parties together.

@@ -25,7 +25,7 @@ from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from .config import SplitConfig, run_and_step
 from .in_process import SERVER
-from .optimization import Party, create_optimizers, num_training_steps, total_norm
+from .optimization import Party, averaging_weights, create_optimizers, num_training_steps, total_norm
 from .saving import is_save_step, load_party, num_kept_checkpoints, parts_of, party_directory, save_party
 
 
@@ -162,11 +162,8 @@ class ServerModel:
 
     def _average_bodies(self) -> dict[str, Any]:
         """Return the mean of all bodies, weighted by the examples of their clients since the last average."""
-        weights = {
-            client_id: num_examples for client_id, num_examples in self._num_examples.items() if num_examples
-        } or dict.fromkeys(self._num_examples, 1)
         mean = WeightedMean()
-        for client_id, num_examples in weights.items():
+        for client_id, num_examples in averaging_weights(self._num_examples).items():
             mean.add(self.parties[self._party_names[client_id]].state(), num_examples)
         return mean.finalize()
 

@@ -144,7 +144,9 @@ def test_too_long_sequence_raises_error_on_client_and_server(generation):
     blobs: list[bytes] = []
     split.boundary.link.watch = lambda *pair: blobs.extend(pair)
     ids = torch.tensor([[5, 37, 38, *[6] * 30]])
-    with pytest.raises(ValueError, match="A sequence has 33 positions, but the model supports at most 32. Shorten it"):
+    with pytest.raises(
+        ValueError, match="A sequence has 33 positions, but the model supports at most 32. Shorten the"
+    ):
         split(ids)
     assert not blobs
     inputs = AttentionInputs()

@@ -165,7 +165,7 @@ def test_control_messages_validate_their_fields():
             Join(**{**good, name: value})
     with pytest.raises(ValueError, match="squared_norm"):
         EndStep("a", 0, -1.0)
-    with pytest.raises(ValueError, match="A server accepts the kinds"):
+    with pytest.raises(ValueError, match="accepts messages of the kinds"):
         read_message(pack({"kind": "labels", "fields": {"labels": torch.ones(2)}}))
 
 
