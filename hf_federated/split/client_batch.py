@@ -64,7 +64,7 @@ class ClientBatchRunner:
         # Clients that have not finished, in order.
         self._active: list[str] = []
         self._turn: str | None = None
-        self._failed: str | None = None
+        self._failed = False
         self._cancelled = False
         self._threads: dict[str, int | None] = {}
         # Messages of the clients that wait at the cut layer.
@@ -126,7 +126,7 @@ class ClientBatchRunner:
             if failures:
                 self.server.num_targets = num_targets
                 self.server.drop_micro_batches(work)
-            self._failed, self._turn, self._cancelled = None, None, False
+            self._failed, self._turn, self._cancelled = False, None, False
             self._threads, self._active = {}, []
             self._messages.clear()
             self._answers.clear()
@@ -156,11 +156,9 @@ class ClientBatchRunner:
             failures[client_id] = error
         with self._changed:
             if client_id in failures:
-                self._failed = self._failed or client_id
+                self._failed = True
                 for waiting in self._messages:
-                    self._answers[waiting] = _StepCancelledError(
-                        f"Client {client_id!r} of the same server step failed."
-                    )
+                    self._answers[waiting] = _StepCancelledError()
                 self._messages.clear()
             next_client = self._next_client(client_id)
             self._active.remove(client_id)
@@ -181,7 +179,7 @@ class ClientBatchRunner:
             self._pass_turn(self._next_client(client_id))
             self._changed.wait_for(lambda: self._cancelled or self._turn == client_id)
             if self._cancelled:
-                raise _StepCancelledError("The server step was cancelled.")
+                raise _StepCancelledError()
             set_torch_state(state)
             answer = self._answers.pop(client_id)
         if isinstance(answer, Exception):
@@ -189,10 +187,8 @@ class ClientBatchRunner:
         return answer
 
     def _check_not_cancelled(self) -> None:
-        if self._cancelled or self._failed is not None:
-            raise _StepCancelledError(
-                f"Client {self._failed!r} of the same server step failed, or the server step was cancelled."
-            )
+        if self._cancelled or self._failed:
+            raise _StepCancelledError()
 
     def _next_client(self, client_id: str) -> str:
         index = self._active.index(client_id)
@@ -268,4 +264,7 @@ class ClientBatchLink:
 
 
 class _StepCancelledError(RuntimeError):
-    """Ends the work of a client after another client of the same server step failed."""
+    """Raised in the work of a client after another client of the server step failed, or after an interrupt."""
+
+    def __init__(self) -> None:
+        super().__init__("Another client of the server step failed, or the step was interrupted.")
