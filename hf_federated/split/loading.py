@@ -16,8 +16,8 @@ from transformers.utils.hub import cached_file
 
 from .cut import Cut, Role
 from .layouts import Layout
-from .model_checks import check_not_quantized
 from .parts import Part
+from .splitting import check_not_quantized
 
 
 def load_parts(

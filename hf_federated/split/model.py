@@ -19,16 +19,13 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .._compat import (
-    LOSS_FUNCTION,
     ActivationCheckpointing,
     disable_activation_checkpointing,
-    prepare_generation_config,
     register_load_state_dict_pre_hook,
 )
 from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
@@ -37,12 +34,13 @@ from .boundary import Boundary, LocalLink
 from .cache import SplitCache
 from .cut import ROLES, Cut
 from .families import cut_of
+from .generation import SplitGenerationMixin
 from .layouts import AttentionInputs, Layout
 from .loading import load_parts
-from .model_checks import base_weights, check_modules, check_not_quantized
 from .parts import Part
 from .per_token import PerTokenOutput, score_targets
 from .saving import full_state_dict, rename_to_part_names
+from .splitting import check_not_quantized, split_into_parts
 from .wire import Wire
 
 
@@ -55,7 +53,7 @@ _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 
-class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
+class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin):
     """
     A causal language model in three parts. Client and server exchange only serialized messages.
 
@@ -171,15 +169,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
             config = model.config
             check_not_quantized(config)
             cut = cut_of(config, head_blocks, tail_blocks, layout)
-            parts = {role: Part(config, cut, role, layout, type(model)) for role in ROLES}
-            weights = base_weights(model)
-            for part in parts.values():
-                part.assign_parameters(weights)
-            check_modules(model, parts.values())
-            # A loss that was set on the model is not a module, so it must be copied.
-            parts["tail"].model.loss_type = model.loss_type
-            if hasattr(model, LOSS_FUNCTION):
-                parts["tail"].model.loss_function = model.loss_function
+            parts = split_into_parts(model, cut, layout)
         wire = Wire.for_weights(parts["head"].dtype, wire_dtype)
         boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
@@ -448,44 +438,6 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, GenerationMixin):
         if past_key_values is not None:
             past_key_values.end_call(len(states), seen + states.shape[1], tokens)
         return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
-
-    def new_cache(self) -> SplitCache:
-        """Create an empty cache for all three parts."""
-        return SplitCache(self.client_head, self.client_tail, self.boundary)
-
-    def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """
-        Generate text with greedy search or sampling, and a cache in every part. The text stays with the client.
-
-        The arguments are the arguments of `GenerationMixin.generate`.
-
-        Raises:
-            ValueError: If another generation mode or a cache other than a dynamic cache is requested.
-        """
-        settings, _ = prepare_generation_config(self, generation_config, **kwargs)
-        mode = settings.get_generation_mode(kwargs.get("assistant_model"))
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            advice = (
-                "Remove the arguments of assisted generation"
-                if mode == GenerationMode.ASSISTED_GENERATION
-                else "Set num_beams=1"
-            )
-            raise ValueError(
-                f"The generation mode is {mode.value}, but a split model supports only greedy search and sampling. "
-                f"{advice}."
-            )
-        if settings.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={settings.cache_implementation!r}, but a split model supports only a dynamic "
-                "cache. Remove it."
-            )
-        if settings.use_cache and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = self.new_cache()
-        output = super().generate(inputs, generation_config, **kwargs)
-        # Without this reference the cache is deleted, and the server drops its part, unless the output has the cache.
-        kwargs.pop("past_key_values", None)
-        self.boundary.flush()
-        return output
 
     def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
         """Count the target tokens of a batch, if the server needs the number."""

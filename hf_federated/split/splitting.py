@@ -1,4 +1,7 @@
-"""Checks that the parts of an existing model compute the same function as the model."""
+"""Splitting of a model in memory into parts that share its parameters and compute the same function.
+
+`loading.py` creates parts from the files of a checkpoint instead.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,40 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .._compat import module_hooks
+from .._compat import LOSS_FUNCTION, module_hooks
+from .cut import ROLES, Cut, Role
+from .layouts import Layout
 from .parts import Part
 
 
 logger = logging.get_logger(__name__)
+
+
+def split_into_parts(model: PreTrainedModel, cut: Cut, layout: Layout | None = None) -> dict[Role, Part]:
+    """
+    Create the parts of a model.
+
+    Args:
+        model (`PreTrainedModel`): The full model. The parts share its parameters.
+        cut ([`Cut`]): The cuts of the model.
+        layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
+
+    Returns:
+        `dict[str, Part]`: The parts by role.
+
+    Raises:
+        ValueError: If a module of the model was replaced by a module of another class.
+    """
+    parts = {role: Part(model.config, cut, role, layout, type(model)) for role in ROLES}
+    weights = base_weights(model)
+    for part in parts.values():
+        part.assign_parameters(weights)
+    check_modules(model, parts.values())
+    # A loss that was set on the model is not a module, so it must be copied.
+    parts["tail"].model.loss_type = model.loss_type
+    if hasattr(model, LOSS_FUNCTION):
+        parts["tail"].model.loss_function = model.loss_function
+    return parts
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

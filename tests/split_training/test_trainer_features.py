@@ -130,7 +130,7 @@ def test_replaced_module_is_rejected_and_hook_logs_a_warning(monkeypatch):
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act_fn is a ReLU.* create a SiLU"):
         SplitModel.from_model(model)
     warnings = []
-    monkeypatch.setattr("hf_federated.split.model_checks.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_federated.split.splitting.logger.warning", warnings.append)
     model = whole_model()
     model.enable_input_require_grads()
     model(torch.tensor([[3, 4]]), output_hidden_states=True)
