@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import struct
 
-from hf_federated.security.handshake import EpochKeys
-from hf_federated.security.keys import EncryptionError
+from .handshake import EpochKeys
+from .keys import EncryptionError
 
 
 # Types of payloads and encrypted messages.

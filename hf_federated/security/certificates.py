@@ -29,14 +29,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_federated.security.keys import (
+from ..utils.client_names import escape_client_id
+from .keys import (
     DEFAULT_RSA_BITS,
     check_rsa_bits,
     fingerprint,
     generate_rsa_key,
     require_cryptography,
 )
-from hf_federated.utils.client_names import escape_client_id
 
 
 if TYPE_CHECKING:

@@ -43,14 +43,14 @@ import os
 import threading
 from typing import ClassVar, NoReturn
 
-from hf_federated.security.authenticated_encryption import (
+from .authenticated_encryption import (
     Buffer,
     DirectionCipher,
     MessageError,
     RepeatedMessageError,
     RotationDueError,
 )
-from hf_federated.security.handshake import (
+from .handshake import (
     ClientHandshake,
     EpochKeys,
     HandshakeContext,
@@ -58,7 +58,7 @@ from hf_federated.security.handshake import (
     Parties,
     ServerHandshake,
 )
-from hf_federated.security.keys import (
+from .keys import (
     DEFAULT_RSA_BITS,
     EncryptionError,
     Identity,

@@ -26,8 +26,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_federated.messages.serialization import pack, unpack
-from hf_federated.security.keys import (
+from ..messages.serialization import pack, unpack
+from .keys import (
     EncryptionError,
     Identity,
     encode_public_key,
