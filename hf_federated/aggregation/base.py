@@ -129,6 +129,13 @@ class Aggregation:
     Raises:
         ValueError: If `weighting` is unknown.
 
+    Requirements:
+        None.
+
+    Relations:
+        - [`FedAvg`] is this class without changes.
+        - [`FedOpt`], [`FedNova`] and [`Scaffold`] change the server side. [`FedProx`] changes the client side.
+
     Example:
 
     ```python
@@ -148,7 +155,7 @@ class Aggregation:
     name: ClassVar[str] = ""
     # Whether server and clients exchange parameters. If not, each client keeps its own model.
     exchanges_parameters: ClassVar[bool] = True
-    # What an update holds: trained parameters (`"parameters"`) or how training changed them (`"changes"`).
+    # Content of an update: the trained parameters (`"parameters"`), or their changes by the training (`"changes"`).
     update_content: ClassVar[str] = "parameters"
     # Whether each client also trains a private model, which its hook receives in `start`.
     trains_private_models: ClassVar[bool] = False
@@ -175,7 +182,7 @@ class Aggregation:
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
-        """The values that leave a client in addition to parameters and the fields of an update."""
+        """Values that a client sends in addition to parameters and the fields of an update."""
         return ()
 
     # ---- Server side

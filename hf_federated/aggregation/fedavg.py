@@ -9,6 +9,8 @@ from .base import Aggregation
 
 class FedAvg(Aggregation):
     """
+    FedAvg: the weighted mean of the parameters of the clients.
+
     [Communication-Efficient Learning of Deep Networks from Decentralized Data](https://arxiv.org/abs/1602.05629)
     (McMahan et al., AISTATS 2017), algorithm 1.
 

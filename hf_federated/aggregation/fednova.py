@@ -19,6 +19,8 @@ NORMALIZER = "normalizer"
 
 class FedNova(Aggregation):
     """
+    FedNova: the mean of normalized updates.
+
     [Tackling the Objective Inconsistency Problem in Heterogeneous Federated
     Optimization](https://arxiv.org/abs/2007.07481) (Wang et al., NeurIPS 2020).
 

@@ -66,8 +66,11 @@ SERVER_LR_SCHEDULERS = (
 
 class FedOpt(Aggregation):
     """
+    FedOpt: an optimizer on the server, applied to the mean change of the clients.
+
     [Adaptive Federated Optimization](https://arxiv.org/abs/2003.00295) (Reddi et al., ICLR 2021), algorithms 1 and 2.
-    All methods of FedNLP (Lin et al., Findings of NAACL 2022) build on FedOpt.
+    All methods of [FedNLP](https://aclanthology.org/2022.findings-naacl.13/) (Lin et al., Findings of NAACL 2022)
+    build on FedOpt.
 
     In each round, the server takes one optimizer step on the pseudo-gradient `g = x_t − Σ_i w_i x_i / Σ_i w_i`.
 
@@ -148,7 +151,7 @@ class FedOpt(Aggregation):
         if server_lr <= 0:
             raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
         if not 0 <= server_momentum < 1:
-            raise ValueError(f"`server_momentum` is {server_momentum}; it must be in [0, 1).")
+            raise ValueError(f"`server_momentum` is {server_momentum}; it must be at least 0 and below 1.")
         if server_optimizer == "nesterov" and server_momentum == 0:
             raise ValueError("`server_momentum` is 0, but 'nesterov' needs momentum. Set server_optimizer='sgd'.")
         if server_lr_scheduler not in SERVER_LR_SCHEDULERS:
@@ -180,7 +183,7 @@ class FedOpt(Aggregation):
     @classmethod
     def diloco(cls, server_lr: float = 0.7, server_momentum: float = 0.9, weighting: str = "uniform") -> FedOpt:
         """
-        Build the server of DiLoCo (Douillard et al., 2023, section 2).
+        Build the server of [DiLoCo](https://arxiv.org/abs/2311.08105) (Douillard et al., 2023), section 2.
 
         DiLoCo uses Nesterov momentum 0.9 and learning rate 0.7 on the server. Its clients train hundreds of local
         steps with AdamW, the default optimizer of `TrainingArguments`. Set `client_optimizer_state="carry"` in

@@ -14,14 +14,16 @@ from .base import Aggregation, LocalHook, State
 
 class FedProx(Aggregation):
     """
+    FedProx: FedAvg with a proximal term in the loss of the clients.
+
     [Federated Optimization in Heterogeneous Networks](https://arxiv.org/abs/1812.06127) (Li et al., MLSys 2020),
     equation 2.
 
     Each client minimizes `F_i(w) + (μ/2) ‖w − w_t‖²`, where `w_t` is the global state that the client received.
 
     The hook adds the gradient of the term, `μ (w − w_t)`, once per optimizer step and before gradient clipping. It
-    works with any `compute_loss`. The logged loss is the loss of the client without the term. The partial work of the
-    paper (`γ`-inexactness) has no argument here: `local_epochs` and `min_clients` of [`FederatedConfig`] allow it.
+    works with any `compute_loss`. The logged loss is the loss of the client without the term. There is no argument for
+    the partial work of the paper (`γ`-inexactness). `local_epochs` and `min_clients` of [`FederatedConfig`] allow it.
 
     | paper | here |
     |---|---|

@@ -10,7 +10,7 @@ from .base import Accumulator, Aggregation
 
 class LocalOnly(Aggregation):
     """
-    Local training without exchange of parameters, the baseline of a federation.
+    LocalOnly: local training without exchange of parameters, the baseline of a federation.
 
     Every client keeps its model and trains it from round to round. The model of the server does not change. With
     `evaluate_clients=True`, the model of each client is evaluated on the evaluation data of the client. Methods that

@@ -70,6 +70,8 @@ class LowRankUpdates(Postprocessor):
 
 class MutualKD(Aggregation):
     """
+    MutualKD: a private large model and a shared small model on each client teach each other.
+
     [Communication-efficient federated learning via knowledge distillation](https://arxiv.org/abs/2108.13323) (Wu et
     al., Nature Communications 13, 2022).
 
@@ -94,8 +96,8 @@ class MutualKD(Aggregation):
     than -100. The MSE terms are means over the positions, or pairs of positions, that `attention_mask` keeps, so
     padding has no influence.
 
-    The server sends the whole mentee, whereas the paper also compresses this direction. A client that was not sampled
-    for some rounds then still receives the current mentee. The matrices of an update are sent as low-rank factors
+    The server sends the whole mentee, so a client that was not sampled for some rounds still receives the current
+    mentee. The paper compresses this direction too. The matrices of an update are sent as low-rank factors
     ([`LowRankUpdates`]). The mentor keeps its optimizer between rounds and trains with the constant learning rate of
     its training arguments.
 
@@ -119,13 +121,13 @@ class MutualKD(Aggregation):
 
     Requirements:
         Mentors use the tokenizer of the mentee, because both models receive the same tokens. The client optimizer
-        keeps the gradients until its step; LOMO and AdaLomo do not. A launch of several processes needs
+        keeps the gradients until its step. LOMO and AdaLomo do not. A launch of several processes needs
         `parallelism="clients"`. `match_attention=True` needs both models loaded with `attn_implementation="eager"`,
         because fused attention returns no attention maps.
 
     Relations:
         - [`FedAvg`] averages the mentees without mentors.
-        - [`FedKD`] is another method (Gong et al.). The paper of this class uses the same name, FedKD.
+        - [`FedKD`] is a different method (Gong et al.). The paper of MutualKD (Wu et al.) also uses the name FedKD.
 
     Example:
 

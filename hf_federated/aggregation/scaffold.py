@@ -15,6 +15,8 @@ from .base import Accumulator, Aggregation, LocalHook
 
 class Scaffold(Aggregation):
     """
+    Scaffold: control variates correct the drift of the clients.
+
     [SCAFFOLD: Stochastic Controlled Averaging for Federated Learning](https://arxiv.org/abs/1910.06378) (Karimireddy
     et al., ICML 2020), algorithm 1.
 

@@ -86,8 +86,8 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
     if distillation is None or isinstance(distillation, Distillation):
         if kwargs:
             raise ValueError(
-                "`distillation_kwargs` need the name of an algorithm in `distillation`. Set `distillation` to a "
-                "name, or pass the settings to the instance."
+                "`distillation_kwargs` is set, but `distillation` is not a name. Set `distillation` to the name of an "
+                "algorithm, or pass the settings to the instance."
             )
         return distillation
     if distillation not in DISTILLATIONS:
@@ -100,7 +100,9 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
     except TypeError as error:
         known = DISTILLATIONS[distillation]
         allowed = sorted(known().settings().keys() - set(known.ignores))
-        raise ValueError(f"`distillation_kwargs` of {distillation!r}: {error}. Allowed are {allowed}.") from error
+        raise ValueError(
+            f"Invalid `distillation_kwargs` of {distillation!r}: {error}. Allowed settings are {allowed}."
+        ) from error
 
 
 __all__ = [

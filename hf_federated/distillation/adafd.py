@@ -1,4 +1,4 @@
-"""AdaFD: the weight of a client follows from its training loss.
+"""AdaFD: clients are weighted by their training losses.
 
 Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data, equations 6 to 10.
 """
@@ -62,10 +62,11 @@ class AdaFD(Distillation):
     """
     AdaFD: the server's model learns the mean of the clients' logits, weighted by their training losses.
 
-    *Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data* (Xiao and Liu), equations 6 to 10.
+    [Adaptive Federated Distillation for Multi-Domain Non-IID Textual Data](https://arxiv.org/abs/2508.20557) (Xiao and
+    Liu, 2025), equations 6 to 10.
 
     The server's model learns the weighted mean of the clients' logits, `Σ_k w_k z_k`, by squared error. The clients
-    learn the logits of the server's model by KL divergence. The weight `w_k` of client `k` follows from `l_k`, the
+    learn the logits of the server's model by KL divergence. The weight `w_k` of client `k` is computed from `l_k`, the
     smallest mean training loss of its local epochs in this round.
 
     | paper | here |
@@ -85,7 +86,7 @@ class AdaFD(Distillation):
         generate (`Callable[[str], str]` or `str`, *optional*):
             For `"llm"`: a function that maps a prompt to an answer, or the Hub id or directory of a language model.
             The model is loaded when it is first needed. [`text_generation`] makes a function from a pipeline. With
-            several processes, the main process asks for all of them.
+            several processes, only the main process asks the model.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
             For `"llm"`: whether clients evaluate their models on their evaluation examples. The prompt then contains
             their F1. `eval_dataset` must be a [`FederatedDataset`]. The prompt has the first of the metrics `f1`,
@@ -145,8 +146,8 @@ class AdaFD(Distillation):
             )
         if self.generate is not None and not isinstance(self.generate, str) and not callable(self.generate):
             raise ValueError(
-                f"`generate` is {self.generate!r}; give a function from a prompt to its answer, or the name of a "
-                "model."
+                f"`generate` is {self.generate!r}; it must be a function that maps a prompt to an answer, or the Hub "
+                "id or directory of a model."
             )
         if self.weighting != LLM:
             self._refuse_without_effect("clients_evaluate", given=f"weighting={self.weighting!r}")
@@ -188,7 +189,7 @@ class AdaFD(Distillation):
         if unit == "token" and self.weighting == LLM:
             raise ValueError(
                 f"weighting='llm' of AdaFD describes the clients' logits of each class, but the classes of this task "
-                f"are the {num_classes} tokens of a vocabulary: take weighting='enwc' or 'rnwc'."
+                f"are the {num_classes} tokens of a vocabulary. Set weighting='enwc' or 'rnwc'."
             )
 
     def check_model(self, model: Any) -> None:
@@ -198,8 +199,9 @@ class AdaFD(Distillation):
             AutoConfig.from_pretrained(self.generate)
         except (OSError, ValueError) as error:  # checked before the clients start to train
             raise ValueError(
-                f"`generate` is {self.generate!r}, and no model is found there: {error} If it is the name of a "
-                "function from a saved configuration, give the function itself."
+                f"`generate` is {self.generate!r}, but there is no model with this name: {error} Set `generate` to a "
+                "Hub id or a directory. If the value is the name of a function in a saved configuration, pass the "
+                "function itself."
             ) from error
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
@@ -233,7 +235,7 @@ class AdaFD(Distillation):
         """
         Ask the language model for weights, on the main process only.
 
-        The model may give each process a different answer.
+        If all processes asked, the model could give each process a different answer.
         """
 
         def find() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Clients exchange predictions on public examples instead of parameters. Clients can therefore have different models and
 tokenizers. All models must have the same labels in the same order. Some tasks predict a label for each word or each
-token (`clients/positions.py`). For these tasks, a row of predictions is one word or one token of a public example, and
-each formula for one softmax applies to each of them. After the local training of the clients, a round has these steps
+token (`clients/positions.py`). For these tasks, a row of predictions is one word or one token of a public example. The
+formulas describe one softmax and apply to each row. After the local training of the clients, a round has these steps
 on the server:
 
 ```
@@ -14,8 +14,8 @@ broadcast(ensemble)        -> targets of the clients, or None
 cohort.distill(targets)    -> the clients learn the targets
 ```
 
-A subclass overrides the steps that its method changes. As with [`Aggregation`], the server and the clients share
-nothing but messages. Code that runs on a client uses the constructor's arguments and the message, and nothing else.
+A subclass overrides the steps that its method changes. As with [`Aggregation`], the server and the clients share only
+messages. Code that runs on a client may use only the constructor's arguments and the message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Distillation:
         client_epochs (`int`, *optional*, defaults to `1`):
             Number of passes of a client's model over the public examples in a round.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Softmax temperature `T` of the distillation loss. Refused by methods whose loss has no temperature.
+            Softmax temperature `T` of the distillation loss. Methods whose loss has no temperature refuse it.
         server_lr (`float`, *optional*):
             Learning rate of the server's distillation. Defaults to the learning rate of the training arguments.
         client_lr (`float`, *optional*):
@@ -154,7 +154,7 @@ class Distillation:
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
-        """The values that leave a client in addition to parameters, predictions and the fields of an update."""
+        """Values that a client sends in addition to parameters, predictions and the fields of an update."""
         return ()
 
     @property
@@ -258,8 +258,8 @@ class Distillation:
             extra (`Mapping[str, torch.Tensor]`): The tensors of the client.
 
         Raises:
-            ValueError: If the method cannot use the tensors. The server then refuses the whole update of the client,
-                with its parameters.
+            ValueError: If the method cannot use the tensors. The server then rejects the whole update of the client,
+                including its parameters.
         """
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:

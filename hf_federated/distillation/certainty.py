@@ -2,8 +2,8 @@
 
 Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning (IEEE TNNLS 2021), section on
 differentially private certainty scoring. A client fits a logistic regression that separates its examples from the
-public examples. The features are the same function on all clients. The score of a public example is the probability
-that the regression gives it.
+public examples. All clients compute features with the same function. The score of a public example is the probability
+that the regression assigns to it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None
         sequences (`torch.Tensor`, *optional*): As in [`ReportClassCounts`].
 
     Raises:
-        ValueError: If the examples have no such labels, or a label is not one of the classes.
+        ValueError: If the examples have no integer label each, or a label is not one of the classes.
     """
     column = next((name for name in LABEL_COLUMNS if name in dataset.column_names), None)
     if sequences is not None and column is not None:
@@ -54,12 +54,16 @@ def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None
     labels = np.asarray([] if column is None else dataset[column])
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
-            f"Counting the rows of each class needs a column of integers named {' or '.join(LABEL_COLUMNS)}, but the "
-            f"columns are {dataset.column_names}. Add one, or set weighting='size', which needs no class counts."
+            f"Counting the examples of each class needs a column of integers named {' or '.join(LABEL_COLUMNS)}, but "
+            f"the columns are {dataset.column_names}. Add such a column, or set weighting='size', which does not need "
+            "the counts."
         )
     counts = np.bincount(labels, minlength=num_classes)
     if len(counts) > num_classes:
-        raise ValueError(f"A row has the label {labels.max()}, but the model has {num_classes} classes.")
+        raise ValueError(
+            f"An example has the label {labels.max()}, but the labels of the model are 0 to {num_classes - 1}. "
+            "Correct the label, or load a model with more labels."
+        )
     return counts.tolist()
 
 
@@ -71,8 +75,8 @@ def _count_sequences(labels: Any, sequences: torch.Tensor) -> list[int]:
         found = classes.get(tuple(token for token in tokens if token >= 0))
         if found is None:
             raise ValueError(
-                f"Row {row} has a label with the tokens {list(tokens)[:8]}, which is none of the {len(counts)} label "
-                "texts of the distillation. Add the missing text to `label_texts`."
+                f"Row {row} has a label with the tokens {list(tokens)[:8]}, which differ from the tokens of all "
+                f"{len(counts)} `label_texts` of the distillation. Add the missing text to `label_texts`."
             )
         counts[found] += 1
     return counts

@@ -1,7 +1,7 @@
 """The client side of a distillation algorithm: its part in local training, and its answers to messages.
 
-The client side runs where the client is. It knows the settings of the algorithm, the messages, and the state that the
-client keeps, and nothing else of the server.
+The client side runs in the client's process. It knows only the settings of the algorithm, the received messages, and
+the state that the client keeps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DistillationClient:
     The client side of a distillation algorithm. `client_class` of a [`Distillation`] names its class.
 
     Args:
-        algorithm ([`Distillation`]): The algorithm, of which only the settings and formulas are used.
+        algorithm ([`Distillation`]): The algorithm. Only its settings and formulas are used.
 
     Attributes:
         messages (`tuple[type[Message], ...]`): Types of the messages that [`~DistillationClient.handle`] answers.
@@ -111,7 +111,8 @@ class DistillationClient:
         """
         if not isinstance(context.model, OwnModel) or context.model.student is None:
             raise TypeError(
-                f"The client cannot answer a {type(message).__name__}: it has no own model or no public examples."
+                f"The client cannot answer a {type(message).__name__}, because it has no own model or no public "
+                "examples. Pass `public_dataset` to the trainer of the client."
             )
         if isinstance(message, Predict):
             return self.predict(message, context.model, context.student)
@@ -197,8 +198,8 @@ def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
     """
     if not 0 <= message.start < message.stop <= student.num_rows:
         raise ValueError(
-            f"The message names the public rows {message.start} to {message.stop}, but this client has "
-            f"{student.num_rows} public rows. Give the server and the clients the same `public_dataset`."
+            f"The message names the public examples {message.start} to {message.stop}, but this client has "
+            f"{student.num_rows} public examples. Give the server and the clients the same `public_dataset`."
         )
     return public_order(student.num_rows, message.order)[message.start : message.stop]
 
@@ -229,6 +230,7 @@ def _targets(message: Distill | Feedback, student: Student) -> dict[str, torch.T
 def _check_count(targets: Targets, positions: Positions, rows: torch.Tensor) -> None:
     if len(targets) != (expected := len(positions.agreed_of(rows))):
         raise ValueError(
-            f"The message has targets for {len(targets)} positions, but its {len(rows)} rows have {expected}. Give "
-            "the server and the clients the same `public_dataset` and, if they predict tokens, the same tokenizer."
+            f"The message has targets for {len(targets)} positions, but its {len(rows)} examples have {expected} "
+            "positions. Give the server and the clients the same `public_dataset` and, if they predict tokens, the "
+            "same tokenizer."
         )

@@ -42,7 +42,7 @@ Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message
 R = TypeVar("R")
 # `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
-# Names of F1 scores: the first is common in users' metrics, the others are those of tasks. The first match is used.
+# Names of F1 metrics, in the order of the search. Users often log the first name, and tasks log the other names.
 F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -157,7 +157,6 @@ class Cohort:
         Raises:
             RoundFailedError: If fewer than `min_clients` clients sent valid predictions.
         """
-
         predictions, indices = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
         if self.positions is None:
             return predictions
@@ -202,8 +201,8 @@ class Cohort:
                 predictions = read(values, (num_present, *shape[1:]))
                 if not keeps_graph and not num_present:
                     raise ValueError(
-                        f"its tokenizer keeps nothing of any of the {shape[0]} words of the public rows, so no client "
-                        "could learn from them. Raise `max_length` of its tokenizer, or use another tokenizer."
+                        f"its tokenizer keeps none of the {shape[0]} words of the public examples, so no client could "
+                        "learn from them. Raise `max_length` of its tokenizer, or use another tokenizer."
                     )
                 found[client_id], absent[client_id] = predictions, missing
             except ValueError as error:
@@ -426,22 +425,22 @@ class Cohort:
         """
         if not num_positions:
             raise RoundFailedError(
-                f"Round {self.round}: there is no word of the public rows that the tokenizers of the server and of "
-                f"all {len(self.metrics)} clients keep. Raise `max_length` of the task, or use other public rows."
+                f"Round {self.round}: the tokenizers of the server and of all {len(self.metrics)} clients keep no "
+                "word of the public examples in common. Raise `max_length` of the task, or use other public examples."
             )
 
 
 def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if given != shape:
         raise ValueError(
-            f"its predictions have the shape {tuple(given)}, expected {shape}: the requested rows and the classes of "
-            "the server's model. All clients must have the same classes in the same order."
+            f"its predictions have the shape {tuple(given)}; expected {shape}, the number of requested rows and the "
+            "number of classes of the server's model. Give all clients the same classes in the same order."
         )
     if not bool(values.isfinite().all()):
         row = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
         raise ValueError(
-            f"its prediction of requested row {row} holds NaN or infinite values. Lower this client's learning rate, "
-            "or check its data."
+            f"its prediction of requested row {row} contains NaN or infinite values. Lower this client's learning "
+            "rate, or check its data."
         )
 
 

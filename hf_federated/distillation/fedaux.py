@@ -60,7 +60,7 @@ class FedAUXClient(DistillationClient):
         limit = self.algorithm.max_score_rows
         if limit is not None and limit < len(dataset):
             dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:limit].tolist())
-        # An import may draw random numbers too: scikit-learn's first import in a process does.
+        # The first import of scikit-learn in a process draws random numbers.
         with isolated_rng(seed):
             context.state[CERTAINTY] = self.scores(student.features(dataset), student.features(), seed)
 
@@ -208,8 +208,9 @@ class FedAUX(Distillation):
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         raise ValueError(
-            f"distillation='fedaux' scores public rows as a whole, but this task predicts every {unit} of a row, and "
-            "the paper defines no score for this. Take distillation='feddf', the same method without scores."
+            f"distillation='fedaux' scores each public example as a whole, but this task predicts every {unit} of an "
+            "example, and the paper defines no score for a part of an example. Set distillation='feddf', the same "
+            "method without scores."
         )
 
     # ---- Server side
@@ -224,10 +225,10 @@ class FedAUX(Distillation):
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise ValueError(
-                f"its certainty score of public row {row} is {float(scores[row]):g}, and {int(wrong.sum())} of "
+                f"its certainty score of public example {row} is {float(scores[row]):g}, and {int(wrong.sum())} of "
                 f"{len(scores)} scores are out of range; a score is positive and at most {largest:g} "
-                "(1 + `score_offset`). Give this client the same settings and software as the others. Float16 rounds "
-                "scores below 3e-8 to 0: with it, set a larger `score_offset` or another `exchange_dtype`."
+                "(1 + `score_offset`). Give this client the same settings and software as the other clients. Float16 "
+                "rounds scores below 3e-8 to 0. With float16, set a larger `score_offset` or another `exchange_dtype`."
             )
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:

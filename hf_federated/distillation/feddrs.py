@@ -1,6 +1,6 @@
 """FedDRS: the averaged model learns from the clients' models on pseudo-samples instead of text.
 
-Text-Free Federated Transformers Knowledge Distillation Without GAN (under review at ICLR 2024), algorithm 1. The
+Text-Free Federated Transformers Knowledge Distillation Without GAN (submitted to ICLR 2024), algorithm 1. The
 docstring of [`FedDRS`] describes the choices that the paper leaves open.
 """
 
@@ -65,7 +65,8 @@ class FedDRS(Distillation):
     """
     FedDRS: the averaged model learns from each client's model on pseudo-samples.
 
-    *Text-Free Federated Transformers Knowledge Distillation Without GAN* (under review at ICLR 2024), algorithm 1.
+    [Text-Free Federated Transformers Knowledge Distillation Without GAN](https://openreview.net/forum?id=ftKqt3Di3H)
+    (submitted to ICLR 2024), algorithm 1.
 
     The parameters are averaged as `aggregation` defines. Then the averaged model learns from each client's model on
     pseudo-samples of this client, by `Σ_k KL(softmax f(θ_k; ω_k) ‖ softmax f(θ_k; ω_S))` (equation 8). `θ_k` are
@@ -232,11 +233,13 @@ class FedDRS(Distillation):
 
     def check_model(self, model: Any) -> None:
         check_takes_embeddings(model, self.sample_length)
-        if model.config.is_encoder_decoder == (self.label_texts is None):
+        name, has_texts = type(model).__name__, self.label_texts is not None
+        if model.config.is_encoder_decoder != has_texts:
             raise ValueError(
-                f"{type(model).__name__} is {'an' if model.config.is_encoder_decoder else 'no'} encoder–decoder. "
-                "`label_texts` are the texts that an encoder–decoder generates for each class: "
-                f"{'give them' if model.config.is_encoder_decoder else 'leave them out'}."
+                f"`label_texts` is set, but {name} is not an encoder–decoder. Leave `label_texts` out."
+                if has_texts
+                else f"{name} is an encoder–decoder, but `label_texts` is not set. Set `label_texts` to the texts "
+                "that the model generates for the classes."
             )
 
     # ---- Server side
@@ -364,7 +367,7 @@ class FedDRS(Distillation):
         server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
         if server_errors:
             names = ", ".join(map(repr, cohort.rejected))
-            left_out = f" Excluded in this round, but possibly averaged before: {names}." if names else ""
+            left_out = f" Clients excluded in this round, possibly after averaging: {names}." if names else ""
             raise FloatingPointError(f"Round {cohort.round}: {server_errors[0]}{left_out}")
         cohort.check_enough()
         return {client_id: result for client_id, result in found.items() if "error" not in result}
@@ -395,7 +398,7 @@ class FedDRS(Distillation):
         if self.label_texts is None:
             return None
         if tokenizer is None:
-            raise ValueError("`label_texts` need a tokenizer: give the trainer a `processing_class`.")
+            raise ValueError("`label_texts` needs a tokenizer, but there is none. Pass `processing_class`.")
         rows = tokenizer(text_target=list(self.label_texts))["input_ids"]
         table = torch.full((len(rows), max(map(len, rows))), IGNORED)
         for number, row in enumerate(rows):

@@ -20,14 +20,15 @@ class FedED(Distillation):
     """
     FedED: clients send predictions and receive the server's parameters.
 
-    *FedED: Federated Learning via Ensemble Distillation for Medical Relation Extraction* (Sui et al., EMNLP 2020).
+    [FedED: Federated Learning via Ensemble Distillation for Medical Relation
+    Extraction](https://aclanthology.org/2020.emnlp-main.165) (Sui et al., EMNLP 2020).
 
-    The server's model learns the mean of the clients' logits, weighted by their numbers of examples, `Σ_k |D_k| z_k /
-    Σ_k
-    |D_k|`, by KL divergence. All clients start their next round from the parameters of the server's model.
+    The server's model learns the mean of the clients' logits, weighted by their numbers of examples,
+    `Σ_k |D_k| z_k / Σ_k |D_k|`, by KL divergence. All clients start their next round from the parameters of the
+    server's model.
 
-    The paper's server also trains on labelled public examples. FedID (Ma et al., 2023) compares with the method on
-    unlabelled public examples, as implemented here. `train_on_labelled=True` adds the server's labelled examples.
+    In the paper, the server also trains on labelled public examples. This class uses unlabelled public examples, as
+    the comparison in FedID (Ma et al., 2023) does. `train_on_labelled=True` adds the server's labelled examples.
 
     Args:
         kwargs (*optional*): As in [`Distillation`], except `client_epochs` and `client_lr`, because clients do not

@@ -44,8 +44,8 @@ class FedID(Distillation):
     """
     FedID: clients learn from the ensemble and from feedback on the server's loss on labelled examples.
 
-    *FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models* (Ma et al., EMNLP 2023),
-    algorithm 1 and equations 9 to 15.
+    [FedID: Federated Interactive Distillation for Large-Scale Pretraining Language
+    Models](https://aclanthology.org/2023.emnlp-main.529) (Ma et al., EMNLP 2023), algorithm 1 and equations 9 to 15.
 
     The server and the clients process the public examples together, one mini-batch at a time:
 
@@ -73,8 +73,8 @@ class FedID(Distillation):
     Clients send predictions in training mode, with dropout, because they take their step on the same graph. The server
     computes its loss on labelled examples without dropout.
 
-    In tagging and token prediction, a row of the formulas is a word or a token. `B`, the number of rows in the mean of
-    a loss, counts words or tokens.
+    In tagging and token prediction, each row of the predictions is a word or a token, and `B` is the number of words
+    or tokens over which a loss is averaged.
 
     Args:
         feedback (`str`, *optional*, defaults to `"chain_rule"`):
@@ -358,8 +358,9 @@ class _ServerStep:
             loss = F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
-                f"The server's loss on a batch of its labelled rows is {float(loss.detach())}: none of them has a "
-                "label, or the parameters of its model are no longer finite. In the second case, lower `server_lr`."
+                f"The server's loss on a batch of its labelled examples is {float(loss.detach())}: no example of the "
+                "batch has a label, or the parameters of the server's model are no longer finite. Check the labels of "
+                "`server_dataset`, or lower `server_lr`."
             )
         return loss
 

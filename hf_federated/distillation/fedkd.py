@@ -37,8 +37,8 @@ class FedKD(Distillation):
     """
     FedKD of Gong et al.: clients train once, and the server's model learns from their predictions.
 
-    *Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge Distillation* (Gong et al., AAAI
-    2022).
+    [Preserving Privacy in Federated Learning with Ensemble Cross-Domain Knowledge
+    Distillation](https://arxiv.org/abs/2209.04599) (Gong et al., AAAI 2022).
 
     Clients train once and send their predictions of the public examples once. The server's model learns the weighted
     mean of their logits by KL divergence, with weights `w_kc = n_kc / Σ_j n_jc` for client `k` and class `c`. The
@@ -100,14 +100,14 @@ class FedKD(Distillation):
 
     @property
     def counts_classes(self) -> bool:
-        """Whether clients report how many examples of each class they have."""
+        """Whether clients report their number of examples of each class."""
         return self.weighting == "class_counts"
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         if self.counts_classes:
             raise ValueError(
-                f"weighting='class_counts' of FedKD needs one class per row, but this task has one for every {unit} "
-                "of a row: take weighting='size'."
+                f"weighting='class_counts' of FedKD needs one class per example, but this task has one for every "
+                f"{unit} of an example. Set weighting='size'."
             )
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
@@ -117,8 +117,8 @@ class FedKD(Distillation):
         are_counts = (0 <= count < math.inf for count in counts.values())
         if counts.keys() != {f"{CLASS_COUNT}{label}" for label in range(num_classes)} or not all(are_counts):
             raise ValueError(
-                f"it reports {counts} as its rows of each class, which weighting='class_counts' needs. Expected one "
-                f"finite, non-negative number for each of {num_classes} classes. Check this client's data."
+                f"it reports {counts} as its numbers of examples of each class, which weighting='class_counts' needs. "
+                f"Expected one finite, non-negative number for each of {num_classes} classes. Check the client's data."
             )
 
     def setup(self, num_rounds: int) -> None:

@@ -238,8 +238,8 @@ def _central_difference(
     narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 4]
     if narrow:
         raise ValueError(
-            f"{narrow[0]!r} is {parameters[narrow[0]].dtype}, in which a small difference is nothing but rounding; "
-            "use `method='jvp'`, or keep the parameters in float32."
+            f"{narrow[0]!r} is {parameters[narrow[0]].dtype}, which is too narrow for a small difference. Set "
+            "`method='jvp'`, or keep the parameters in float32."
         )
     length = float(get_total_norm(direction.values()))
     if length == 0:
@@ -391,8 +391,11 @@ def per_example_feedback(feedback: torch.Tensor, pseudo_labels: torch.Tensor) ->
 def _check_names(values: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         if name not in parameters:
-            raise ValueError(f"{name!r} names none of the {len(parameters)} parameters; use the model's own names.")
+            raise ValueError(
+                f"{name!r} is not the name of one of the {len(parameters)} parameters. Use the model's own names."
+            )
         if value.shape != parameters[name].shape:
             raise ValueError(
-                f"{name!r} has shape {tuple(value.shape)}, but the parameter has {tuple(parameters[name].shape)}."
+                f"{name!r} has shape {tuple(value.shape)}, but the parameter has shape "
+                f"{tuple(parameters[name].shape)}. Pass a tensor with the shape of the parameter."
             )

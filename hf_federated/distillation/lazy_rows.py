@@ -79,7 +79,10 @@ def decode_lazily(
     """
     lengths = {name: len(value) if value.ndim else 0 for name, value in values.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"Encoded predictions hold tensors of different lengths: {lengths}.")
+        raise ValueError(
+            f"Encoded predictions contain tensors of different lengths: {lengths}. Expected one entry for each row in "
+            "every tensor."
+        )
     return LazyRows(
         next(iter(lengths.values())),
         lambda indices: decode({name: _take(value, indices) for name, value in values.items()}),

@@ -113,9 +113,9 @@ class LLMWeighting:
         try:
             reply = self.generate(prompt)
         except Exception as error:  # a model, a pipeline or a connection may raise any exception
-            return None, f"there was none, but a {type(error).__name__}", _quoted("The error message is", str(error))
+            return None, f"the model raised a {type(error).__name__}", _quoted("The error message is", str(error))
         if not isinstance(reply, str):
-            return None, f"it was a {type(reply).__name__} and no text", _quoted("It was", repr(reply))
+            return None, f"it was a {type(reply).__name__} and not a text", _quoted("It was", repr(reply))
         try:
             return parse_weights(reply, num_clients), "", ""
         except ValueError as error:

@@ -21,15 +21,15 @@ class MHAT(Distillation):
     """
     MHAT: the server's model learns from the clients and then teaches them.
 
-    *MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning* (Hu et al., Information
-    Sciences 560, 2021).
+    [MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated
+    Learning](https://doi.org/10.1016/j.ins.2021.01.046) (Hu et al., Information Sciences 560, 2021).
 
     The server's model learns the mean of the clients' probabilities, weighted by their numbers of examples,
     `q = Σ_k |D_k| softmax(z_k) / Σ_k |D_k|`, by cross-entropy. The clients learn the logits of the *server's model* by
     KL divergence.
 
-    The paper's server also trains on labelled public examples. FedID (Ma et al., 2023) compares with the method on
-    unlabelled public examples, as implemented here. `train_on_labelled=True` adds the server's labelled examples.
+    In the paper, the server also trains on labelled public examples. This class uses unlabelled public examples, as
+    the comparison in FedID (Ma et al., 2023) does. `train_on_labelled=True` adds the server's labelled examples.
 
     Args:
         kwargs (*optional*): As in [`Distillation`].

@@ -3,11 +3,11 @@
 FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distils on pseudo-samples
 instead of text. This module makes the samples of one client. `feddrs.py` has the algorithm.
 
-| kind | definition |
-|---|---|
-| `"random"` | rows of the word embeddings, unchanged |
-| `"target"` | the client's model predicts the labels: minimizes `Σ CE(teacher(θ), γ)` (equation 6) |
-| `"adversarial"` | and the server's model does not: `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (equation 7) |
+| kind | samples | minimized loss |
+|---|---|---|
+| `"random"` | rows of the word embeddings | none: the rows are unchanged |
+| `"target"` | the client's model predicts the labels `γ` | `Σ CE(teacher(θ), γ)` (equation 6) |
+| `"adversarial"` | only the client's model predicts `γ` | `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (equation 7) |
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def check_takes_embeddings(model: nn.Module, length: int) -> None:
     config = getattr(config, "encoder", config)  # for an encoder–decoder that consists of two models
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise ValueError(f"`sample_length` is {length}, but {type(base).__name__} has {limit} positions. Lower it.")
+        raise ValueError(
+            f"`sample_length` is {length}, but {type(base).__name__} has {limit} positions. Set `sample_length` to at "
+            f"most {limit}."
+        )
     embeddings = token_embeddings(model)
     number = len(embeddings)
     named = [
@@ -121,7 +124,10 @@ def draw_labels(counts: Sequence[float], num_samples: int, generator: torch.Gene
     """
     histogram = torch.tensor(list(counts), dtype=torch.float64)
     if not bool(histogram.isfinite().all()) or bool((histogram < 0).any()) or not float(histogram.sum()) > 0:
-        raise ValueError(f"a label histogram must have non-negative counts and at least one row; got {list(counts)}.")
+        raise ValueError(
+            f"the label histogram is {list(counts)}; its counts must be finite and not negative, and at least one "
+            "count must be positive."
+        )
     return torch.multinomial(histogram, num_samples, replacement=True, generator=generator)
 
 

@@ -38,10 +38,10 @@ class Summarization(Task):
     """
     Summarization with a causal model: [`Seq2Seq`] without an encoder.
 
-    The model generates the target after the source.
-    FL-GLM (section 4.1.1) appends a mask token to the source, and the model replaces the mask token with the summary.
-    Causal models have no such token. `suffix` replaces it. The default suffix is the "TL;DR:" of Radford et al.,
-    "Language Models are Unsupervised Multitask Learners" (2019), section 3.6.
+    The model generates the target after the source. FL-GLM (section 4.1.1) appends a mask token to the source, and the
+    model replaces the mask token with the summary. Causal models have no mask token, so this task appends `suffix`
+    instead. The default suffix is the "TL;DR:" of Radford et al., "Language Models are Unsupervised Multitask
+    Learners" (2019), section 3.6.
 
     [`~Task.prepare`] creates training examples from source, `suffix`, target and end token. The `labels` are −100
     except for target and end token. If an example has several targets, training uses the first target.
@@ -209,7 +209,9 @@ class Summarization(Task):
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
             generated, labels = first_output(prediction.predictions), first_output(prediction.label_ids)
             if len(generated) != len(targets):
-                raise ValueError(f"There are {len(generated)} predictions, but {len(targets)} `rows`.")
+                raise ValueError(
+                    f"There are {len(generated)} predictions, but {len(targets)} `rows`. Pass the evaluated rows."
+                )
             # Batches are padded with −100 on the left only. Other padding on the right is possible.
             ends = (labels != IGNORED).argmax(axis=1)
             each = np.arange(len(ends))

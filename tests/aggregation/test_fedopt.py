@@ -266,7 +266,7 @@ def test_state_changed_between_rounds_overrides_the_optimizer_copy():
     [
         ({"server_optimizer": "lion"}, "`server_optimizer` is 'lion'; allowed are 'sgd', 'momentum'"),
         ({"server_lr": 0.0}, "`server_lr` is 0.0; it must be positive"),
-        ({"server_momentum": 1.0}, r"`server_momentum` is 1.0; it must be in \[0, 1\)"),
+        ({"server_momentum": 1.0}, "`server_momentum` is 1.0; it must be at least 0 and below 1"),
         (
             {"server_optimizer": "yogi", "server_weight_decay": 0.1},
             "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw'",

@@ -163,7 +163,7 @@ def test_client_with_invalid_class_counts_is_left_out_and_named(tmp_path, counts
     trainer.train()
     assert list(record.rejected[0]) == ["b"]
     assert "Client 'b', round 0: it reports {" in record.rejected[0]["b"]
-    assert "as its rows of each class" in record.rejected[0]["b"]
+    assert "as its numbers of examples of each class" in record.rejected[0]["b"]
     # Weighting by size does not use class counts.
     record = ReplaceMetrics(**counts)
     distillation_trainer(tmp_path / "b", "fedkd", {"weighting": "size"}, record=record).train()
@@ -348,9 +348,9 @@ def test_generate_function_is_saved_by_name(tmp_path):
     assert saved["distillation_kwargs"]["generate"].endswith("<locals>.generate")
     assert "0x" not in repr(trainer.distillation)
     build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    with pytest.raises(ValueError, match="give a function from a prompt"):
+    with pytest.raises(ValueError, match="it must be a function that maps a prompt"):
         distillation_trainer(tmp_path, "adafd", {"weighting": "llm", "generate": 3})
-    with pytest.raises(ValueError, match="no model is found there.*give the function itself"):
+    with pytest.raises(ValueError, match="there is no model with this name.*pass the function itself"):
         distillation_trainer(tmp_path, "adafd", saved["distillation_kwargs"])
 
 

@@ -223,7 +223,7 @@ def test_clients_evaluate_without_evaluation_data_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("method", "kwargs", "words"),
     [
-        ("fedid", {}, "loss on a batch of its labelled rows is nan: none of them has a label"),
+        ("fedid", {}, "loss on a batch of its labelled examples is nan: no example of the batch has a label"),
         ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN if no example has a label"),
     ],
 )

@@ -361,16 +361,19 @@ RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
         ({"weighted_logits": in_row(3, math.nan)}, "'weighted_logits' holds NaN or infinite values"),
         (
             {"certainty": in_row(3, -0.25)},
-            rf"score of public row 3 is -0.25, and 1 of 10 scores are out of range; {RANGE}",
+            rf"score of public example 3 is -0.25, and 1 of 10 scores are out of range; {RANGE}",
         ),
         (
             {"certainty": torch.zeros_like},
-            rf"score of public row 0 is 0, and 10 of 10 scores are out of range; {RANGE}",
+            rf"score of public example 0 is 0, and 10 of 10 scores are out of range; {RANGE}",
         ),
-        ({"certainty": in_row(7, 0.0)}, rf"score of public row 7 is 0, and 1 of 10 scores are out of range; {RANGE}"),
+        (
+            {"certainty": in_row(7, 0.0)},
+            rf"score of public example 7 is 0, and 1 of 10 scores are out of range; {RANGE}",
+        ),
         (
             {"certainty": in_row(9, 1.5)},
-            rf"score of public row 9 is 1.5, and 1 of 10 scores are out of range; {RANGE}",
+            rf"score of public example 9 is 1.5, and 1 of 10 scores are out of range; {RANGE}",
         ),
         ({"certainty": lambda scores: scores[1:]}, r"'certainty' has shape \(9,\), expected \(10,\)"),
         ({"certainty": lambda scores: scores[:, None]}, r"'certainty' has shape \(10, 1\), expected \(10,\)"),
@@ -390,7 +393,7 @@ def test_client_with_invalid_scores_is_left_out_and_the_round_continues(tmp_path
 
 def test_round_fails_when_all_scores_are_invalid(tmp_path):
     trainer = one_round_trainer(tmp_path, ["b"], postprocessors=[ChangeExtra(certainty=torch.zeros_like)])
-    with pytest.raises(RoundFailedError, match="0 of 1 clients .*Client 'b', round 0, .*score of public row 0 is 0"):
+    with pytest.raises(RoundFailedError, match="0 of 1 clients .*'b', round 0, .*score of public example 0 is 0"):
         trainer.train()
 
 

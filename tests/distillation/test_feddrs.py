@@ -269,7 +269,7 @@ def test_shared_t5_embeddings_are_constant_after_the_first_round(tmp_path):
 
 def test_label_outside_label_texts_raises_an_error_that_names_the_row(tmp_path):
     trainer = t5_trainer(tmp_path, label_texts=("yes",))
-    with pytest.raises(RuntimeError, match=r"Row \d has a label.*none of the 1 label texts"):
+    with pytest.raises(RuntimeError, match=r"Row \d has a label.*differ from the tokens of all 1 `label_texts`"):
         trainer.train()
 
 
@@ -428,9 +428,9 @@ def test_model_without_inputs_embeds_is_rejected_when_the_trainer_is_built(tmp_p
 
 
 def test_label_texts_and_pin_cls_must_fit_the_model(tmp_path):
-    with pytest.raises(ValueError, match="leave them out"):
+    with pytest.raises(ValueError, match="is set, but .* is not an encoder–decoder. Leave `label_texts` out"):
         feddrs_trainer(tmp_path, label_texts=["yes", "no"])
-    with pytest.raises(ValueError, match="give them"):
+    with pytest.raises(ValueError, match="is an encoder–decoder, but `label_texts` is not set. Set `label_texts`"):
         t5_trainer(tmp_path, label_texts=None)
     with pytest.raises(ValueError, match=r"needs a `processing_class` with a \[CLS\] token"):
         feddrs_trainer(tmp_path, pin_cls=True).train()

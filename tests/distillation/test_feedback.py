@@ -247,7 +247,7 @@ def test_invalid_arguments_are_rejected():
         directional_derivative(model, inputs, v, method="forward")
     with pytest.raises(ValueError, match="`of` is 'loss'"):
         directional_derivative(model, inputs, v, of="loss")
-    with pytest.raises(ValueError, match="is torch.bfloat16, in which a small difference is nothing but rounding"):
+    with pytest.raises(ValueError, match="is torch.bfloat16, which is too narrow for a small difference"):
         directional_derivative(model.bfloat16(), inputs, v, method="finite_difference")
 
 

@@ -137,10 +137,10 @@ def test_invalid_reply_is_rejected_and_falls_back_to_enwc(reply, caplog):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (RuntimeError("CUDA out of memory"), "a RuntimeError. The error message is 'CUDA out of memory'"),
-        (None, "it was a NoneType and no text. It was 'None'"),
-        ([0.2, 0.3, 0.5], "it was a list and no text. It was '[0.2, 0.3, 0.5]'"),
-        (b"1,2,3", "it was a bytes and no text"),
+        (RuntimeError("CUDA out of memory"), "the model raised a RuntimeError. The error message is 'CUDA out of memory'"),
+        (None, "it was a NoneType and not a text. It was 'None'"),
+        ([0.2, 0.3, 0.5], "it was a list and not a text. It was '[0.2, 0.3, 0.5]'"),
+        (b"1,2,3", "it was a bytes and not a text"),
     ],
     ids=repr,
 )
@@ -173,7 +173,7 @@ def test_retry_prompt_contains_the_reason_of_the_rejection(caplog):
     assert list(weigh(REPORTS).values()) == [0.25, 0.25, 0.5]
     first, second, third = model.prompts
     assert second == first + "\nYour last reply was refused: expected 3 numbers separated by commas, got 2 pieces."
-    assert third == first + "\nYour last reply was refused: there was none, but a TimeoutError."
+    assert third == first + "\nYour last reply was refused: the model raised a TimeoutError."
     assert (weigh.fell_back, weigh.num_attempts, weigh.prompt_length) == (False, 3, len(third))
     assert not caplog.records
 
@@ -308,7 +308,7 @@ def test_adafd_loads_a_named_model_once(tmp_path, monkeypatch):
 
 
 def test_missing_model_raises_an_error_before_training(tmp_path):
-    with pytest.raises(ValueError, match="nothing', and no model is found there"):
+    with pytest.raises(ValueError, match="nothing', but there is no model with this name"):
         distillation_trainer(tmp_path, "adafd", {"weighting": "llm", "generate": str(tmp_path / "nothing")})
 
 

@@ -411,8 +411,8 @@ def test_train_on_labelled_logs_the_loss_on_labelled_words(tmp_path):
 @pytest.mark.parametrize(
     ("method", "kwargs", "words"),
     [
-        ("fedaux", {}, "'fedaux' scores public rows as a whole.*every word of a row.*Take distillation='feddf'"),
-        ("fedkd", {}, "weighting='class_counts' of FedKD needs one class per row.*take weighting='size'"),
+        ("fedaux", {}, "'fedaux' scores each public example as a whole.*word of an example.*Set distillation='feddf'"),
+        ("fedkd", {}, "weighting='class_counts' of FedKD needs one class per example.*Set weighting='size'"),
     ],
 )
 def test_methods_for_whole_examples_are_rejected(tmp_path, method, kwargs, words):

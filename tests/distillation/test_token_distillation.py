@@ -368,9 +368,9 @@ def test_equal_tokenizer_of_a_client_is_accepted(tmp_path):
     ("method", "kwargs", "words"),
     [
         ("dsfl", {"sharpening_temperature": 0.5}, "flattens over 27 tokens: .* at most 1 / log.*, here 0.307"),
-        ("adafd", {"weighting": "llm", "generate": str}, "the 27 tokens of a vocabulary: take weighting='enwc'"),
-        ("fedaux", {}, "every token of a row.*Take distillation='feddf'"),
-        ("fedkd", {}, "one for every token of a row: take weighting='size'"),
+        ("adafd", {"weighting": "llm", "generate": str}, "the 27 tokens of a vocabulary. Set weighting='enwc'"),
+        ("fedaux", {}, "every token of an example.*Set distillation='feddf'"),
+        ("fedkd", {}, "one for every token of an example. Set weighting='size'"),
     ],
 )
 def test_settings_without_a_meaning_for_vocabularies_are_rejected(tmp_path, method, kwargs, words):
@@ -449,5 +449,5 @@ def test_round_fails_when_no_word_is_kept_by_all_clients():
         }
     )
     cohort.predict(PublicRows(0, 2), (3, NUM_CLASSES))
-    with pytest.raises(RoundFailedError, match="no word of the public rows that .*all 2 clients keep"):
+    with pytest.raises(RoundFailedError, match="all 2 clients keep no word of the public examples in common"):
         cohort.check_num_positions(len(cohort.positions.agreed_of([0, 1])))

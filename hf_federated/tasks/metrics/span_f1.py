@@ -69,7 +69,10 @@ class SpanF1(LocalMetric):
 
         for row, (predicted, true) in enumerate(zip(predictions, references, strict=True)):
             if len(predicted) != len(true):
-                raise ValueError(f"Row {row} has {len(predicted)} predicted and {len(true)} true tags; align them.")
+                raise ValueError(
+                    f"Row {row} has {len(predicted)} predicted and {len(true)} true tags. Pass one predicted tag for"
+                    " each true tag."
+                )
         self._check_tags("predictions", predictions)
         self._check_tags("references", references)
         if self.scheme is None:

@@ -322,6 +322,7 @@ def score_candidates(task: str, sums: np.ndarray) -> np.ndarray:
 
     Returns:
         `np.ndarray` of shape `(candidates,)`, `float64`.
+
     Example:
 
     ```python

@@ -117,7 +117,10 @@ def read_value(row: Mapping[str, Any], column: str, where: str) -> Any:
         ValueError: If the row has no value with this name.
     """
     if column not in row:
-        raise ValueError(f"{where} has no {column!r}; it has {', '.join(map(repr, row))}.")
+        raise ValueError(
+            f"{where} has no {column!r}; it has {', '.join(map(repr, row))}. Use the layout of the benchmark's files"
+            " or of `super_glue` on the Hub."
+        )
     return row[column]
 
 
@@ -131,7 +134,8 @@ def read_text(row: Mapping[str, Any], column: str, where: str) -> str:
         where (`str`): The name of the row in error messages.
 
     Raises:
-        ValueError: If the row has no value with this name, or if the value is not a string, empty or only whitespace.
+        ValueError: If the row has no value with this name, or if the value is not a string, is empty or contains only
+            whitespace.
     """
     text = read_value(row, column, where)
     if is_blank(text):
