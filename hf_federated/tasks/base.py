@@ -367,6 +367,26 @@ def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list
     return texts
 
 
+def rows_by_id(ids: Sequence[str], feature_ids: Sequence[str]) -> dict[str, int]:
+    """
+    Map the ID of each raw example to its row number.
+
+    Args:
+        ids (`Sequence[str]`): The IDs of the raw examples.
+        feature_ids (`Sequence[str]`): The IDs of the encoded examples.
+
+    Raises:
+        ValueError: If two raw examples have the same ID, or if raw and encoded examples have different IDs.
+    """
+    row_of = {value: row for row, value in enumerate(ids)}
+    if len(row_of) < len(ids):
+        repeated = next(row for row, value in enumerate(ids) if row_of[value] != row)
+        raise ValueError(f"Row {repeated} has the same id {ids[repeated]!r} as another row of `rows`. Use unique ids.")
+    if set(feature_ids) != set(row_of):
+        raise ValueError("`features` and `rows` have different IDs. Encode `rows` to create matching features.")
+    return row_of
+
+
 def first_output(predictions: Any) -> np.ndarray:
     """
     Return the first element of a model output tuple, or the output itself.

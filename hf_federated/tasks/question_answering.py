@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction, PreTrainedModel
 
-from .base import Batch, ComputeMetrics, Task, check_length, is_blank, read_column, read_texts, row_name
+from .base import Batch, ComputeMetrics, Task, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
 from .metrics import ExactMatch, TokenF1
 
 
@@ -254,10 +254,7 @@ class QuestionAnswering(Task):
                 " features that produced the logits."
             )
         ids = [str(value) for value in rows[self.id_column]]
-        row_of = _rows_by_id(ids)
-        if set(features["example_id"]) != set(ids):
-            raise ValueError("`features` and `rows` have different IDs. Encode `rows` to create matching features.")
-
+        row_of = rows_by_id(ids, features["example_id"])
         best: list[tuple[float, int, int]] = [(-np.inf, 0, 0)] * len(ids)
         null_scores = np.full(len(ids), np.inf)
         for begin in range(0, len(features), FEATURES_AT_ONCE):
@@ -312,7 +309,8 @@ class QuestionAnswering(Task):
                 "`features` or `rows` is missing, but answers are read from the raw dataset. Pass the encoded"
                 " evaluation dataset as `features` and the raw evaluation dataset as `rows`."
             )
-        _rows_by_id([str(value) for value in rows[self.id_column]])  # find duplicate IDs before training starts
+        # Find duplicate and missing IDs before training starts.
+        rows_by_id([str(value) for value in rows[self.id_column]], features["example_id"])
         metric = evaluate.combine([ExactMatch(), TokenF1()])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -332,15 +330,6 @@ def _gold_answers(answers: Any) -> list[tuple[str, int]]:
     else:
         pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
     return [(text, begin) for text, begin in pairs if text and text.strip()]
-
-
-def _rows_by_id(ids: list[str]) -> dict[str, int]:
-    """Map each ID to its row number. IDs must be unique."""
-    row_of = {value: row for row, value in enumerate(ids)}
-    if len(row_of) < len(ids):
-        repeated = next(row for row, value in enumerate(ids) if row_of[value] != row)
-        raise ValueError(f"Row {repeated} has the same id {ids[repeated]!r} as another row. Use unique ids.")
-    return row_of
 
 
 def _token_span(offsets: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:

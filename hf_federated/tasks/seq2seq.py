@@ -141,19 +141,6 @@ class Seq2Seq(Task):
         encoded = self.encode(batch, tokenizer, indices)
         return {**encoded, NUM_POSITIONS: [len(target) for target in encoded["labels"]]}
 
-    def _read_targets(self, batch: Batch, indices: Sequence[int] | None) -> list[list[str]]:
-        """Return the targets of each example. Each example has at least one target, and no target is empty."""
-        rows = []
-        for position, value in enumerate(read_column(batch, self.target_column)):
-            targets = [value] if isinstance(value, str) else list(value or [])
-            if is_empty_target(value):
-                raise ValueError(
-                    f"{row_name(position, indices)} has no target or an empty one in the column"
-                    f" {self.target_column!r}. Drop such rows, or encode with `with_labels=False`."
-                )
-            rows.append(targets)
-        return rows
-
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """
         Load a pretrained encoder and a pretrained decoder, and connect them with new cross-attention layers.
@@ -210,17 +197,9 @@ class Seq2Seq(Task):
         targets = None if rows is None else read_targets(rows[:], self.target_column, None)
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-            generated = first_output(prediction.predictions)
-            if generated.ndim != 2 or not np.issubdtype(generated.dtype, np.integer):
-                raise ValueError(
-                    f"Predictions are {generated.dtype} of shape {generated.shape}, not token ids. Evaluate with"
-                    " `Seq2SeqTrainer` and `predict_with_generate=True`."
-                )
+            generated = generated_ids(prediction.predictions)
             references = targets or [[text] for text in decode_ids(tokenizer, prediction.label_ids)]
-            if len(references) != len(generated):
-                raise ValueError(
-                    f"There are {len(generated)} predictions, but {len(references)} `rows`. Pass the evaluated rows."
-                )
+            check_num_rows(len(generated), len(references))
             return metric.compute(predictions=decode_ids(tokenizer, generated), references=references)
 
         return compute_metrics
@@ -253,6 +232,43 @@ def is_empty_target(value: Any) -> bool:
     """Whether a target or a list of targets is missing, or contains a target that is blank or not a string."""
     targets = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     return not targets or any(map(is_blank, targets))
+
+
+def generated_ids(predictions: Any) -> np.ndarray:
+    """
+    Return the token IDs that a model generated.
+
+    Args:
+        predictions (`np.ndarray` or `tuple`): `EvalPrediction.predictions`.
+
+    Returns:
+        `np.ndarray` of shape `(examples, length)`: Token IDs.
+
+    Raises:
+        ValueError: If the predictions are not token IDs.
+    """
+    generated = first_output(predictions)
+    if generated.ndim != 2 or not np.issubdtype(generated.dtype, np.integer):
+        raise ValueError(
+            f"Predictions are {generated.dtype} of shape {generated.shape}, not token ids. Evaluate with"
+            " `Seq2SeqTrainer` and `predict_with_generate=True`."
+        )
+    return generated
+
+
+def check_num_rows(num_predictions: int, num_rows: int) -> None:
+    """
+    Check that there is one prediction for each raw example.
+
+    Args:
+        num_predictions (`int`): Number of predictions.
+        num_rows (`int`): Number of raw examples.
+
+    Raises:
+        ValueError: If the numbers differ.
+    """
+    if num_predictions != num_rows:
+        raise ValueError(f"There are {num_predictions} predictions, but {num_rows} `rows`. Pass the evaluated rows.")
 
 
 def decode_ids(tokenizer: Any, ids: np.ndarray) -> list[str]:

@@ -30,7 +30,7 @@ from .causal import (
     tokenize_prompts,
 )
 from .metrics import Rouge
-from .seq2seq import is_empty_target, read_targets
+from .seq2seq import check_num_rows, is_empty_target, read_targets
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,7 @@ class Summarization(Task):
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
             generated, labels = first_output(prediction.predictions), first_output(prediction.label_ids)
-            if len(generated) != len(targets):
-                raise ValueError(
-                    f"There are {len(generated)} predictions, but {len(targets)} `rows`. Pass the evaluated rows."
-                )
+            check_num_rows(len(generated), len(targets))
             # Batches are padded with −100 on the left only. Other padding on the right is possible.
             ends = (labels != IGNORED).argmax(axis=1)
             each = np.arange(len(ends))

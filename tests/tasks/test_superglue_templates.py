@@ -191,7 +191,7 @@ BAD: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         changed(
             "multirc", passage={"text": "a", "questions": [{"question": "b?", "idx": 0, "answers": [{"text": None}]}]}
         ),
-        "Row 0 of 'multirc' has the answer None instead of a text",
+        "Row 0 of 'multirc' has None instead of a text in 'text'",
     ),
 }
 

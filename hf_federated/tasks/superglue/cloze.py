@@ -15,7 +15,18 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
 
-from ..base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts, row_name
+from ..base import (
+    Batch,
+    ComputeMetrics,
+    Task,
+    check_length,
+    first_output,
+    is_blank,
+    read_column,
+    read_texts,
+    row_name,
+    rows_by_id,
+)
 from ..causal import (
     IGNORED,
     CausalCollator,
@@ -28,7 +39,7 @@ from ..causal import (
 )
 from .cloze_templates import MASK, NO_ANSWER, WORDS
 from .scores import superglue_scores
-from .templates import LABELS
+from .templates import LABELS, check_task
 
 
 @dataclass(frozen=True)
@@ -185,8 +196,7 @@ class SuperGlueCloze(Task):
         empty = self.find_empty(batch)
         for position, task in enumerate(read_column(batch, "task")):
             row, candidates = row_name(position, indices), batch["candidates"][position]
-            if task not in LABELS:
-                raise ValueError(f"{row} has the task {task!r}; allowed are {', '.join(map(repr, LABELS))}.")
+            check_task(task, row)
             if empty[position] and not is_blank(batch["source"][position]):  # `read_texts` reports empty sources
                 raise ValueError(
                     f"{row} has the candidates {candidates!r}; at least one is required, and none can be empty."
@@ -283,11 +293,7 @@ class SuperGlueCloze(Task):
                 " `features`, and the evaluation dataset before encoding as `rows`."
             )
         columns = {name: list(read_column(rows[:], name)) for name in self.columns}
-        row_of = {name: row for row, name in enumerate(columns["id"])}
-        if len(row_of) < len(rows):
-            raise ValueError("`rows` contains equal values in the column `id`. Use unique ids when you join datasets.")
-        if set(features.unique("id")) != set(row_of):
-            raise ValueError("`features` and `rows` have different IDs. Encode `rows` to create matching features.")
+        row_of = rows_by_id(columns["id"], features.unique("id"))
         feature_rows = np.array([row_of[name] for name in features["id"]])
         numbers = np.array(features["candidate"])
 

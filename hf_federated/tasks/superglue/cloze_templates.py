@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
 from ..base import is_blank
 from .raw import HIGHLIGHT, PLACEHOLDER, multirc_answers, read_text, read_value, record_queries
-from .templates import LABELS, clean, find_span, read_label
+from .templates import LABELS, clean, find_span, raw_label_names, read_label
 
 
 logger = logging.get_logger(__name__)
@@ -140,10 +140,7 @@ def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) 
 
     ```
     """
-    if task not in LABELS:
-        raise ValueError(f"{task!r} is not a SuperGLUE task; the tasks are {', '.join(map(repr, LABELS))}.")
-    feature = rows.features.get("label")
-    names = feature.names if isinstance(feature, ClassLabel) else list(LABELS[task])
+    names = raw_label_names(task, rows)
     nouns = _nouns_by_text(rows) if task == "wsc" else {}
 
     def convert(batch: Mapping[str, Sequence[Any]], indices: list[int]) -> dict[str, list[Any]]:

@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from ..base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, row_name
-from ..seq2seq import Seq2Seq, decode_ids
+from ..seq2seq import Seq2Seq, decode_ids, generated_ids
 from ..text_classification import TextClassification
 from .scores import superglue_scores
-from .templates import LABELS
+from .templates import LABELS, check_task
 
 
 # One head for all tasks. A label name that several tasks share, such as Entailment, is one label.
@@ -69,10 +69,7 @@ class SuperGlueTask(Task):
     ) -> dict[str, list[Any]]:
         """Return the tokenizer's columns and `labels`, one encoded example per row. See [`Task.encode`]."""
         for position, task in enumerate(read_column(batch, "task")):
-            if task not in LABELS:
-                raise ValueError(
-                    f"{row_name(position, indices)} has the task {task!r}; allowed are {', '.join(map(repr, LABELS))}."
-                )
+            check_task(task, row_name(position, indices))
             if not with_labels:
                 continue
             target, allowed = read_column(batch, "target")[position], LABELS[task].values()
@@ -287,13 +284,7 @@ class SuperGlueSeq2Seq(SuperGlueTask):
 
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
         """Read predictions from token IDs of shape `(rows, length)`. See [`SuperGlueTask.read_predictions`]."""
-        generated = first_output(prediction.predictions)
-        if generated.ndim != 2 or not np.issubdtype(generated.dtype, np.integer):
-            raise ValueError(
-                f"Predictions are {generated.dtype} of shape {generated.shape}, not token ids. Evaluate with"
-                " `Seq2SeqTrainer` and `predict_with_generate=True`."
-            )
-        labels = self.read_targets(generated, tokenizer)
+        labels = self.read_targets(generated_ids(prediction.predictions), tokenizer)
         return labels, [0.0 if label == LABELS["record"]["True"] else -np.inf for label in labels]
 
     def read_targets(self, label_ids: np.ndarray, tokenizer: Any) -> list[str | None]:

@@ -61,7 +61,7 @@ def multirc_answers(row: Mapping[str, Any], where: str) -> Iterator[MultiRCAnswe
     """
     if "passage" not in row:  # the Hub layout, with one row per answer
         paragraph, question_text = read_text(row, "paragraph", where), read_text(row, "question", where)
-        index, answer = read_value(row, "idx", where), _answer_text(row, "answer", where)
+        index, answer = read_value(row, "idx", where), read_text(row, "answer", where, allow_empty=True)
         question_id = f"{index['paragraph']}-{index['question']}"
         yield MultiRCAnswer(paragraph, question_text, answer, read_value(row, "label", where), question_id)
         return
@@ -70,7 +70,7 @@ def multirc_answers(row: Mapping[str, Any], where: str) -> Iterator[MultiRCAnswe
     for question in passage["questions"]:
         question_text, number = read_text(question, "question", where), read_value(question, "idx", where)
         for answer in question["answers"]:
-            text = _answer_text(answer, "text", where)
+            text = read_text(answer, "text", where, allow_empty=True)
             # Answers in the test split have no label, because the test labels are not public.
             yield MultiRCAnswer(paragraph, question_text, text, answer.get("label"), f"{row.get('idx')}-{number}")
 
@@ -124,7 +124,7 @@ def read_value(row: Mapping[str, Any], column: str, where: str) -> Any:
     return row[column]
 
 
-def read_text(row: Mapping[str, Any], column: str, where: str) -> str:
+def read_text(row: Mapping[str, Any], column: str, where: str, allow_empty: bool = False) -> str:
     """
     Return a text of a raw row.
 
@@ -132,22 +132,17 @@ def read_text(row: Mapping[str, Any], column: str, where: str) -> str:
         row (`Mapping[str, Any]`): The row, or an object in the row.
         column (`str`): The name of the text.
         where (`str`): The name of the row in error messages.
+        allow_empty (`bool`, *optional*, defaults to `False`): Whether the text may be empty or contain only
+            whitespace.
 
     Raises:
         ValueError: If the row has no value with this name, or if the value is not a string, is empty or contains only
             whitespace.
     """
     text = read_value(row, column, where)
-    if is_blank(text):
-        raise ValueError(f"{where} has {text!r} instead of a text in {column!r}. Correct it, or drop the row.")
+    if not isinstance(text, str) or (is_blank(text) and not allow_empty):
+        raise ValueError(f"{where} has {text!r} instead of a text in {column!r}. Correct the text, or drop the row.")
     return text
-
-
-def _answer_text(row: Mapping[str, Any], column: str, where: str) -> str:
-    answer = read_value(row, column, where)
-    if not isinstance(answer, str):
-        raise ValueError(f"{where} has the answer {answer!r} instead of a text. Correct the answer, or drop the row.")
-    return answer
 
 
 def _entities(given: Sequence[Any], text: str, where: str) -> tuple[str, ...]:

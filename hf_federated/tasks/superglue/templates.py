@@ -118,10 +118,7 @@ def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Datase
 
     ```
     """
-    if task not in LABELS:
-        raise ValueError(f"{task!r} is not a SuperGLUE task; the tasks are {', '.join(map(repr, LABELS))}.")
-    feature = rows.features.get("label")
-    names = feature.names if isinstance(feature, ClassLabel) else list(LABELS[task])
+    names = raw_label_names(task, rows)
 
     def convert(batch: Mapping[str, Sequence[Any]], indices: list[int]) -> dict[str, list[Any]]:
         converted: dict[str, list[Any]] = {name: [] for name in FEATURES}
@@ -203,6 +200,38 @@ def fill(task: str, fields: Mapping[str, str]) -> str:
     parts = [f"{name}: {text}" for name, text in fields.items()]
     ended = [part if part.endswith("?") else f"{part}." for part in parts[:-1]]
     return " ".join([task, *ended, parts[-1]])
+
+
+def check_task(task: str, where: str) -> None:
+    """
+    Check that the task of a row is a SuperGLUE task.
+
+    Args:
+        task (`str`): The task of the row.
+        where (`str`): The name of the row in error messages.
+
+    Raises:
+        ValueError: If the task is unknown.
+    """
+    if task not in LABELS:
+        raise ValueError(f"{where} has the task {task!r}; allowed are {', '.join(map(repr, LABELS))}.")
+
+
+def raw_label_names(task: str, rows: Dataset) -> list[str]:
+    """
+    Return the names of the raw labels of a task, in the order of their numbers.
+
+    Args:
+        task (`str`): The task.
+        rows (`datasets.Dataset`): Raw rows. If the labels are a `ClassLabel`, its names are returned.
+
+    Raises:
+        ValueError: If the task is unknown.
+    """
+    if task not in LABELS:
+        raise ValueError(f"{task!r} is not a SuperGLUE task; the tasks are {', '.join(map(repr, LABELS))}.")
+    feature = rows.features.get("label")
+    return feature.names if isinstance(feature, ClassLabel) else list(LABELS[task])
 
 
 def read_label(task: str, value: Any, names: Sequence[str], where: str) -> str:
