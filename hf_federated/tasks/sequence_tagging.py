@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..data.column_values import check_columns
 from .base import (
     IGNORED,
     NUM_POSITIONS,
@@ -124,8 +125,7 @@ class SequenceTagging(Task):
 
         ```
         """
-        if tags_column not in dataset.column_names:
-            raise ValueError(f"There is no column {tags_column!r}; the columns are {', '.join(dataset.column_names)}.")
+        check_columns(dataset.column_names, [tags_column])
         feature = getattr(dataset.features[tags_column], "feature", None)
         if isinstance(feature, ClassLabel):
             return cls(feature.names, tags_column=tags_column, **kwargs)

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..data.column_values import check_columns
 from .base import (
     Batch,
     ComputeMetrics,
@@ -129,10 +130,7 @@ class TextClassification(Task):
 
         ```
         """
-        if label_column not in dataset.column_names:
-            raise ValueError(
-                f"There is no column {label_column!r}; the columns are {', '.join(dataset.column_names)}."
-            )
+        check_columns(dataset.column_names, [label_column])
         feature = dataset.features[label_column]
         if isinstance(feature, ClassLabel):
             return cls(feature.names, label_column=label_column, **kwargs)

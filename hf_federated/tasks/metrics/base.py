@@ -1,4 +1,4 @@
-"""Base class of the metrics, which writes no files by default, and a check for optional packages.
+"""Base class of the metrics, which writes no files by default, and helpers that several metrics share.
 
 `evaluate.load` downloads the script of a metric from the Hub. The metrics of this package are classes. They are
 created directly, work offline, and combine with `evaluate.combine`.
@@ -7,6 +7,7 @@ created directly, work offline, and combine with `evaluate.combine`.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import evaluate
@@ -76,6 +77,23 @@ class LocalMetric(evaluate.Metric):
             f"{type(self).__name__} has no inputs to compute from. Pass {', '.join(self._feature_names())} to"
             " `add_batch` or `compute`."
         )
+
+
+def reference_texts(references: str | Sequence[str], row: int) -> Sequence[str]:
+    """
+    Return the reference texts of an example as a list.
+
+    Args:
+        references (`str` or `Sequence[str]`): The reference text, or several reference texts.
+        row (`int`): Number of the example, for the error message.
+
+    Raises:
+        ValueError: If the list is empty.
+    """
+    texts = [references] if isinstance(references, str) else references
+    if not texts:
+        raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
+    return texts
 
 
 def require_extra(module: str, package: str, user: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import evaluate
 from datasets import Features, List, Value
 
-from .base import LocalMetric
+from .base import LocalMetric, reference_texts
 
 
 MAX_ORDER = 4
@@ -65,10 +65,8 @@ class Bleu(LocalMetric):
         num_matches, num_ngrams = [0] * MAX_ORDER, [0] * MAX_ORDER
         predicted_length = reference_length = 0
         for row, (prediction, targets) in enumerate(zip(predictions, references, strict=True)):
-            if not targets and not isinstance(targets, str):
-                raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
             words = WORDS.findall(prediction)
-            target_words = [WORDS.findall(target) for target in ([targets] if isinstance(targets, str) else targets)]
+            target_words = [WORDS.findall(target) for target in reference_texts(targets, row)]
             predicted_length += len(words)
             reference_length += min((abs(len(target) - len(words)), len(target)) for target in target_words)[1]
             for order in range(1, MAX_ORDER + 1):

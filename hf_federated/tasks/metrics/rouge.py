@@ -8,7 +8,7 @@ import evaluate
 import numpy as np
 from datasets import Features, List, Value
 
-from .base import LocalMetric, require_extra
+from .base import LocalMetric, reference_texts, require_extra
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
@@ -70,9 +70,6 @@ class Rouge(LocalMetric):
         scorer = RougeScorer(ROUGE_TYPES, use_stemmer=self.use_stemmer)
         scores = []
         for row, (prediction, targets) in enumerate(zip(predictions, references, strict=True)):
-            targets = [targets] if isinstance(targets, str) else targets
-            if not targets:
-                raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
-            best = scorer.score_multi(targets, prediction)
+            best = scorer.score_multi(reference_texts(targets, row), prediction)
             scores.append([best[rouge_type].fmeasure for rouge_type in ROUGE_TYPES])
         return dict(zip(ROUGE_TYPES, np.mean(scores, axis=0).tolist(), strict=True))
