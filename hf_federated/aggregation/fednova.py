@@ -10,7 +10,7 @@ from torch import nn
 
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..utils.weighted_mean import State, WeightedMean
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Accumulator, Aggregation, LocalHook, require
 from .fedprox import ProximalHook
 
 
@@ -71,8 +71,7 @@ class FedNova(Aggregation):
 
     def __init__(self, proximal_weight: float = 0.0, weighting: str = "examples") -> None:
         super().__init__(weighting)
-        if proximal_weight < 0:
-            raise ValueError(f"`proximal_weight` is {proximal_weight}; it must not be negative.")
+        require("proximal_weight", proximal_weight, proximal_weight >= 0, "at least 0")
         self.proximal_weight = proximal_weight
 
     @property

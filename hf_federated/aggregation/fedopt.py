@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 from .._compat import set_last_lr
 from ..utils.weighted_mean import State, wide_dtype
-from .base import Accumulator, Aggregation
+from .base import Accumulator, Aggregation, require, require_one_of
 
 
 class Yogi(Optimizer):
@@ -145,18 +145,12 @@ class FedOpt(Aggregation):
         weighting: str = "examples",
     ) -> None:
         super().__init__(weighting)
-        if server_optimizer not in SERVER_OPTIMIZERS:
-            allowed = ", ".join(map(repr, SERVER_OPTIMIZERS))
-            raise ValueError(f"`server_optimizer` is {server_optimizer!r}; allowed are {allowed}.")
-        if server_lr <= 0:
-            raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
-        if not 0 <= server_momentum < 1:
-            raise ValueError(f"`server_momentum` is {server_momentum}; it must be at least 0 and below 1.")
+        require_one_of("server_optimizer", server_optimizer, SERVER_OPTIMIZERS)
+        require("server_lr", server_lr, server_lr > 0, "positive")
+        require("server_momentum", server_momentum, 0 <= server_momentum < 1, "at least 0 and below 1")
+        require_one_of("server_lr_scheduler", server_lr_scheduler, SERVER_LR_SCHEDULERS)
         if server_optimizer == "nesterov" and server_momentum == 0:
             raise ValueError("`server_momentum` is 0, but 'nesterov' needs momentum. Set server_optimizer='sgd'.")
-        if server_lr_scheduler not in SERVER_LR_SCHEDULERS:
-            allowed = ", ".join(map(repr, SERVER_LR_SCHEDULERS))
-            raise ValueError(f"`server_lr_scheduler` is {server_lr_scheduler!r}; allowed are {allowed}.")
         if server_optimizer == "yogi" and server_weight_decay:
             raise ValueError(
                 "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw' for weight decay."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..messages import Fit
-from .base import Aggregation, LocalHook, State
+from .base import Aggregation, LocalHook, State, require
 
 
 class FedProx(Aggregation):
@@ -61,8 +61,7 @@ class FedProx(Aggregation):
 
     def __init__(self, proximal_weight: float = 0.01, weighting: str = "examples") -> None:
         super().__init__(weighting)
-        if proximal_weight < 0:
-            raise ValueError(f"`proximal_weight` is {proximal_weight}; it must be at least 0.")
+        require("proximal_weight", proximal_weight, proximal_weight >= 0, "at least 0")
         self.proximal_weight = proximal_weight
 
     def fit_settings(self) -> dict[str, Any]:

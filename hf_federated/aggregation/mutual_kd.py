@@ -21,7 +21,7 @@ from ..messages.validation import InvalidUpdateError
 from ..postprocessing import Postprocessor
 from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Accumulator, Aggregation, LocalHook, require
 
 
 # Label of a position that the losses ignore.
@@ -155,8 +155,7 @@ class MutualKD(Aggregation):
     ) -> None:
         super().__init__(weighting)
         energy_schedule(0, 1, energy_start, energy_end)
-        if not temperature > 0:
-            raise ValueError(f"`temperature` is {temperature}; it must be positive.")
+        require("temperature", temperature, temperature > 0, "positive")
         self.energy_start = energy_start
         self.energy_end = energy_end
         self.temperature = temperature

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..messages import Disclosure, Fit
 from ..utils.weighted_mean import State, wide_dtype
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Accumulator, Aggregation, LocalHook, require
 
 
 class Scaffold(Aggregation):
@@ -74,8 +74,7 @@ class Scaffold(Aggregation):
 
     def __init__(self, server_lr: float = 1.0, weighting: str = "uniform") -> None:
         super().__init__(weighting)
-        if server_lr <= 0:
-            raise ValueError(f"`server_lr` is {server_lr}; it must be positive.")
+        require("server_lr", server_lr, server_lr > 0, "positive")
         self.server_lr = server_lr
         self._num_clients = 0
         self._control: State = {}

@@ -180,5 +180,5 @@ def test_update_without_positive_normalizer_is_rejected(value):
 
 
 def test_negative_proximal_weight_raises_an_error():
-    with pytest.raises(ValueError, match="`proximal_weight` is -1; it must not be negative"):
+    with pytest.raises(ValueError, match="`proximal_weight` is -1; it must be at least 0"):
         FedNova(-1)
