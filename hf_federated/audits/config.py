@@ -8,6 +8,19 @@ from ..messages.quantization import TRAVEL_DTYPES
 
 
 ATTACKERS = ("nearest", "decoder", "transformer", "search")
+# Smallest allowed value of each number.
+MINIMA = {
+    "num_attacker_rows": 1,
+    "num_victim_rows": 1,
+    "max_length": 2,
+    "num_steps": 1,
+    "batch_size": 1,
+    "num_negatives": 1,
+    "num_candidates": 1,
+    "gradient_rows": 0,
+    "tail_blocks": 1,
+    "target_rows": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -99,21 +112,8 @@ class AuditConfig:
             )
         if min(self.head_blocks) < 0:
             raise ValueError(f"head_blocks contains {min(self.head_blocks)}. Set all its values to at least 0.")
-        for name in (
-            "num_attacker_rows",
-            "num_victim_rows",
-            "num_steps",
-            "batch_size",
-            "num_negatives",
-            "num_candidates",
-            "tail_blocks",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small. Set it to at least 1.")
-        if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length} is too small. Set it to at least 2.")
-        for name in ("gradient_rows", "target_rows"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative. Set it to at least 0.")
+        for name, minimum in MINIMA.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}={getattr(self, name)} is too small. Set it to at least {minimum}.")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate={self.learning_rate} is not positive. Set it to a number greater than 0.")

@@ -213,7 +213,7 @@ def test_texts_without_a_token_raise():
         ({"num_attacker_rows": 0}, "num_attacker_rows=0 is too small. Set it to at least 1"),
         ({"num_steps": 0}, "num_steps=0 is too small. Set it to at least 1"),
         ({"max_length": 1}, "max_length=1 is too small. Set it to at least 2"),
-        ({"gradient_rows": -1}, "gradient_rows=-1 is negative"),
+        ({"gradient_rows": -1}, "gradient_rows=-1 is too small. Set it to at least 0"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 is not positive"),
     ],
 )
