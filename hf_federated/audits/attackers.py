@@ -67,6 +67,24 @@ class NearestState:
             Id of the token that precedes each token.
         batch_size (`int`, *optional*, defaults to `1024`):
             Number of tokens that are run at a time.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_federated.audits import NearestState, build_head
+
+    >>> config = LlamaConfig(
+    ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1
+    ... )
+    >>> head = build_head(LlamaForCausalLM(config), head_blocks=0)
+    >>> tokens = torch.tensor([[3, 5, 2]])
+    >>> mask = torch.ones_like(tokens)
+    >>> states = head(tokens, mask, use_cache=False).logits.detach()
+    >>> NearestState(head, length=3).propose(states, mask, num_tokens=1).flatten().tolist()
+    [3, 5, 2]
+    ```
     """
 
     @torch.no_grad()
@@ -114,6 +132,27 @@ class LearnedDecoder(nn.Module):
             Number of steps, learning rate and seed.
         contextual (`bool`, *optional*, defaults to `False`):
             Whether a position is decoded together with its neighbours, by the transformer block.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_federated.audits import AuditConfig, LearnedDecoder, TokenizedExamples, build_head
+
+    >>> config = LlamaConfig(
+    ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1
+    ... )
+    >>> head = build_head(LlamaForCausalLM(config), head_blocks=0)
+    >>> tokens = torch.tensor([[3, 5, 2]])
+    >>> mask = torch.ones_like(tokens)
+    >>> states = head(tokens, mask, use_cache=False).logits.detach()
+    >>> examples = TokenizedExamples(tokens, mask, mask.bool())
+    >>> embedding = head.model.get_input_embeddings().weight
+    >>> decoder = LearnedDecoder(embedding, states, examples, AuditConfig(num_steps=2))
+    >>> decoder.propose(states, mask, num_tokens=4).shape
+    torch.Size([1, 3, 4])
+    ```
     """
 
     def __init__(
@@ -215,6 +254,25 @@ class PrefixSearch:
 
     Raises:
         ValueError: If the blocks of the head do not support a cache (the original ChatGLM classes).
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_federated.audits import NearestState, PrefixSearch, build_head
+
+    >>> config = LlamaConfig(
+    ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1
+    ... )
+    >>> head = build_head(LlamaForCausalLM(config), head_blocks=1)
+    >>> tokens = torch.tensor([[3, 5, 2]])
+    >>> mask = torch.ones_like(tokens)
+    >>> states = head(tokens, mask, use_cache=False).logits.detach()
+    >>> search = PrefixSearch(head, [NearestState(head, length=3)], num_candidates=9)
+    >>> search.propose(states, mask).flatten().tolist()
+    [3, 5, 2]
+    ```
     """
 
     def __init__(self, head: Part, proposers: Sequence[Attacker], num_candidates: int, batch_size: int = 8) -> None:
