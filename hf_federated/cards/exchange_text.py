@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .facts import DataFacts
 from .run_record import RunRecord
 from .tables import format_bytes, plural, table
 
@@ -26,7 +27,7 @@ def exchange_text(record: RunRecord) -> str:
     """
     exchanged = record.exchanged
     if record.public_data is not None:
-        return _prediction_exchange(record)
+        return _prediction_exchange(record, record.public_data)
     kind = {
         "adapter": "the adapter's parameters",
         "trainable": "the trainable parameters",
@@ -96,11 +97,10 @@ def _pseudo_samples(record: RunRecord) -> str:
     )
 
 
-def _prediction_exchange(record: RunRecord) -> str:
+def _prediction_exchange(record: RunRecord, public_data: DataFacts) -> str:
     """Return the section for runs in which the clients send predictions."""
     exchanged, federation = record.exchanged, record.federation
-    assert record.public_data is not None
-    examples = plural(record.public_data.num_rows or 0, "public example")
+    examples = plural(public_data.num_rows or 0, "public example")
     num_values = plural(exchanged["num_values"], "value")
     parameters = "The parameters of the clients' models stayed with the clients."
     if exchanged["parameters_returned"]:
