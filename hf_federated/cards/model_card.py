@@ -21,42 +21,15 @@ from .tables import format_bytes, format_count, metric_name, plural, subsample, 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 
 
-def render_model_card(
-    trainer: FederatedRun,
-    language: str | list[str] | None = None,
-    license: str | None = None,
-    tags: str | list[str] | None = None,
-    model_name: str | None = None,
-    finetuned_from: str | None = None,
-    tasks: str | list[str] | None = None,
-    dataset_tags: str | list[str] | None = None,
-    dataset: str | list[str] | None = None,
-    dataset_args: str | list[str] | None = None,
-) -> ModelCard:
+def render_model_card(trainer: FederatedRun, *args: Any, **kwargs: Any) -> ModelCard:
     """
-    Create the card of a trainer's run. The arguments are those of `Trainer.create_model_card`.
+    Create the card of a trainer's run.
 
     Args:
         trainer (`FederatedTrainer`):
             The run.
-        language (`str` or `list[str]`, *optional*):
-            Language of the model.
-        license (`str`, *optional*):
-            License of the model.
-        tags (`str` or `list[str]`, *optional*):
-            Tags in addition to those of all federated runs.
-        model_name (`str`, *optional*):
-            Title of the card. Defaults to the name of the output directory.
-        finetuned_from (`str`, *optional*):
-            Hub id of the base model. Defaults to the id in the model's configuration. Local directories are not named.
-        tasks (`str` or `list[str]`, *optional*):
-            Pipeline tags. Defaults to the tag of the model's class.
-        dataset_tags (`str` or `list[str]`, *optional*):
-            Hub ids of the datasets. Defaults to the ids that the datasets record.
-        dataset (`str` or `list[str]`, *optional*):
-            Display names of the datasets.
-        dataset_args (`str` or `list[str]`, *optional*):
-            Arguments that were used to load the datasets.
+        args, kwargs:
+            Arguments of `Trainer.create_model_card`. See [`~hf_federated.cards.card_record.CardArguments`].
 
     Returns:
         `huggingface_hub.ModelCard`: The card, with metadata that the Hub accepts. `card.save(path)` writes it.
@@ -70,19 +43,7 @@ def render_model_card(
 
     ```
     """
-    record = RunRecord.from_trainer(
-        trainer,
-        language=language,
-        license=license,
-        tags=tags,
-        model_name=model_name,
-        finetuned_from=finetuned_from,
-        tasks=tasks,
-        dataset_tags=dataset_tags,
-        dataset=dataset,
-        dataset_args=dataset_args,
-    )
-    return ModelCard(render(record))
+    return ModelCard(render(RunRecord.from_trainer(trainer, *args, **kwargs)))
 
 
 def render(record: RunRecord) -> str:
