@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -21,34 +22,42 @@ from transformers import (
 
 VOCABULARY = 50
 NUM_BLOCKS = 5
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+
+
+def sizes(vocabulary: int, num_blocks: int, eos_token_id: int) -> dict[str, Any]:
+    """Config arguments of a tiny decoder, by the names that most config classes use."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": eos_token_id,
+    }
+
+
+def gpt2_sizes(common: dict[str, Any]) -> dict[str, Any]:
+    """The return value of `sizes` by the names of `GPT2Config`, without the pad token."""
+    return {
+        "vocab_size": common["vocab_size"],
+        "n_embd": common["hidden_size"],
+        "n_layer": common["num_hidden_layers"],
+        "n_head": common["num_attention_heads"],
+        "n_positions": common["max_position_embeddings"],
+        "bos_token_id": common["bos_token_id"],
+        "eos_token_id": common["eos_token_id"],
+    }
+
+
+_SIZES = sizes(VOCABULARY, NUM_BLOCKS, eos_token_id=2)
 _GROUPED: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 
 DECODERS: dict[str, Any] = {
     "glm": lambda: GlmConfig(**_GROUPED, head_dim=8),
     "glm4": lambda: Glm4Config(**_GROUPED, head_dim=8),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=NUM_BLOCKS,
-        n_head=4,
-        n_positions=64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    ),
+    "gpt2": lambda: GPT2Config(**gpt2_sizes(_SIZES), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0),
     "llama": lambda: LlamaConfig(**_GROUPED),
     "llama-tied": lambda: LlamaConfig(**_GROUPED, tie_word_embeddings=True),
     "mistral-window": lambda: MistralConfig(**_GROUPED, head_dim=8, sliding_window=4),
@@ -62,11 +71,16 @@ DECODERS: dict[str, Any] = {
 }
 
 
-def decoder(name: str, seed: int = 0) -> PreTrainedModel:
-    """Create a model of one of `DECODERS`, in evaluation mode."""
+def from_config(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Create a model in evaluation mode, without changing the global random generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(DECODERS[name]()).eval()
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def decoder(name: str, seed: int = 0) -> PreTrainedModel:
+    """Create a model of one of `DECODERS`, in evaluation mode."""
+    return from_config(DECODERS[name](), seed)
 
 
 def batch(padding: str | None, batch_size: int = 3, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:

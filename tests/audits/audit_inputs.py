@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import torch
+from decoders import from_config, gpt2_sizes, sizes
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -27,28 +26,10 @@ SPECIAL = ["<end>", "<start>", "<unk>"]
 WORDS = [f"word{number}" for number in range(60)]
 NUM_BLOCKS = 4
 LENGTH = 12
-_SIZES: dict[str, Any] = {
-    "vocab_size": len(SPECIAL) + len(WORDS),
-    "hidden_size": 32,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-}
+_SIZES = sizes(len(SPECIAL) + len(WORDS), NUM_BLOCKS, eos_token_id=0)
 _LLAMA: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
 MODELS: dict[str, Any] = {
-    "gpt2": lambda: GPT2Config(
-        vocab_size=_SIZES["vocab_size"],
-        n_embd=32,
-        n_layer=NUM_BLOCKS,
-        n_head=4,
-        n_positions=64,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=0,
-    ),
+    "gpt2": lambda: GPT2Config(**gpt2_sizes(_SIZES), initializer_range=0.2),
     "llama": lambda: LlamaConfig(**_LLAMA),
     "llama-tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "mistral-window": lambda: MistralConfig(**_LLAMA, head_dim=8, sliding_window=4),
@@ -58,9 +39,7 @@ MODELS: dict[str, Any] = {
 
 def tiny(name: str = "llama", seed: int = 0) -> PreTrainedModel:
     """Create a model of one of `MODELS` in evaluation mode, without changing the global random generator."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    return from_config(MODELS[name](), seed)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
