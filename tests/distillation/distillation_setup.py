@@ -80,7 +80,7 @@ class Recorder(FederatedCallback):
                 self.received.append(reply)
                 return reply
 
-            recorded.__func__ = recorded  # type: ignore[attr-defined]
+            recorded.__func__ = recorded  # type: ignore[attr-defined]  # the check above reads it
             engine.worker.handle = recorded
 
 
