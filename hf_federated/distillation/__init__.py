@@ -4,21 +4,22 @@ from typing import Any
 
 from ..clients.context import ClientContext
 from .adafd import AdaFD
-from .base import Distillation, num_examples_by_client, weighted_mean
+from .base import Distillation
 from .client import DistillationClient, LocalDistillation
+from .client_reports import ClientReport, reports, summarize_logits
 from .client_weights import (
     WEIGHTINGS,
-    ClientReport,
     Weighting,
     class_count_weights,
     enwc,
+    num_examples_by_client,
     rnwc,
     size,
-    summarize_logits,
     uniform,
+    weighted_mean,
 )
 from .codec import PredictionCodec
-from .cohort import Ask, Cohort, PublicRows, RunOnMain, reports
+from .cohort import Ask, Cohort, RunOnMain
 from .cronus import Cronus
 from .dsfl import DSFL
 from .fedaux import FedAUX
@@ -44,6 +45,7 @@ from .llm_weighting import LLMWeighting, text_generation
 from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
+from .public_rows import PublicRows
 from .requirements import Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
 from .server import DistillationServer

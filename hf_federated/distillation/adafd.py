@@ -18,10 +18,11 @@ from transformers import AutoConfig, Trainer, pipeline
 
 from ..clients.context import ClientContext
 from ..messages import Disclosure
-from .base import Distillation, Predictions, weighted_mean
+from .base import Distillation, Predictions
 from .client import DistillationClient, LocalDistillation
-from .client_weights import WEIGHTINGS, ClientReport, enwc
-from .cohort import Cohort, reports
+from .client_reports import ClientReport, reports
+from .client_weights import WEIGHTINGS, enwc, weighted_mean
+from .cohort import Cohort
 from .epoch_losses import EpochLosses
 from .llm_weighting import LLMWeighting, text_generation
 from .losses import mean_squared_error
@@ -137,20 +138,20 @@ class AdaFD(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weighting not in (*WEIGHTINGS, LLM):
-            allowed = ", ".join(map(repr, (*WEIGHTINGS, LLM)))
-            raise ValueError(f"`weighting` is {self.weighting!r}; allowed are {allowed}.")
-        if (self.weighting == LLM) != (self.generate is not None):
-            raise ValueError(
-                "`generate` and weighting='llm' need each other: a function or a model answers the prompt."
-            )
-        if self.generate is not None and not isinstance(self.generate, str) and not callable(self.generate):
-            raise ValueError(
-                f"`generate` is {self.generate!r}; it must be a function that maps a prompt to an answer, or the Hub "
-                "id or directory of a model."
-            )
+        self._require_one_of("weighting", (*WEIGHTINGS, LLM))
+        self._require(
+            ("generate",),
+            lambda value: isinstance(value, str) or callable(value),
+            "a function that maps a prompt to an answer, or the Hub id or directory of a model",
+            optional=True,
+        )
         if self.weighting != LLM:
-            self._refuse_without_effect("clients_evaluate", given=f"weighting={self.weighting!r}")
+            self._refuse_without_effect("clients_evaluate", "generate", given=f"weighting={self.weighting!r}")
+        elif self.generate is None:
+            raise ValueError(
+                "weighting='llm' needs a language model, but `generate` is None. Set it to a function that maps a "
+                "prompt to an answer, or to the Hub id or directory of a model."
+            )
         if self.weighting not in ("enwc", LLM):
             self._refuse_without_effect("beta", given=f"weighting={self.weighting!r}")
         self._fell_back = False
@@ -223,15 +224,17 @@ class AdaFD(Distillation):
         Returns:
             `dict[str, float]`: Weights by client. They sum to 1.
         """
-        if self.weighting == LLM:
+        if self.generate is not None:  # exactly if the weighting is "llm"
             client_reports = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
-            return self._ask_model(client_reports, cohort)
+            return self._ask_model(self.generate, client_reports, cohort)
         client_reports = reports(cohort)
         return (
             enwc(client_reports, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](client_reports)
         )
 
-    def _ask_model(self, client_reports: list[ClientReport], cohort: Cohort) -> dict[str, float]:
+    def _ask_model(
+        self, generate: Callable[[str], str] | str, client_reports: list[ClientReport], cohort: Cohort
+    ) -> dict[str, float]:
         """
         Ask the language model for weights, on the main process only.
 
@@ -240,18 +243,15 @@ class AdaFD(Distillation):
 
         def find() -> dict[str, Any]:
             if self._llm is None:
-                self._llm = LLMWeighting(self._load_answers(), beta=self.beta)
+                answer = (
+                    text_generation(pipeline("text-generation", generate)) if isinstance(generate, str) else generate
+                )
+                self._llm = LLMWeighting(answer, beta=self.beta)
             return {"weights": self._llm(client_reports), "fell_back": self._llm.fell_back}
 
         answer = cohort.run_on_main(f"weights of a language model, round {cohort.round}", find)
         self._fell_back = bool(answer["fell_back"])
         return answer["weights"]
-
-    def _load_answers(self) -> Callable[[str], str]:
-        assert self.generate is not None  # checked with the weighting
-        if not isinstance(self.generate, str):
-            return self.generate
-        return text_generation(pipeline("text-generation", self.generate))
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         logs = super().distill(cohort, server)

@@ -20,7 +20,6 @@ messages. Code that runs on a client may use only the constructor's arguments an
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,15 +27,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..config import name_functions
 from ..messages import ClientUpdate, Disclosure, Feedback
 from .client import DistillationClient
+from .client_weights import weighted_mean
 from .codec import PredictionCodec
 from .cohort import Cohort
 from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 from .losses import kl_divergence
 from .requirements import Requirements
 from .server import DistillationServer
+from .settings import Settings
 from .teachers import Teachers
 
 
@@ -48,7 +48,7 @@ SMALLEST_PROBABILITY = 1e-9
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class Distillation:
+class Distillation(Settings):
     """
     Base class of the distillation algorithms.
 
@@ -135,13 +135,9 @@ class Distillation:
     top_k: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("server_epochs", "client_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        for name in ("temperature", "server_lr", "client_lr"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` is {value}; it must be positive.")
+        self._require(("server_epochs", "client_epochs"), lambda value: value >= 1, "at least 1")
+        rates = ("temperature", "server_lr", "client_lr")
+        self._require(rates, lambda value: value > 0, "positive", optional=True)
         self._refuse_without_effect(*self.ignores)
         self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
 
@@ -203,36 +199,6 @@ class Distillation:
         Raises:
             ValueError: If the formula does not hold. The message names an alternative.
         """
-
-    def settings(self) -> dict[str, Any]:
-        """All settings and their values."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
-
-    def non_default_settings(self) -> dict[str, Any]:
-        """The settings whose values are not the defaults."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if item.init and getattr(self, item.name) != item.default
-        }
-
-    def _refuse_without_effect(self, *names: str, given: str = "") -> None:
-        """
-        Raise a `ValueError` if one of these settings is not at its default.
-
-        Args:
-            names (`str`): Names of settings that have no effect.
-            given (`str`, *optional*, defaults to `""`): Setting and value that make them have no effect, for the
-                message.
-        """
-        for name in sorted(self.non_default_settings().keys() & set(names)):
-            reason = f" with {given}" if given else ""
-            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{reason}: leave it out.")
-
-    def __repr__(self) -> str:
-        settings = name_functions(self.non_default_settings())
-        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return f"{type(self).__name__}({arguments})"
 
     # ---- Server side
 
@@ -483,25 +449,3 @@ class Distillation:
             NotImplementedError: If the method does not exchange mini-batches.
         """
         raise NotImplementedError(f"{type(self).__name__} does not exchange mini-batches.")
-
-
-def weighted_mean(predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
-    """
-    The weighted mean of the clients' tensors, summed in float64 in the order of the clients.
-
-    Args:
-        predictions (`Mapping[str, torch.Tensor]`): Tensors by client, all of one shape.
-        weights (`Mapping[str, float]`): Weights by client. They do not have to sum to 1.
-
-    Returns:
-        `torch.Tensor`: The mean, of the same shape, in float32.
-    """
-    total = sum(weights[client_id] for client_id in predictions)
-    mean = sum(value.to(torch.float64) * (weights[client_id] / total) for client_id, value in predictions.items())
-    assert isinstance(mean, torch.Tensor)
-    return mean.to(torch.float32)
-
-
-def num_examples_by_client(cohort: Cohort) -> dict[str, float]:
-    """Number of training examples of each client."""
-    return {client_id: row["num_examples"] for client_id, row in cohort.metrics.items()}

@@ -18,8 +18,9 @@ from ..clients.context import ClientContext
 from ..clients.models import OwnModel
 from ..clients.positions import Positions
 from ..clients.student import Student, Targets
-from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage, public_order
+from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage
 from ..utils.random import isolated_rng
+from .public_rows import PublicRows
 
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
             f"The message names the public examples {message.start} to {message.stop}, but this client has "
             f"{student.num_rows} public examples. Give the server and the clients the same `public_dataset`."
         )
-    return public_order(student.num_rows, message.order)[message.start : message.stop]
+    return PublicRows(message.start, message.stop, message.order).indices(student.num_rows)
 
 
 def _place(message: PublicRowsMessage) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Weights of the clients in an ensemble: by size, uniform, by training loss, or by class.
+"""Weights of the clients in an ensemble (by size, uniform, by training loss, or by class), and the weighted mean.
 
 RNWC and ENWC are equations 6 and 7 of Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual
 Data (AdaFD). The weights by class are those of Gong et al., Preserving Privacy in Federated Learning with Ensemble
@@ -9,85 +9,15 @@ on their predictions. A client that reports a small loss is trusted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-
-@dataclass(frozen=True)
-class ClientReport:
-    """
-    Values that a client reports in a round in addition to its predictions.
-
-    Each weighting reads the fields that it needs.
-
-    Args:
-        client_id (`str`): Id of the client.
-        num_examples (`int`): Number of the client's training examples.
-        min_epoch_loss (`float`): Smallest mean training loss of a local epoch in this round.
-        f1 (`float`, *optional*): F1 of the client's model, between 0 and 1.
-        mean_logits (`tuple[float, ...]`, *optional*): Mean logit of each class over the public examples.
-        std_logits (`tuple[float, ...]`, *optional*): Standard deviation of the logits of each class over the public
-            examples.
-        mean_entropy (`float`, *optional*): Mean entropy of the predicted distributions, in nats.
-        class_counts (`tuple[int, ...]`, *optional*): Number of the client's training examples of each class, in the
-            label order that all clients share.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from hf_federated.distillation import ClientReport, enwc, summarize_logits
-
-    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]])  # two public examples
-    >>> report = ClientReport("north", num_examples=8, min_epoch_loss=0.2, **summarize_logits(logits))
-    >>> report.mean_logits, report.std_logits
-    ((1.0, 1.0), (1.0, 1.0))
-    >>> weights = enwc([report, ClientReport("south", num_examples=8, min_epoch_loss=0.4)])
-    >>> {client_id: round(weight, 3) for client_id, weight in weights.items()}
-    {'north': 0.731, 'south': 0.269}
-    ```
-    """
-
-    client_id: str
-    num_examples: int
-    min_epoch_loss: float
-    f1: float | None = None
-    mean_logits: tuple[float, ...] | None = None
-    std_logits: tuple[float, ...] | None = None
-    mean_entropy: float | None = None
-    class_counts: tuple[int, ...] | None = None
+from .client_reports import ClientReport
+from .cohort import Cohort
 
 
 Weighting = Callable[[Sequence[ClientReport]], dict[str, float]]
-
-
-def summarize_logits(logits: torch.Tensor) -> dict[str, Any]:
-    """
-    Summarize a client's logits for its [`ClientReport`].
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., num_classes)`): Floating point logits of the public examples (or of
-            their tokens).
-
-    Returns:
-        `dict`: `mean_logits`, `std_logits` (population standard deviation over rows) and `mean_entropy` (entropy of
-        the softmax, in nats).
-
-    Raises:
-        ValueError: If there is no row, or a logit is NaN or infinite.
-    """
-    rows = logits.detach().double().reshape(-1, logits.shape[-1])
-    if not len(rows) or not rows.isfinite().all():
-        raise ValueError(f"The logits of shape {tuple(logits.shape)} have no row or hold NaN or infinite values.")
-    log_probabilities = rows.log_softmax(-1)
-    return {
-        "mean_logits": tuple(rows.mean(0).tolist()),
-        "std_logits": tuple(rows.std(0, correction=0).tolist()),
-        "mean_entropy": -(log_probabilities.exp() * log_probabilities).sum(-1).mean().item(),
-    }
 
 
 def size(reports: Sequence[ClientReport]) -> dict[str, float]:
@@ -216,6 +146,27 @@ def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
     rows = torch.tensor([report.class_counts for report in reports], dtype=torch.float64)
     totals = rows.sum(0)
     return torch.where(totals > 0, rows / totals, 1 / len(reports))
+
+
+def weighted_mean(predictions: Mapping[str, torch.Tensor], weights: Mapping[str, float]) -> torch.Tensor:
+    """
+    The weighted mean of the clients' tensors, summed in float64 in the order of the clients.
+
+    Args:
+        predictions (`Mapping[str, torch.Tensor]`): Tensors by client, all of one shape.
+        weights (`Mapping[str, float]`): Weights by client. They do not have to sum to 1.
+
+    Returns:
+        `torch.Tensor`: The mean, of the same shape, in float32.
+    """
+    total = sum(weights[client_id] for client_id in predictions)
+    terms = (value.to(torch.float64) * (weights[client_id] / total) for client_id, value in predictions.items())
+    return sum(terms, torch.zeros((), dtype=torch.float64)).to(torch.float32)
+
+
+def num_examples_by_client(cohort: Cohort) -> dict[str, float]:
+    """Number of training examples of each client."""
+    return {client_id: row["num_examples"] for client_id, row in cohort.metrics.items()}
 
 
 def _check_cohort(reports: Sequence[ClientReport]) -> None:

@@ -6,7 +6,6 @@ shape. The log names the client. The round continues as long as `min_clients` cl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from transformers.utils import logging
 
 from ..clients.positions import Positions
 from ..messages import (
-    CLASS_COUNT,
     ClientFailure,
     Distill,
     Evaluate,
@@ -25,13 +23,12 @@ from ..messages import (
     Metrics,
     Predict,
     Predictions,
-    public_order,
 )
 from ..messages.validation import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import WeightedMean
-from .client_weights import ClientReport, summarize_logits
 from .lazy_rows import LazyRows, decode_lazily
+from .public_rows import PublicRows
 from .teachers import Teachers
 
 
@@ -40,40 +37,10 @@ logger = logging.get_logger(__name__)
 # `ask(phase, client_ids, message_for)` sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
+Reply = TypeVar("Reply", bound=Message)
 # `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
-# Names of F1 metrics, in the order of the search. Users often log the first name, and tasks log the other names.
-F1_NAMES = ("eval_f1", "eval_f1_weighted", "eval_f1_macro", "eval_span_f1")
 Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PublicRows:
-    """
-    A range of public examples, as messages name it.
-
-    Args:
-        start (`int`): Index of the first example.
-        stop (`int`): Index after the last example.
-        order (`int`, *optional*): Seed of the permutation to which `start` and `stop` refer. `None` is the original
-            order.
-
-    Example:
-
-    ```python
-    >>> from hf_federated.distillation import PublicRows
-
-    >>> len(PublicRows(0, 32))
-    32
-    ```
-    """
-
-    start: int
-    stop: int
-    order: int | None = None
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass
@@ -192,11 +159,10 @@ class Cohort:
         found: dict[str, R] = {}
         absent: dict[str, torch.Tensor] = {}
         for client_id, reply in self._send("prediction", message, Predictions).items():
-            assert isinstance(reply, Predictions)
             try:
                 values, missing = reply.values, torch.empty(0, dtype=torch.int64)
                 if self.positions is not None:
-                    values, missing = self.positions.take_absent(self._row_numbers(rows), values)
+                    values, missing = self.positions.take_absent(rows.indices(self.positions.num_rows), values)
                 num_present = shape[0] - len(missing)
                 predictions = read(values, (num_present, *shape[1:]))
                 if not keeps_graph and not num_present:
@@ -208,42 +174,13 @@ class Cohort:
             except ValueError as error:
                 self.exclude(client_id, f"Client {client_id!r}, round {self.round}: {error}")
         self.check_enough()
-        return found, {} if self.positions is None else self._narrow(rows, absent)
-
-    def _narrow(self, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """
-        Restrict the exchange to the positions that the server and all clients keep.
-
-        Args:
-            rows ([`PublicRows`]): The public examples.
-            absent (`Mapping[str, torch.Tensor]`): Numbers of the positions that each client drops.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Indices of the exchanged positions in the predictions of each client.
-        """
-        assert self.positions is not None
-        numbers = self._row_numbers(rows)
-        self.positions.agree(numbers)
-        dropped = torch.cat([self.positions.absent_of(numbers).long(), *absent.values()]).unique()
-        self.positions.agree(numbers, dropped)
-        is_kept = torch.ones(len(self.positions.numbers_of(numbers)), dtype=torch.bool)
-        is_kept[dropped] = False
-        indices = {}
-        for client_id, missing in absent.items():
-            is_present = torch.ones_like(is_kept)
-            is_present[missing] = False
-            indices[client_id] = is_kept[is_present].nonzero().flatten()
-        return indices
-
-    def _row_numbers(self, rows: PublicRows) -> torch.Tensor:
-        assert self.positions is not None
-        return public_order(self.positions.num_rows, rows.order)[rows.start : rows.stop]
+        return found, {} if self.positions is None else _narrow(self.positions, rows, absent)
 
     def _with_absent(self, rows: PublicRows, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add the numbers of the positions without targets to encoded targets, if there are any."""
         if self.positions is None:
             return dict(targets)
-        return self.positions.add_absent(self._row_numbers(rows), targets)
+        return self.positions.add_absent(rows.indices(self.positions.num_rows), targets)
 
     def distill(
         self,
@@ -332,7 +269,7 @@ class Cohort:
         """
         replies = self._send("evaluation", lambda client_id: Evaluate(self.round, client_id, {}), Metrics)
         self.check_enough()
-        return {client_id: reply.metrics for client_id, reply in replies.items() if isinstance(reply, Metrics)}
+        return {client_id: reply.metrics for client_id, reply in replies.items()}
 
     def _about(self, rows: PublicRows, client_id: str, *purpose: str) -> dict[str, Any]:
         """
@@ -353,16 +290,15 @@ class Cohort:
     def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
         losses: dict[str, float] = {}
         for client_id, reply in self._send(phase, message, Metrics).items():
-            assert isinstance(reply, Metrics)
             losses[client_id] = reply.metrics["distillation_loss"]
         self.check_enough()
         return losses
 
-    def _send(self, phase: str, message: Callable[[str], Message], expected: type[Message]) -> dict[str, Message]:
+    def _send(self, phase: str, message: Callable[[str], Message], expected: type[Reply]) -> dict[str, Reply]:
         """Send messages and return the replies of the expected type. Exclude clients without such a reply."""
         asked = self.client_ids
         replies = self.ask(phase, asked, message)
-        accepted: dict[str, Message] = {}
+        accepted: dict[str, Reply] = {}
         for client_id in asked:
             reply = replies.get(client_id)
             if isinstance(reply, expected) and reply.round == self.round:
@@ -444,38 +380,27 @@ def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...])
         )
 
 
-def _f1(metrics: Mapping[str, float]) -> float | None:
-    return next((metrics[name] for name in F1_NAMES if name in metrics), None)
-
-
-def reports(
-    cohort: Cohort,
-    predictions: Mapping[str, torch.Tensor] | None = None,
-    evaluations: Mapping[str, Mapping[str, float]] | None = None,
-) -> list[ClientReport]:
+def _narrow(positions: Positions, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
-    Collect the reports of the clients' local training, in the order of the cohort.
+    Restrict the exchange to the positions that the server and all clients keep.
 
     Args:
-        cohort ([`Cohort`]): The clients.
-        predictions (`Mapping[str, torch.Tensor]`, *optional*): Logits by client, to be summarized in the reports.
-        evaluations (`Mapping[str, Mapping[str, float]]`, *optional*): Evaluation metrics by client. The report has the
-            first of `eval_f1`, `eval_f1_weighted`, `eval_f1_macro` and `eval_span_f1` that exists.
+        positions ([`~hf_federated.clients.positions.Positions`]): Positions that the server's model predicts.
+        rows ([`PublicRows`]): The public examples.
+        absent (`Mapping[str, torch.Tensor]`): Numbers of the positions that each client drops.
 
     Returns:
-        `list[ClientReport]`: One report per client.
+        `dict[str, torch.Tensor]`: Indices of the exchanged positions in the predictions of each client.
     """
-    found = []
-    for client_id, row in cohort.metrics.items():
-        counts = {name: int(value) for name, value in row.items() if name.startswith(CLASS_COUNT)}
-        found.append(
-            ClientReport(
-                client_id,
-                num_examples=int(row["num_examples"]),
-                min_epoch_loss=row.get("min_epoch_loss", math.nan),
-                f1=None if evaluations is None else _f1(evaluations[client_id]),
-                class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
-                **({} if predictions is None else summarize_logits(predictions[client_id])),
-            )
-        )
-    return found
+    numbers = rows.indices(positions.num_rows)
+    positions.agree(numbers)
+    dropped = torch.cat([positions.absent_of(numbers).long(), *absent.values()]).unique()
+    positions.agree(numbers, dropped)
+    is_kept = torch.ones(len(positions.numbers_of(numbers)), dtype=torch.bool)
+    is_kept[dropped] = False
+    indices = {}
+    for client_id, missing in absent.items():
+        is_present = torch.ones_like(is_kept)
+        is_present[missing] = False
+        indices[client_id] = is_kept[is_present].nonzero().flatten()
+    return indices

@@ -81,9 +81,7 @@ class Cronus(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.robust_method not in ROBUST_MEANS:
-            allowed = ", ".join(map(repr, ROBUST_MEANS))
-            raise ValueError(f"`robust_method` is {self.robust_method!r}; allowed are {allowed}.")
+        self._require_one_of("robust_method", tuple(ROBUST_MEANS))
         num_tolerated(1, self.outlier_share)
 
     def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:

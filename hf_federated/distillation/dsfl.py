@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .base import Distillation, Predictions, weighted_mean
+from .base import Distillation, Predictions
+from .client_weights import weighted_mean
 from .cohort import Cohort
 from .losses import soft_cross_entropy
 from .server import DistillationServer
@@ -80,8 +81,7 @@ class DSFL(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.sharpening_temperature > 0:
-            raise ValueError(f"`sharpening_temperature` is {self.sharpening_temperature}; it must be positive.")
+        self._require(("sharpening_temperature",), lambda value: value > 0, "positive")
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         largest = 1 / (1 + (num_classes - 1) * math.exp(-1 / self.sharpening_temperature))

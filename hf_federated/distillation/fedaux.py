@@ -79,7 +79,7 @@ class FedAUXClient(DistillationClient):
         algorithm = self.algorithm
         own, public = scale_into_unit_ball(own, public)
         weights = fit_certainty(own, public, algorithm.regularization)
-        if algorithm.dp_epsilon is not None and algorithm.dp_delta is not None:
+        if algorithm.dp_epsilon is not None:
             num_examples = len(own) + len(public)
             std = noise_std(num_examples, algorithm.regularization, algorithm.dp_epsilon, algorithm.dp_delta)
             generator = torch.Generator().manual_seed(seed)
@@ -178,20 +178,16 @@ class FedAUX(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("regularization", "score_offset"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive and finite.")
+        self._require(
+            ("regularization", "score_offset"), lambda value: 0 < value < float("inf"), "positive and finite"
+        )
         if (self.dp_epsilon is None) != (self.dp_delta is None):
             raise ValueError(
                 f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}: differential privacy needs both. Set "
                 "both, or leave both out."
             )
-        for name in ("dp_epsilon", "dp_delta"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"`{name}` is {value}; it must be between 0 and 1, both excluded.")
-        if self.max_score_rows is not None and self.max_score_rows < 1:
-            raise ValueError(f"`max_score_rows` is {self.max_score_rows}; it must be at least 1, or None for all.")
+        self._require(("dp_epsilon", "dp_delta"), lambda value: 0 < value < 1, "between 0 and 1, both excluded", True)
+        self._require(("max_score_rows",), lambda value: value >= 1, "at least 1, or None for all", True)
 
     @property
     def requirements(self) -> Requirements:

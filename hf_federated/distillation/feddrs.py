@@ -202,19 +202,14 @@ class FedDRS(Distillation):
             raise ValueError(
                 f"`sampling` is {kinds}; allowed are {', '.join(map(repr, KINDS))}, and 'mixed' for all kinds."
             )
-        for name in ("num_iterations", "post_num_iterations", "num_steps", "num_samples", "sample_length"):
-            least = 0 if name == "post_num_iterations" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}.")
-        for name in ("adversarial_weight", "post_adversarial_weight"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"`{name}` is {value}; it must be finite and at least 0.")
-        if not 0 < self.step_size < float("inf"):
-            raise ValueError(f"`step_size` is {self.step_size}; it must be positive and finite.")
-        for name, allowed in (("adversary", ADVERSARIES), ("initialization", INITIALIZATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}.")
+        counts = ("num_iterations", "num_steps", "num_samples", "sample_length")
+        self._require(counts, lambda value: value >= 1, "at least 1")
+        self._require(("post_num_iterations",), lambda value: value >= 0, "at least 0")
+        weights = ("adversarial_weight", "post_adversarial_weight")
+        self._require(weights, lambda value: 0 <= value < float("inf"), "finite and at least 0", optional=True)
+        self._require(("step_size",), lambda value: 0 < value < float("inf"), "positive and finite")
+        self._require_one_of("adversary", ADVERSARIES)
+        self._require_one_of("initialization", INITIALIZATIONS)
         if self.post_only and self.post_num_iterations == 0:
             raise ValueError(
                 "post_only=True with post_num_iterations=0 leaves nothing to do. Set `post_num_iterations` to at "
@@ -258,7 +253,7 @@ class FedDRS(Distillation):
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         teachers = cohort.teachers
-        assert teachers is not None
+        assert teachers is not None  # `build_teachers` always builds the store
         logs: dict[str, float] = {}
         sampler = PseudoSampler(self, server, self._num_steps_of_run(server))
         if not self.post_only:
@@ -367,7 +362,7 @@ class FedDRS(Distillation):
         server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
         if server_errors:
             names = ", ".join(map(repr, cohort.rejected))
-            left_out = f" Clients excluded in this round, possibly after averaging: {names}." if names else ""
+            left_out = f" Excluded in this round, but possibly averaged before: {names}." if names else ""
             raise FloatingPointError(f"Round {cohort.round}: {server_errors[0]}{left_out}")
         cohort.check_enough()
         return {client_id: result for client_id, result in found.items() if "error" not in result}

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
+from .base import Distillation, Predictions
+from .client_weights import num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .server import DistillationServer
 

@@ -10,15 +10,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from ..messages import Feedback
 from ..utils.random import derived_seed
-from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
-from .cohort import Cohort, PublicRows
+from .base import Distillation, Predictions
+from .client_weights import num_examples_by_client, weighted_mean
+from .cohort import Cohort
 from .feedback import (
     chain_rule_feedback,
     evaluation_mode,
@@ -29,6 +31,7 @@ from .feedback import (
     virtual_step,
 )
 from .losses import soft_cross_entropy
+from .public_rows import PublicRows
 from .requirements import Requirements
 from .server import DistillationServer
 from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
@@ -135,14 +138,11 @@ class FedID(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feedback not in FEEDBACKS:
-            raise ValueError(f"`feedback` is {self.feedback!r}; allowed are {', '.join(map(repr, FEEDBACKS))}.")
-        if not self.feedback_step_size > 0:
-            raise ValueError(f"`feedback_step_size` is {self.feedback_step_size}; it must be positive.")
+        self._require_one_of("feedback", FEEDBACKS)
+        self._require(("feedback_step_size",), lambda value: value > 0, "positive")
+        self._require(("public_epochs",), lambda value: value >= 1, "at least 1")
         if self.feedback not in ("chain_rule", "per_example"):
             self._refuse_without_effect("feedback_step_size", given=f"feedback={self.feedback!r}")
-        if self.public_epochs < 1:
-            raise ValueError(f"`public_epochs` is {self.public_epochs}; it must be at least 1.")
         if not self.clients_distill and self.feedback == "none":
             raise ValueError(
                 "feedback='none' and clients_distill=False leave the clients nothing to learn. Change one of them."
@@ -289,9 +289,6 @@ class _ServerStep:
         self._algorithm = algorithm
         self._server = server
         self._inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
-        self._labelled = None
-        if algorithm.requirements.server_dataset:
-            self._labelled = server.labelled_batch(server.batch_size, *purpose)
         self._ensemble = ensemble.to(server.student.device)
         self._purpose = purpose
         self._labels = _draw_labels(self._ensemble, seed)
@@ -348,8 +345,12 @@ class _ServerStep:
             return torch.stack(losses).sum()
         return soft_cross_entropy(logits, self._ensemble)
 
+    @cached_property
+    def _labelled(self) -> dict[str, Any]:
+        """The labelled examples of this step. Only a method with feedback reads them."""
+        return self._server.labelled_batch(self._server.batch_size, *self._purpose)
+
     def _labelled_loss(self) -> torch.Tensor:
-        assert self._labelled is not None
         if self._server.student.positions is not None:
             # The model's own loss covers the words or tokens that have labels.
             loss = self._server.student.loss(self._labelled)

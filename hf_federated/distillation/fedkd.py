@@ -15,11 +15,12 @@ import torch
 
 from ..clients.context import ClientContext
 from ..messages import CLASS_COUNT, Disclosure
-from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
+from .base import Distillation, Predictions
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
 from .client import DistillationClient, LocalDistillation
-from .client_weights import class_count_weights
-from .cohort import Cohort, reports
+from .client_reports import reports
+from .client_weights import class_count_weights, num_examples_by_client, weighted_mean
+from .cohort import Cohort
 from .server import DistillationServer
 
 
@@ -91,8 +92,7 @@ class FedKD(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weighting not in ("class_counts", "size"):
-            raise ValueError(f"`weighting` is {self.weighting!r}; allowed are 'class_counts' and 'size'.")
+        self._require_one_of("weighting", ("class_counts", "size"))
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:

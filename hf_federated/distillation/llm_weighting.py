@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .client_weights import ClientReport, enwc
+from .client_reports import ClientReport
+from .client_weights import enwc
 
 
 logger = logging.get_logger(__name__)

@@ -25,11 +25,6 @@ def _matched(student_logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch
     return student_logits.to(dtype), teacher.to(dtype)
 
 
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"`temperature` is {temperature}; it must be positive and finite.")
-
-
 def kl_divergence(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
@@ -51,7 +46,7 @@ def kl_divergence(
         `torch.Tensor`: A scalar.
 
     Raises:
-        ValueError: If the temperature is not positive or the shapes differ.
+        ValueError: If the temperature is not positive and finite, or the shapes differ.
 
     Example:
 
@@ -63,7 +58,8 @@ def kl_divergence(
     tensor(0.4438)
     ```
     """
-    _check_temperature(temperature)
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"`temperature` is {temperature}; it must be positive and finite.")
     student, teacher = _matched(student_logits, teacher_logits)
     terms = F.kl_div(
         (student / temperature).log_softmax(dim=-1), (teacher / temperature).softmax(dim=-1), reduction="none"

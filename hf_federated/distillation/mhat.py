@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions, num_examples_by_client, weighted_mean
+from .base import Distillation, Predictions
+from .client_weights import num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .losses import soft_cross_entropy
 

@@ -12,8 +12,8 @@ from ..adapters import Exchange
 from ..clients.student import Student
 from ..messages import public_order
 from ..utils.random import derived_seed, isolated_rng
-from .cohort import PublicRows
 from .lazy_rows import LazyRows
+from .public_rows import PublicRows
 from .teachers import Teachers
 
 
@@ -122,7 +122,7 @@ class DistillationServer:
         Returns:
             `torch.Tensor`: Indices of shape `(rows,)`.
         """
-        return public_order(self.num_rows, rows.order)[rows.start : rows.stop]
+        return rows.indices(self.num_rows)
 
     def predict(self) -> torch.Tensor:
         """

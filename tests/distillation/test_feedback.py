@@ -237,9 +237,9 @@ def test_missing_forward_derivative_raises_an_error_that_suggests_finite_differe
 def test_invalid_arguments_are_rejected():
     model, inputs = nn.Linear(4, 3), {"input": torch.randn(2, 4)}
     v = {name: torch.ones_like(value) for name, value in model.named_parameters()}
-    with pytest.raises(ValueError, match="'wieght' names none of the 2 parameters"):
+    with pytest.raises(ValueError, match="'wieght' is not the name of one of the 2 parameters"):
         directional_derivative(model, inputs, {"wieght": v["weight"]})
-    with pytest.raises(ValueError, match=r"'weight' has shape \(4,\), but the parameter has \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"'weight' has shape \(4,\), but the parameter has shape \(3, 4\)"):
         directional_derivative(model, inputs, {"weight": torch.ones(4)})
     with pytest.raises(ValueError, match=r"'bias' has shape \(1,\)"), virtual_step(v, {"bias": torch.ones(1)}, 1.0):
         pass

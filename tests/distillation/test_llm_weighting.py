@@ -137,7 +137,10 @@ def test_invalid_reply_is_rejected_and_falls_back_to_enwc(reply, caplog):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (RuntimeError("CUDA out of memory"), "the model raised a RuntimeError. The error message is 'CUDA out of memory'"),
+        (
+            RuntimeError("CUDA out of memory"),
+            "the model raised a RuntimeError. The error message is 'CUDA out of memory'",
+        ),
         (None, "it was a NoneType and not a text. It was 'None'"),
         ([0.2, 0.3, 0.5], "it was a list and not a text. It was '[0.2, 0.3, 0.5]'"),
         (b"1,2,3", "it was a bytes and not a text"),

@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.clients.positions import Positions
-from hf_federated.distillation import PredictionCodec, lazy_rows
-from hf_federated.distillation.cohort import Cohort, PublicRows
+from hf_federated.distillation import Cohort, PredictionCodec, PublicRows, lazy_rows
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
 from hf_federated.messages.validation import RoundFailedError
 from hf_federated.tasks import LanguageModeling, Seq2Seq
@@ -429,9 +428,9 @@ def test_clients_with_invalid_predictions_are_left_out_and_named(is_packed):
     assert found["good"].tolist() == [[1, 2], [5, 6]] and found["some"].tolist() == [[11, 12], [15, 16]]
     assert cohort.positions.agreed_of([0, 1]).tolist() == [0, 2]
     reasons = {
-        "blind": "keeps nothing of any of the 3 words",
-        "few": r"shape \(2, 2\), expected \(3, 2\)",
-        "many": r"shape \(3, 2\), expected \(2, 2\)",
+        "blind": "keeps none of the 3 words",
+        "few": r"shape \(2, 2\); expected \(3, 2\)",
+        "many": r"shape \(3, 2\); expected \(2, 2\)",
         "beyond": "int32 tensor of unique ascending indices below 3",
         "nan": "NaN",
     }

@@ -1,0 +1,79 @@
+"""`Settings`: the settings of a distillation algorithm, which are the fields of a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import name_functions
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class Settings:
+    """
+    Base class of dataclasses whose fields are settings. It lists, compares, checks and shows the settings.
+
+    Fields with `init=False` are state and not settings.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import DSFL
+
+    >>> DSFL(client_epochs=2).non_default_settings()
+    {'client_epochs': 2}
+    ```
+    """
+
+    def settings(self) -> dict[str, Any]:
+        """All settings and their values."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
+
+    def non_default_settings(self) -> dict[str, Any]:
+        """The settings whose values are not the defaults."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.init and getattr(self, item.name) != item.default
+        }
+
+    def _require(
+        self, names: Sequence[str], is_allowed: Callable[[Any], bool], allowed: str, optional: bool = False
+    ) -> None:
+        """
+        Raise a `ValueError` if one of these settings has a value that is not allowed.
+
+        Args:
+            names (`Sequence[str]`): Names of settings.
+            is_allowed (`Callable`): Whether a value is allowed.
+            allowed (`str`): The allowed values, for the message "it must be ...".
+            optional (`bool`, *optional*, defaults to `False`): Whether `None` is also allowed.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if not (optional and value is None) and not is_allowed(value):
+                raise ValueError(f"`{name}` is {value!r}; it must be {allowed}.")
+
+    def _require_one_of(self, name: str, allowed: Sequence[str]) -> None:
+        """Raise a `ValueError` if a setting is none of these names."""
+        self._require((name,), lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+
+    def _refuse_without_effect(self, *names: str, given: str = "") -> None:
+        """
+        Raise a `ValueError` if one of these settings is not at its default.
+
+        Args:
+            names (`str`): Names of settings that have no effect.
+            given (`str`, *optional*, defaults to `""`): Setting and value that make them have no effect, for the
+                message.
+        """
+        for name in sorted(self.non_default_settings().keys() & set(names)):
+            reason = f" with {given}" if given else ""
+            raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{reason}: leave it out.")
+
+    def __repr__(self) -> str:
+        settings = name_functions(self.non_default_settings())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}({arguments})"
