@@ -154,7 +154,8 @@ class MutualKD(Aggregation):
         match_attention: bool = False,
     ) -> None:
         super().__init__(weighting)
-        energy_schedule(0, 1, energy_start, energy_end)
+        for name, energy in (("energy_start", energy_start), ("energy_end", energy_end)):
+            require(name, energy, 0 < energy <= 1, "above 0 and at most 1")
         require("temperature", temperature, temperature > 0, "positive")
         self.energy_start = energy_start
         self.energy_end = energy_end

@@ -58,8 +58,7 @@ def compress(update: Mapping[str, torch.Tensor], energy: float) -> dict[str, tor
     True
     ```
     """
-    if not 0 < energy <= 1:
-        raise ValueError(f"`energy` is {energy}; it must be above 0 and at most 1.")
+    _check_share("energy", energy)
     sent: dict[str, torch.Tensor] = {}
     for name, value in update.items():
         if value.is_floating_point() and not value.isfinite().all():
@@ -127,10 +126,15 @@ def energy_schedule(round: int, num_rounds: int, start: float = 0.95, end: float
         raise ValueError(
             f"Round {round} is out of range: a run of {num_rounds} rounds has the rounds 0 to {num_rounds - 1}."
         )
-    if not (0 < start <= 1 and 0 < end <= 1):
-        raise ValueError(f"`start` is {start} and `end` is {end}; both must be above 0 and at most 1.")
+    _check_share("start", start)
+    _check_share("end", end)
     done = (round + 1) / num_rounds
     return (1 - done) * start + done * end
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"`{name}` is {value}; it must be above 0 and at most 1.")
 
 
 def _factors(matrix: torch.Tensor, energy: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

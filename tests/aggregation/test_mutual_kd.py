@@ -129,6 +129,12 @@ def test_full_energy_is_lossless():
     torch.testing.assert_close(unpacked.state, update.state, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["energy_start", "energy_end"])
+def test_energy_out_of_range_raises_an_error_with_the_argument(name):
+    with pytest.raises(ValueError, match=f"`{name}` is 1.5; it must be above 0 and at most 1"):
+        MutualKD(**{name: 1.5})
+
+
 def test_energy_grows_over_the_rounds():
     algorithm = MutualKD(energy_start=0.5, energy_end=0.9)
     algorithm.setup(num_rounds=4, num_clients=1)

@@ -236,5 +236,5 @@ def test_round_outside_the_run_is_rejected(round, num_rounds):
 
 @pytest.mark.parametrize("ends", [{"start": 0.0}, {"end": 1.1}, {"end": float("nan")}])
 def test_schedule_outside_the_valid_range_is_rejected(ends):
-    with pytest.raises(ValueError, match="both must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=f"`{next(iter(ends))}` is .* must be above 0 and at most 1"):
         energy_schedule(0, 2, **ends)
