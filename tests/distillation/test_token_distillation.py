@@ -439,6 +439,16 @@ def test_clients_with_invalid_predictions_are_left_out_and_named(is_packed):
         assert re.search(f"{client_id!r}, round 0.*{words}", cohort.rejected[client_id])
 
 
+def test_client_without_a_distillation_loss_is_left_out_and_named():
+    cohort = cohort_with_replies({"a": {}, "b": {}})
+    metrics = {"a": {"distillation_loss": 0.5}, "b": {}}
+    cohort.ask = lambda phase, client_ids, message: {
+        client_id: Metrics(0, client_id, num_examples=2, metrics=metrics[client_id]) for client_id in client_ids
+    }
+    assert cohort.distill(PublicRows(0, 2), {}, num_epochs=1, num_training_epochs=1) == {"a": 0.5}
+    assert "Client 'b', round 0, distillation: its `distillation_loss` is None" in cohort.rejected["b"]
+
+
 def test_round_fails_when_no_word_is_kept_by_all_clients():
     one = torch.tensor([[1.0, 2.0]])
     cohort = cohort_with_replies(
