@@ -111,14 +111,16 @@ def reports(
     """
     found = []
     for client_id, row in cohort.metrics.items():
-        counts = {name: int(value) for name, value in row.items() if name.startswith(CLASS_COUNT)}
+        counts: list[int] = []
+        while math.isfinite(count := row.get(f"{CLASS_COUNT}{len(counts)}", math.nan)):
+            counts.append(int(count))
         found.append(
             ClientReport(
                 client_id,
                 num_examples=int(row["num_examples"]),
                 min_epoch_loss=row.get("min_epoch_loss", math.nan),
                 f1=None if evaluations is None else _f1(evaluations[client_id]),
-                class_counts=tuple(counts[f"{CLASS_COUNT}{label}"] for label in range(len(counts))) or None,
+                class_counts=tuple(counts) or None,
                 **({} if predictions is None else summarize_logits(predictions[client_id])),
             )
         )

@@ -7,6 +7,7 @@ tokenizer. Both models are then the same function of a text, and their predictio
 from __future__ import annotations
 
 import copy
+import math
 import random
 
 import pytest
@@ -330,6 +331,13 @@ def test_adafd_prompt_contains_the_f1_of_the_task(tmp_path):
 def test_report_contains_the_available_f1(metrics, f1):
     cohort = Cohort(0, {"a": {"num_examples": 4}}, ask=None, decode=None, seed=0)
     assert reports(cohort, evaluations={"a": metrics})[0].f1 == f1
+
+
+def test_report_ignores_class_counts_that_are_no_histogram():
+    """A method that does not use class counts does not check them, so a client may send any names and numbers."""
+    metrics = {"class_count_0": 3.0, "class_count_1": math.nan, "class_count_x": 1.0}
+    cohort = Cohort(0, {"a": {"num_examples": 4, **metrics}}, ask=None, decode=None, seed=0)
+    assert reports(cohort)[0].class_counts == (3,)
 
 
 def test_example_without_text_raises_an_error_that_names_the_row(tmp_path):
