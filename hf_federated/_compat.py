@@ -113,7 +113,7 @@ PRIVATE_NAMES = (
         "transformers.Trainer",
         "_set_signature_columns_if_needed",
         "overrides: split_training; wrapper: set_signature_columns",
-        "The columns are computed once for all clients; a split model takes the columns of the whole model.",
+        "The columns are computed once for all clients; a split model takes the columns of the full model.",
         "Columns of a split model are dropped without an error.",
     ),
     PrivateName(
@@ -346,7 +346,7 @@ PRIVATE_NAMES = (
             name,
             "wrapper: module_hooks",
             "There is no public list of the hooks of a module.",
-            "Hooks of a whole model are ignored in a split without a warning.",
+            "Hooks of a full model are ignored in a split without a warning.",
         )
         for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
     ),
@@ -361,7 +361,7 @@ PRIVATE_NAMES = (
         "torch.nn.Module",
         "_register_load_state_dict_pre_hook",
         "wrapper: register_load_state_dict_pre_hook",
-        "A split model reads checkpoints with the names of the whole model.",
+        "A split model reads checkpoints with the names of the full model.",
         "A split run cannot resume from its checkpoints.",
     ),
     PrivateName(

@@ -115,7 +115,7 @@ def embedding_gradient(model: PreTrainedModel, examples: TokenizedExamples) -> t
 
     Args:
         model (`PreTrainedModel`):
-            The whole model. It is run in evaluation mode, without dropout.
+            The full model. It is run in evaluation mode, without dropout.
         examples ([`TokenizedExamples`]):
             The batch.
 
@@ -140,7 +140,7 @@ def attack_embedding(model: PreTrainedModel, examples: TokenizedExamples, batch_
 
     Args:
         model (`PreTrainedModel`):
-            The whole model.
+            The full model.
         examples ([`TokenizedExamples`]):
             The victims' examples.
         batch_size (`int`):

@@ -77,7 +77,7 @@ def build_head(model: PreTrainedModel, head_blocks: int) -> Part:
 
     Args:
         model (`PreTrainedModel`):
-            The whole model.
+            The full model.
         head_blocks (`int`):
             Number of blocks after the embedding.
 
@@ -136,7 +136,7 @@ def invert(
 
     Args:
         model (`PreTrainedModel`):
-            The whole model, on the device of the configuration. The attacker knows its head.
+            The full model, on the device of the configuration. The attacker knows its head.
         tokenizer (`PreTrainedTokenizerBase`):
             The tokenizer of the model.
         attacker_examples ([`TokenizedExamples`]):

@@ -140,7 +140,7 @@ def audit_leakage(
 
     Args:
         model (`PreTrainedModel`):
-            The whole model. It is moved to the device of the configuration.
+            The full model. It is moved to the device of the configuration.
         tokenizer (`PreTrainedTokenizerBase`):
             The tokenizer of the model.
         attacker_texts (`Sequence[str]`):

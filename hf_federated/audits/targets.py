@@ -180,7 +180,7 @@ def attack_targets(
 
     Args:
         model (`PreTrainedModel`):
-            The whole model, without dropout. The attacker knows the weights of its tail.
+            The full model, without dropout. The attacker knows the weights of its tail.
         examples ([`TokenizedExamples`]):
             The victims' examples.
         tail_blocks (`int`):

@@ -50,7 +50,7 @@ class ModelFacts:
         task (`str`, *optional*):
             Pipeline tag of the class.
         num_parameters (`int`):
-            Number of parameters of the whole model.
+            Number of parameters of the full model.
     """
 
     class_name: str
@@ -78,7 +78,7 @@ class ModelFacts:
         if isinstance(model, PeftModel):
             base, peft_config = model.get_base_model(), model.peft_config[model.active_adapters[0]]
         elif isinstance(model, SplitModel):
-            # Each part has the class of the whole model.
+            # Each part has the class of the full model.
             base, peft_config = model.client_head.model, model.adapter_config
         adapter = None if peft_config is None else peft_config.peft_type.value
         name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path

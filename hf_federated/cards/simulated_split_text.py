@@ -15,7 +15,7 @@ class SimulatedSplitText(SplitCardText):
     """Texts for a run in one process: all parties are known, and the parts are joined."""
 
     party = "clients"
-    log_sources = ("the whole model", "the steps since the previous log")
+    log_sources = ("the full model", "the steps since the previous log")
 
     @property
     def summary(self) -> str:
@@ -32,10 +32,10 @@ class SimulatedSplitText(SplitCardText):
     def results_heading(self, step: int, best_by: str | None) -> str:
         if best_by:
             return (
-                f"Results of the whole model after optimizer step {step}. This step has the best `{best_by}`, and its"
+                f"Results of the full model after optimizer step {step}. This step has the best `{best_by}`, and its"
                 " weights were saved."
             )
-        return f"Results of the whole model after optimizer step {step}."
+        return f"Results of the full model after optimizer step {step}."
 
     @property
     def combination(self) -> str | None:

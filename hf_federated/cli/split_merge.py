@@ -1,4 +1,4 @@
-"""`hf-federated split-merge`: merge the saved parts of a split model into the whole model or adapter."""
+"""`hf-federated split-merge`: merge the saved parts of a split model into the full model or adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_federated.split import merge_parts
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to a parser."""
     parser.add_argument("folders", metavar="DIR", nargs="+", help="folders with the saved parts of all parties")
-    parser.add_argument("--output-dir", required=True, help="folder for the whole model or adapter")
+    parser.add_argument("--output-dir", required=True, help="folder for the full model or adapter")
 
 
 def split_merge(arguments: argparse.Namespace) -> None:

@@ -255,7 +255,7 @@ def client_model(
 def server_body(
     recipe: Recipe, split: SplitConfig, adapter: PeftConfig | None, seed: int
 ) -> tuple[PretrainedConfig, Part, Wire]:
-    """Load the body of the recipe's model, the config of the whole model, and the encoding of hidden states."""
+    """Load the body of the recipe's model, the config of the full model, and the encoding of hidden states."""
     return load_server_body(recipe.model.name_or_path, split, adapter, seed, **_model_arguments(recipe.model))
 
 
