@@ -63,7 +63,7 @@ def test_card_of_networked_client_describes_its_part(split, tmp_path):
         "were not.",
         "are joined: it is",
         "from_pretrained",
-        "full model of",
+        "the full model",
     ):
         assert phrase not in text
     assert "the part of one client only. Each of 2 clients kept" in text and "hf-federated split-merge" in text
