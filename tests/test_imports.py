@@ -54,7 +54,7 @@ def imported_folders(path: Path, name: tuple[str, ...]) -> Iterator[tuple[int, s
             imported = [(*module, alias.name) for alias in node.names]
         for parts in imported:
             if parts[0] == "hf_federated" and len(parts) > 1:
-                yield node.lineno, parts[1]  # type: ignore[attr-defined]
+                yield node.lineno, parts[1]
 
 
 def imports_between_folders() -> dict[tuple[str, str], str]:
