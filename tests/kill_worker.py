@@ -27,6 +27,7 @@ import hf_federated.trainer.saving
 from hf_federated import Aggregation, FedAUX, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
 from hf_federated.clients import Student
 from hf_federated.distillation import pseudo_sampler
+from hf_federated.trainer.federation import Federation
 
 
 NUM_ROUNDS = 3
@@ -196,7 +197,7 @@ def prepare_kill(moment: str | None) -> list[TrainerCallback]:
     elif moment == "before trainer_state.json":
         kill_around(TrainerState, "save_to_json", nth_call(3), before=True)
     elif moment == "before client states":
-        kill_around(library.FederationRuntime, "save", nth_call(2), before=True)
+        kill_around(Federation, "save", nth_call(2), before=True)
     elif moment == "before rename":
         kill_around(hf_federated.trainer.saving, "publish", nth_call(2), before=True)
     elif moment == "after rename":

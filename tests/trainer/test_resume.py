@@ -41,7 +41,7 @@ QUICK = [
     ("one_client", "before rename"),
     ("balanced", "client"),
     ("lora", "aggregation"),
-    ("p_tuning", "client"),
+    ("p_tuning", "before client states"),
     ("best", "rotation"),
     ("fedid", "exchange"),
     ("adafd", "after rename"),
