@@ -569,7 +569,7 @@ def check_trl_splits_sft_trainer() -> None:
         ImportError: If TRL is older than 1.16.
     """
     installed = importlib.metadata.version("trl")
-    if Version(installed) < Version("1.16"):
+    if Version(installed).release < (1, 16):
         raise ImportError(
             f"A split SFTTrainer needs trl>=1.16, but trl {installed} is installed. Upgrade TRL, which needs Python "
             "3.11 or newer."

@@ -111,17 +111,26 @@ def reports(
     """
     found = []
     for client_id, row in cohort.metrics.items():
-        counts: list[int] = []
-        while math.isfinite(count := row.get(f"{CLASS_COUNT}{len(counts)}", math.nan)):
-            counts.append(int(count))
         found.append(
             ClientReport(
                 client_id,
                 num_examples=int(row["num_examples"]),
                 min_epoch_loss=row.get("min_epoch_loss", math.nan),
                 f1=None if evaluations is None else _f1(evaluations[client_id]),
-                class_counts=tuple(counts) or None,
+                class_counts=_class_counts(row),
                 **({} if predictions is None else summarize_logits(predictions[client_id])),
             )
         )
     return found
+
+
+def _class_counts(metrics: Mapping[str, float]) -> tuple[int, ...] | None:
+    """Return the number of examples per class, or `None` if the metrics contain no complete histogram."""
+    counts = {name: value for name, value in metrics.items() if name.startswith(CLASS_COUNT)}
+    values: list[int] = []
+    for label in range(len(counts)):
+        value = counts.get(f"{CLASS_COUNT}{label}")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        values.append(int(value))
+    return tuple(values) or None

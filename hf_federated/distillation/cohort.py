@@ -290,15 +290,14 @@ class Cohort:
     def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
         losses: dict[str, float] = {}
         for client_id, reply in self._send(phase, message, Metrics).items():
-            loss = reply.metrics.get("distillation_loss")
-            if isinstance(loss, (int, float)):
-                losses[client_id] = loss
-                continue
-            self.exclude(
-                client_id,
-                f"Client {client_id!r}, round {self.round}, {phase}: its `distillation_loss` is {loss!r}, expected a "
-                "number. Use the same version of hf_federated on the server and the clients.",
-            )
+            try:
+                losses[client_id] = float(reply.metrics["distillation_loss"])
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self.exclude(
+                    client_id,
+                    f"Client {client_id!r}, round {self.round}, {phase}: the reply has no number "
+                    "`distillation_loss`. The client side of the distillation must add it to the metrics.",
+                )
         self.check_enough()
         return losses
 

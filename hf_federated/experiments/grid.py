@@ -135,7 +135,7 @@ class BenchmarkSection:
 
     def _check_runs(self) -> None:
         if not self.runs:
-            raise CommandError(f"benchmark.runs: {self.runs!r} is invalid; it must be a mapping of names to changes.")
+            raise CommandError("benchmark.runs is empty. Add at least one run, a name with its changes.")
         folded: dict[str, str] = {}
         for name, changes in self.runs.items():
             if not isinstance(name, str) or not name or name != name.strip() or name[0] == "." or name[-1] == ".":
@@ -158,7 +158,7 @@ class BenchmarkSection:
 
     def _check_seeds(self) -> None:
         if not self.seeds:
-            raise CommandError(f"benchmark.seeds: {self.seeds!r} is invalid; it must be a list of integers.")
+            raise CommandError("benchmark.seeds is empty. List at least one integer.")
         for seed in self.seeds:
             # The range of NumPy's global generator, which Trainer seeds.
             if not 0 <= seed < 2**32:

@@ -317,8 +317,8 @@ class BodyServer:
                 )
         if message.context_lengths is not None and (runner is None or message.context_lengths.min() < 0):
             raise ValueError(
-                f"context_lengths={message.context_lengths.tolist()} contains negative values, or the model does not "
-                "support context lengths. Send context_lengths of at least 0, and only to a model that requires them."
+                f"context_lengths has the minimum {int(message.context_lengths.min())}, or the model does not support "
+                "context lengths. Send context_lengths of at least 0, and only to a model that requires them."
             )
         if runner is not None:
             runner.check(AttentionInputs(message.mask, positions, message.context_lengths))

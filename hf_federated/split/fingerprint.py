@@ -208,7 +208,7 @@ def _sample(path: Path) -> str:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         # A file of another format can start with any number. Do not read more than a header.
-        header = file.read(min(length, _MAX_HEADER_BYTES))
+        header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         digest = hashlib.sha256(start + header)
         try:
             tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]

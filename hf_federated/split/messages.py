@@ -242,7 +242,7 @@ class Backward(SplitMessage):
         ):
             raise ValueError(
                 f"{self.kind}: num_targets must be an int from 0 to the number of positions, {num_states}, but is "
-                f"{self.num_targets!r}."
+                f"{self.num_targets if type(self.num_targets) is int else _describe(self.num_targets)}."
             )
 
 

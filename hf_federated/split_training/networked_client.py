@@ -308,6 +308,11 @@ class NetworkedFederation:
         )
         payload = self._require_envelopes().open(sender, f"step {self.step}", as_bytes(reply.sealed))
         message = PartParameters.from_bytes(payload)
+        if message.client_id != sender:
+            raise ValueError(
+                f"The envelope of client {sender!r} holds parameters that claim to be from client "
+                f"{message.client_id!r}. Restart the run without client {sender!r}."
+            )
         # A mean would broadcast a parameter with a wrong shape.
         self.client.check(message.state, f"the message of client {sender!r}")
         return message

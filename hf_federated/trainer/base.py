@@ -29,14 +29,14 @@ else:
 
 
 class LoopArgumentsMixin(_Base):
-    """A trainer that keeps the user's training arguments while `args` contains those of the loop over rounds."""
+    """A trainer that keeps the user's training arguments while `args` contains those of the training loop."""
 
     args: TrainingArguments
     _user_args: TrainingArguments
 
     @property
     def run_args(self) -> TrainingArguments:
-        """The user's training arguments. During training, `args` contains the arguments of the loop over rounds."""
+        """The user's training arguments. During training, `args` contains the arguments of the training loop."""
         return self._user_args
 
     @contextmanager
@@ -77,8 +77,8 @@ class RoleMixin(LoopArgumentsMixin):
         if self._running is None:
             # A subclass of `FederatedTrainer` can override the method that starts the rounds.
             raise AttributeError(
-                "The rounds have not started, because `FederatedTrainer.create_scheduler` was not called. Call "
-                "`super().create_scheduler()` in your override."
+                "The rounds have not started. `train()` starts them in `FederatedTrainer.create_scheduler`. If you "
+                "override this method, call `super().create_scheduler(num_training_steps, optimizer)`."
             )
         return self._running
 

@@ -333,11 +333,22 @@ def test_report_contains_the_available_f1(metrics, f1):
     assert reports(cohort, evaluations={"a": metrics})[0].f1 == f1
 
 
-def test_report_ignores_class_counts_that_are_no_histogram():
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"0": 3.0, "1": 1}, (3, 1)),
+        ({"0": 3.0, "1": math.nan}, None),
+        ({"0": 3.0, "2": 1.0}, None),
+        ({"0": 3.0, "x": 1.0}, None),
+        ({"0": None}, None),
+        ({}, None),
+    ],
+)
+def test_report_ignores_class_counts_that_are_no_histogram(counts, expected):
     """A method that does not use class counts does not check them, so a client may send any names and numbers."""
-    metrics = {"class_count_0": 3.0, "class_count_1": math.nan, "class_count_x": 1.0}
+    metrics = {f"class_count_{name}": value for name, value in counts.items()}
     cohort = Cohort(0, {"a": {"num_examples": 4, **metrics}}, ask=None, decode=None, seed=0)
-    assert reports(cohort)[0].class_counts == (3,)
+    assert reports(cohort)[0].class_counts == expected
 
 
 def test_example_without_text_raises_an_error_that_names_the_row(tmp_path):

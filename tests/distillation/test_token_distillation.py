@@ -446,7 +446,7 @@ def test_client_without_a_distillation_loss_is_left_out_and_named():
         client_id: Metrics(0, client_id, num_examples=2, metrics=metrics[client_id]) for client_id in client_ids
     }
     assert cohort.distill(PublicRows(0, 2), {}, num_epochs=1, num_training_epochs=1) == {"a": 0.5}
-    assert "Client 'b', round 0, distillation: its `distillation_loss` is None" in cohort.rejected["b"]
+    assert "Client 'b', round 0, distillation: the reply has no number `distillation_loss`" in cohort.rejected["b"]
 
 
 def test_round_fails_when_no_word_is_kept_by_all_clients():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -129,9 +130,15 @@ def test_config_differences_are_named_and_settings_changed_by_saving_are_ignored
 
 def test_fingerprint_of_a_folder_without_weights_raises_error(tmp_path):
     folder = save(tmp_path / "a")
-    (folder / "model.safetensors").write_bytes(b"no safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
-        fingerprint(folder)
+    # Too short for a header, and lengths of a header that the file does not have.
+    for damaged in (
+        b"no safetensors",
+        struct.pack("<Q", 2**62) + b"{}",
+        struct.pack("<Q", 2**62) + b'{"a":{"data_offsets":[0,4]}}',
+    ):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+            fingerprint(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="Load this party's parts first"):
         fingerprint(folder)

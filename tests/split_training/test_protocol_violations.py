@@ -21,10 +21,13 @@ from hf_federated.split_training.messages import (
     FetchEnvelope,
     Finish,
     Join,
+    PartParameters,
     SendEnvelope,
+    SendEnvelopeReply,
     as_tensor,
     read_message,
 )
+from hf_federated.split_training.networked_client import NetworkedFederation
 
 
 def config_of(strategy):
@@ -294,6 +297,26 @@ def test_server_error_ends_run_and_details_stay_in_server_log(where, tmp_path, c
         assert "the server failed (OSError); see the log of the server" in str(error)
         assert "secret" not in str(error)
     assert caplog.text.count("The server failed, and the run ends.") == 1 and "/srv/secret" in caplog.text
+
+
+def test_parameters_in_the_name_of_another_client_are_refused(tmp_path, monkeypatch):
+    """They would replace the parameters of the other client in the mean."""
+    send = NetworkedFederation._send_parameters
+
+    def send_as_client_2(federation, recipient, state):
+        if federation.client_id != "client 1":
+            return send(federation, recipient, state)
+        payload = PartParameters("client 2", federation.step, 1, dict(state)).to_bytes()
+        encrypted = federation._require_envelopes().seal(recipient, f"step {federation.step}", payload)
+        message = SendEnvelope("client 1", federation.step, recipient, as_tensor(encrypted))
+        return federation._link.request(message, SendEnvelopeReply)
+
+    monkeypatch.setattr(NetworkedFederation, "_send_parameters", send_as_client_2)
+    run = Run(tmp_path, clients_of(2, 2, 2), SplitConfig(strategy="client_batch", average_every=1), LORA)
+    run.train()
+    assert "The envelope of client 'client 1' holds parameters that claim to be from client 'client 2'." in str(
+        run.errors["client 0"]
+    )
 
 
 def test_missing_fingerprint_of_peer_is_reported_before_the_first_step(tmp_path):

@@ -148,7 +148,7 @@ def test_override_that_does_not_start_the_rounds_is_named(tmp_path) -> None:
 
     trainer = OwnSchedule(tiny_model(), arguments(tmp_path), train_dataset=CLIENTS)
     with pytest.raises(
-        AttributeError, match=r"have not started.*Call `super\(\).create_scheduler\(\)` in your override"
+        AttributeError, match=r"have not started.*call `super\(\)\.create_scheduler\(num_training_steps"
     ):
         trainer.train()
 
