@@ -48,15 +48,7 @@ class PlainCalls:
         self._trainer.remove_callback(PrinterCallback)
 
     def train_client(self, position: int) -> float:
-        """
-        Train one client for one round.
-
-        Args:
-            position (`int`): Index of the client.
-
-        Returns:
-            `float`: Duration in seconds.
-        """
+        """Train the client at an index and return the duration in seconds, as [`BareLoop.train_client`] does."""
         started = time.perf_counter()
         self._trainer.train_dataset = self._clients[position]
         self._trainer.train()

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .utils.arguments import require, require_one_of
+
 
 EXCHANGES = ("auto", "trainable", "adapter", "all")
 EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
@@ -83,16 +85,6 @@ def parse_freeze(freeze: str) -> tuple[bool, int]:
     if match is None:
         raise ValueError(f"`freeze` is {freeze!r}; use 'embeddings', a number of layers, or 'embeddings+2'.")
     return "embeddings" in freeze, int(match[1] or match[2] or 0)
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{name}` is {value!r}; allowed are {', '.join(map(repr, allowed))}.")
-
-
-def _check_at_least_one(name: str, value: int, advice: str = "") -> None:
-    if value < 1:
-        raise ValueError(f"`{name}` is {value}; it must be at least 1.{advice}")
 
 
 class SavedConfig:
@@ -317,7 +309,7 @@ class FederatedConfig(SavedConfig):
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
         self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
         if self.num_rounds is not None:
-            _check_at_least_one("num_rounds", self.num_rounds)
+            require("num_rounds", self.num_rounds, self.num_rounds >= 1, "at least 1")
         if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
             raise ValueError(f"`clients_per_round` is {self.clients_per_round!r}; set a count (10) or a share (0.1).")
         if isinstance(self.clients_per_round, float) and not 0 < self.clients_per_round <= 1:
@@ -326,32 +318,37 @@ class FederatedConfig(SavedConfig):
                 "count."
             )
         if isinstance(self.clients_per_round, int):
-            _check_at_least_one("clients_per_round", self.clients_per_round)
+            require("clients_per_round", self.clients_per_round, self.clients_per_round >= 1, "at least 1")
         if self.local_epochs < 1 or self.local_epochs != int(self.local_epochs):
             raise ValueError(
                 f"`local_epochs` is {self.local_epochs}; it must be an integer of at least 1. Use "
                 "`local_steps` for less."
             )
         if self.local_steps is not None:
-            _check_at_least_one("local_steps", self.local_steps)
+            require("local_steps", self.local_steps, self.local_steps >= 1, "at least 1")
         if self.max_rows_per_round is not None:
-            _check_at_least_one("max_rows_per_round", self.max_rows_per_round, " Omit it to train on all examples.")
+            require(
+                "max_rows_per_round",
+                self.max_rows_per_round,
+                self.max_rows_per_round >= 1,
+                "at least 1, or None for all examples",
+            )
         if self.balance is not None:
-            _check_choice("balance", self.balance, BALANCES)
-        _check_at_least_one("min_clients", self.min_clients)
+            require_one_of("balance", self.balance, BALANCES)
+        require("min_clients", self.min_clients, self.min_clients >= 1, "at least 1")
         if self.max_resident_clients is not None:
-            _check_at_least_one("max_resident_clients", self.max_resident_clients)
+            require("max_resident_clients", self.max_resident_clients, self.max_resident_clients >= 1, "at least 1")
         if self.round_deadline is not None and not self.round_deadline > 0:
             raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
-        _check_choice("exchange", self.exchange, EXCHANGES)
+        require_one_of("exchange", self.exchange, EXCHANGES)
         if self.exchange_dtype is not None:
-            _check_choice("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
-        _check_choice("client_optimizer_state", self.client_optimizer_state, OPTIMIZER_STATES)
-        _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        _check_choice("parallelism", self.parallelism, ("data", "clients"))
-        _check_choice("client_store", self.client_store, STORES)
+            require_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
+        require_one_of("client_optimizer_state", self.client_optimizer_state, OPTIMIZER_STATES)
+        require_one_of("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        require_one_of("parallelism", self.parallelism, ("data", "clients"))
+        require_one_of("client_store", self.client_store, STORES)
         if self.server_device is not None:
-            _check_choice("server_device", self.server_device, SERVER_DEVICES)
+            require_one_of("server_device", self.server_device, SERVER_DEVICES)
         if self.freeze is not None:
             self.freeze = str(self.freeze)
             parse_freeze(self.freeze)

@@ -135,7 +135,7 @@ def test_instance_is_saved_as_name_and_settings(tmp_path):
         (
             "max_rows_per_round",
             0,
-            "`max_rows_per_round` is 0; it must be at least 1. Omit it to train on all examples",
+            "`max_rows_per_round` is 0; it must be at least 1, or None for all examples",
         ),
         ("balance", "max", "`balance` is 'max'; allowed are 'min'"),
         ("min_clients", 0, "`min_clients` is 0; it must be at least 1"),

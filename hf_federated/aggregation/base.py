@@ -25,42 +25,11 @@ from torch import nn
 
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..postprocessing import Postprocessor
+from ..utils.arguments import require_one_of
 from ..utils.weighted_mean import State, WeightedMean
 
 
 WEIGHTINGS = ("examples", "tokens", "uniform")
-
-
-def require(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
-    """
-    Raise an error if a constructor argument has a value that is not allowed.
-
-    Args:
-        name (`str`): Name of the argument.
-        value (`Any`): Value of the argument.
-        is_allowed (`bool`): Whether the value is allowed.
-        allowed (`str`): The allowed values, for the message "it must be ...".
-
-    Raises:
-        ValueError: If the value is not allowed.
-    """
-    if not is_allowed:
-        raise ValueError(f"`{name}` is {value!r}; it must be {allowed}.")
-
-
-def require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    """
-    Raise an error if a constructor argument is none of the allowed names.
-
-    Args:
-        name (`str`): Name of the argument.
-        value (`str`): Value of the argument.
-        allowed (`Sequence[str]`): The allowed names.
-
-    Raises:
-        ValueError: If the value is not one of the allowed names.
-    """
-    require(name, value, value in allowed, f"one of {', '.join(map(repr, allowed))}")
 
 
 class LocalHook:

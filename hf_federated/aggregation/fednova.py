@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..messages import ClientUpdate, Disclosure, Fit
+from ..utils.arguments import require
 from ..utils.weighted_mean import State, WeightedMean
-from .base import Accumulator, Aggregation, LocalHook, require
+from .base import Accumulator, Aggregation, LocalHook
 from .fedprox import ProximalHook
 
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from .._compat import set_last_lr
+from ..utils.arguments import require, require_one_of
 from ..utils.weighted_mean import State, wide_dtype
-from .base import Accumulator, Aggregation, require, require_one_of
+from .base import Accumulator, Aggregation
 
 
 class Yogi(Optimizer):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..messages import Fit
-from .base import Aggregation, LocalHook, State, require
+from ..utils.arguments import require
+from .base import Aggregation, LocalHook, State
 
 
 class FedProx(Aggregation):

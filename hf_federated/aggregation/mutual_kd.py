@@ -19,9 +19,10 @@ from ..distillation.low_rank import compress, decompress, energy_schedule
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..messages.validation import InvalidUpdateError
 from ..postprocessing import Postprocessor
+from ..utils.arguments import require
 from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
-from .base import Accumulator, Aggregation, LocalHook, require
+from .base import Accumulator, Aggregation, LocalHook
 
 
 # Label of a position that the losses ignore.

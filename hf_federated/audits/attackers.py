@@ -131,7 +131,7 @@ class LearnedDecoder(nn.Module):
         config ([`AuditConfig`]):
             Number of steps, learning rate and seed.
         contextual (`bool`, *optional*, defaults to `False`):
-            Whether a position is decoded together with its neighbours, by the transformer block.
+            Whether a position is decoded together with its neighbors, by the transformer block.
 
     Example:
 

@@ -186,8 +186,10 @@ class FedAUX(Distillation):
                 f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}: differential privacy needs both. Set "
                 "both, or leave both out."
             )
-        self._require(("dp_epsilon", "dp_delta"), lambda value: 0 < value < 1, "between 0 and 1, both excluded", True)
-        self._require(("max_score_rows",), lambda value: value >= 1, "at least 1, or None for all", True)
+        self._require(
+            ("dp_epsilon", "dp_delta"), lambda value: 0 < value < 1, "between 0 and 1, both excluded", optional=True
+        )
+        self._require(("max_score_rows",), lambda value: value >= 1, "at least 1, or None for all", optional=True)
 
     @property
     def requirements(self) -> Requirements:

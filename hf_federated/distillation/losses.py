@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from ..utils.arguments import require
+
 
 def _matched(student_logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert both tensors to one dtype, at least float32."""
@@ -58,8 +60,7 @@ def kl_divergence(
     tensor(0.4438)
     ```
     """
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"`temperature` is {temperature}; it must be positive and finite.")
+    require("temperature", temperature, 0 < temperature < float("inf"), "positive and finite")
     student, teacher = _matched(student_logits, teacher_logits)
     terms = F.kl_div(
         (student / temperature).log_softmax(dim=-1), (teacher / temperature).softmax(dim=-1), reduction="none"

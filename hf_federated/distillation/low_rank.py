@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ..utils.arguments import require
+
 
 # Last part of a key: an unchanged tensor, or one of its three factors.
 DENSE, FACTORS = "dense", ("u", "s", "v")
@@ -58,7 +60,7 @@ def compress(update: Mapping[str, torch.Tensor], energy: float) -> dict[str, tor
     True
     ```
     """
-    _check_share("energy", energy)
+    require("energy", energy, 0 < energy <= 1, "above 0 and at most 1")
     sent: dict[str, torch.Tensor] = {}
     for name, value in update.items():
         if value.is_floating_point() and not value.isfinite().all():
@@ -126,15 +128,10 @@ def energy_schedule(round: int, num_rounds: int, start: float = 0.95, end: float
         raise ValueError(
             f"Round {round} is out of range: a run of {num_rounds} rounds has the rounds 0 to {num_rounds - 1}."
         )
-    _check_share("start", start)
-    _check_share("end", end)
+    for name, energy in (("start", start), ("end", end)):
+        require(name, energy, 0 < energy <= 1, "above 0 and at most 1")
     done = (round + 1) / num_rounds
     return (1 - done) * start + done * end
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"`{name}` is {value}; it must be above 0 and at most 1.")
 
 
 def _factors(matrix: torch.Tensor, energy: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..utils.arguments import require_one_of
+
 
 # Eigenvalues that differ by less than this share count as equal, so that rounding does not choose between clients.
 TIE = 1e-9
@@ -70,8 +72,7 @@ def robust_mean(predictions: torch.Tensor, method: str = "filter", outlier_share
     tensor([[0.3750, 0.6250]])
     ```
     """
-    if method not in ROBUST_MEANS:
-        raise ValueError(f"`method` is {method!r}; allowed are {', '.join(map(repr, ROBUST_MEANS))}.")
+    require_one_of("method", method, ROBUST_MEANS)
     if predictions.ndim != 3 or not predictions.is_floating_point() or not len(predictions):
         raise ValueError(
             f"`predictions` are {predictions.dtype} of shape {tuple(predictions.shape)}; they must be floating, of "

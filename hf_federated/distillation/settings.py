@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import name_functions
+from ..utils.arguments import require, require_one_of
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -53,12 +54,11 @@ class Settings:
         """
         for name in names:
             value = getattr(self, name)
-            if not (optional and value is None) and not is_allowed(value):
-                raise ValueError(f"`{name}` is {value!r}; it must be {allowed}.")
+            require(name, value, (optional and value is None) or is_allowed(value), allowed)
 
-    def _require_one_of(self, name: str, allowed: Sequence[str]) -> None:
+    def _require_one_of(self, name: str, allowed: Collection[str]) -> None:
         """Raise a `ValueError` if a setting is none of these names."""
-        self._require((name,), lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+        require_one_of(name, getattr(self, name), allowed)
 
     def _refuse_without_effect(self, *names: str, given: str = "") -> None:
         """

@@ -24,7 +24,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
     """Replace each tensor of a tree by a reference, and each value that JSON cannot represent by a tagged value."""
     if isinstance(value, torch.Tensor):
         if value.dtype not in _LAYOUT:
-            raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialised.")
+            raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialized.")
         # A tensor object that occurs twice is serialized once, so tied weights need no additional bytes.
         if id(value) not in names:
             names[id(value)] = str(len(tensors))
@@ -47,7 +47,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
         items = [_flatten(item, tensors, names, f"{path}[{i}]") for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     raise TypeError(
-        f"{path or 'the value'} is a {type(value).__name__}, which cannot be serialised: a message holds tensors, "
+        f"{path or 'the value'} is a {type(value).__name__}, which cannot be serialized: a message holds tensors, "
         "None, bool, int, float, str and dictionaries, lists and tuples of them."
     )
 

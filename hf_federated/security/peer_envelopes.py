@@ -186,7 +186,8 @@ class PeerEnvelopes:
             return AESGCM(unwrap(wrapped, self._private_key)).decrypt(nonce, sealed, context)
         except InvalidTag:
             raise EncryptionError(
-                f"The content of an envelope from client {sender!r} was changed. Send the envelope again."
+                f"The content of an envelope from client {sender!r} was changed between the clients. Resume the run "
+                "from its last checkpoint."
             ) from None
 
     def _peer(self, name: str) -> tuple[bytes, bytes]:

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..utils.arguments import require_one_of
 from .base import (
     IGNORED,
     NUM_POSITIONS,
@@ -94,8 +95,7 @@ class LanguageModeling(Task):
     lower_is_better: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"`objective` is {self.objective!r}; allowed are {', '.join(map(repr, OBJECTIVES))}.")
+        require_one_of("objective", self.objective, OBJECTIVES)
         check_length("max_length", self.max_length, minimum=2)
         check_length("block_size", self.block_size, minimum=2)
         if self.max_length is not None and self.block_size is not None:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from ..data.column_values import check_columns
+from ..utils.arguments import require_one_of
 from .base import (
     Batch,
     ComputeMetrics,
@@ -95,8 +96,7 @@ class TextClassification(Task):
         check_length("max_length", self.max_length)
         if len(self.text_columns) not in (1, 2):
             raise ValueError(f"`text_column` is {self.text_column!r}; set one column, or two columns for text pairs.")
-        if self.metric not in METRICS:
-            raise ValueError(f"`metric` is {self.metric!r}; allowed are {', '.join(map(repr, METRICS))}.")
+        require_one_of("metric", self.metric, METRICS)
         if self.metric == "f1" and len(self.label_names) != 2:
             raise ValueError(
                 f"`metric` is 'f1', which requires two labels, but there are {len(self.label_names)}. Use 'f1_macro'"

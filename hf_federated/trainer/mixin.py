@@ -7,7 +7,7 @@ A trainer has one of three roles (`base.py`):
 - A client is an isolated copy of the trainer that runs `train()` of the parent class on the client's examples
   (`clients/local_training.py`).
 
-The docstring of an override describes the behaviour in each role. [`Federation`] does the work of the rounds. Other
+The docstring of an override describes the behavior in each role. [`Federation`] does the work of the rounds. Other
 overrides are in `evaluation.py`, in `saving.py` and in `dataset_preparation.py`.
 """
 

@@ -80,7 +80,7 @@ def test_update_without_weight_is_rejected_with_the_client_id(weighting, field):
 
 
 def test_unknown_weighting_raises_an_error_with_the_allowed_values():
-    with pytest.raises(ValueError, match="`weighting` is 'steps'; it must be one of 'examples', 'tokens', 'uniform'"):
+    with pytest.raises(ValueError, match="`weighting` is 'steps'; allowed are 'examples', 'tokens', 'uniform'"):
         FedAvg("steps")
 
 

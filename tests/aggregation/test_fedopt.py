@@ -264,7 +264,7 @@ def test_state_changed_between_rounds_overrides_the_optimizer_copy():
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ({"server_optimizer": "lion"}, "`server_optimizer` is 'lion'; it must be one of 'sgd', 'momentum'"),
+        ({"server_optimizer": "lion"}, "`server_optimizer` is 'lion'; allowed are 'sgd', 'momentum'"),
         ({"server_lr": 0.0}, "`server_lr` is 0.0; it must be positive"),
         ({"server_momentum": 1.0}, "`server_momentum` is 1.0; it must be at least 0 and below 1"),
         (
@@ -272,10 +272,10 @@ def test_state_changed_between_rounds_overrides_the_optimizer_copy():
             "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw'",
         ),
         ({"server_warmup_rounds": 2}, "Set a scheduler with warm-up, such as 'constant_with_warmup'"),
-        ({"server_lr_scheduler": "linaer"}, "`server_lr_scheduler` is 'linaer'; it must be one of 'linear', 'cosine'"),
+        ({"server_lr_scheduler": "linaer"}, "`server_lr_scheduler` is 'linaer'; allowed are 'linear', 'cosine'"),
         (
             {"server_lr_scheduler": "reduce_lr_on_plateau"},
-            "`server_lr_scheduler` is 'reduce_lr_on_plateau'; it must be one of",
+            "`server_lr_scheduler` is 'reduce_lr_on_plateau'; allowed are",
         ),
     ],
 )

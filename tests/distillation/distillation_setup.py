@@ -17,7 +17,7 @@ SIZES = {"a": 8, "b": 12, "c": 4}
 NUM_PUBLIC, BATCH_SIZE, NUM_CLASSES = 10, 4, 2
 NUM_BATCHES = -(-NUM_PUBLIC // BATCH_SIZE)
 
-# Every method, with the settings that change its behaviour.
+# Every method, with the settings that change its behavior.
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("adafd", {"weighting": "enwc"}),
     ("adafd", {"weighting": "rnwc", "center": True}),

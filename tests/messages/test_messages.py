@@ -218,7 +218,7 @@ def test_unpacked_tensors_are_writable_copies():
 )
 def test_value_that_cannot_be_serialized_is_named_with_its_path(tree):
     for function in (pack, packed_size):
-        with pytest.raises(TypeError, match=r"\.model\.set\[1\] is a (set|object|bytes), which cannot be serialised"):
+        with pytest.raises(TypeError, match=r"\.model\.set\[1\] is a (set|object|bytes), which cannot be serialized"):
             function(tree)
 
 

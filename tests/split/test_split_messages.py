@@ -50,7 +50,7 @@ def test_messages_contain_no_token_ids_labels_or_loss():
         assert tensors == declared[tree["kind"]]
         # Numbers outside of tensors are counts and ids, so no number is a loss.
         assert not any(isinstance(value, float) for value in tree["fields"].values())
-        # The bits of the mask are the only integer tensor in the serialised message.
+        # The bits of the mask are the only integer tensor in the serialized message.
         dtypes = {str(tensor.dtype) for tensor in load(blob).values()}
         assert dtypes <= {"torch.float32", "torch.uint8"}
         for secret in (inputs["input_ids"], inputs["labels"]):

@@ -1,4 +1,4 @@
-"""`federate()` keeps the behaviour of custom trainer classes."""
+"""`federate()` keeps the behavior of custom trainer classes."""
 
 from __future__ import annotations
 
