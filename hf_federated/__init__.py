@@ -1,57 +1,67 @@
-"""Federated learning for everyone who already uses `transformers`."""
+"""
+Federated learning for everyone who already uses `transformers`.
 
-from .adapters import freeze_layers
-from .aggregation import (
-    AGGREGATIONS,
-    Aggregation,
-    FedAvg,
-    FedNova,
-    FedOpt,
-    FedProx,
-    LocalHook,
-    LocalOnly,
-    MutualKD,
-    Scaffold,
-)
-from .clients import ClientSpec
-from .config import FederatedConfig
-from .data import (
-    DatasetSource,
-    FeatureClusterPartitioner,
-    FederatedDataset,
-    FederatedDatasetDict,
-    IidPartitioner,
-    LabelDirichletPartitioner,
-    MultiDomainPartitioner,
-    NaturalPartitioner,
-    NestedPartitioner,
-    PerClassDirichletPartitioner,
-    QuantityDirichletPartitioner,
-    split_for_distillation,
-)
-from .distillation import (
-    DISTILLATIONS,
-    DSFL,
-    MHAT,
-    AdaFD,
-    Cronus,
-    Distillation,
-    FedAUX,
-    FedDF,
-    FedDRS,
-    FedED,
-    FedID,
-    FedKD,
-    FedMD,
-    text_generation,
-)
-from .messages.ledger import Ledger
-from .messages.validation import RoundFailedError
-from .postprocessing import ClipUpdate, Postprocessor
-from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
-from .split import SplitModel
-from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
-from .trainer.federate import FederatedTrainer, federate
+A public name is imported on first use, so that `from hf_federated import FederatedDataset` imports neither models nor
+the trainer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .adapters import freeze_layers
+    from .aggregation import (
+        AGGREGATIONS,
+        Aggregation,
+        FedAvg,
+        FedNova,
+        FedOpt,
+        FedProx,
+        LocalHook,
+        LocalOnly,
+        MutualKD,
+        Scaffold,
+    )
+    from .clients import ClientSpec
+    from .config import FederatedConfig
+    from .data import (
+        DatasetSource,
+        FeatureClusterPartitioner,
+        FederatedDataset,
+        FederatedDatasetDict,
+        IidPartitioner,
+        LabelDirichletPartitioner,
+        MultiDomainPartitioner,
+        NaturalPartitioner,
+        NestedPartitioner,
+        PerClassDirichletPartitioner,
+        QuantityDirichletPartitioner,
+        split_for_distillation,
+    )
+    from .distillation import (
+        DISTILLATIONS,
+        DSFL,
+        MHAT,
+        AdaFD,
+        Cronus,
+        Distillation,
+        FedAUX,
+        FedDF,
+        FedDRS,
+        FedED,
+        FedID,
+        FedKD,
+        FedMD,
+        text_generation,
+    )
+    from .messages.ledger import Ledger
+    from .postprocessing import ClipUpdate, Postprocessor
+    from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
+    from .split import SplitModel
+    from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
+    from .trainer.federate import FederatedTrainer, federate
+    from .utils.errors import RoundFailedError
 
 
 __version__ = "0.1.0"
@@ -111,3 +121,73 @@ __all__ = [
     "split_for_distillation",
     "text_generation",
 ]
+
+# The module of each public name. Type checkers and editors read the imports above.
+_MODULES = {
+    "AGGREGATIONS": ".aggregation",
+    "DISTILLATIONS": ".distillation",
+    "DSFL": ".distillation",
+    "MHAT": ".distillation",
+    "AdaFD": ".distillation",
+    "Aggregation": ".aggregation",
+    "AggregationCallback": ".server.callbacks",
+    "ClientSpec": ".clients",
+    "ClipUpdate": ".postprocessing",
+    "Cronus": ".distillation",
+    "DatasetSource": ".data",
+    "Distillation": ".distillation",
+    "DistillationCallback": ".server.callbacks",
+    "FeatureClusterPartitioner": ".data",
+    "FedAUX": ".distillation",
+    "FedAvg": ".aggregation",
+    "FedDF": ".distillation",
+    "FedDRS": ".distillation",
+    "FedED": ".distillation",
+    "FedID": ".distillation",
+    "FedKD": ".distillation",
+    "FedMD": ".distillation",
+    "FedNova": ".aggregation",
+    "FedOpt": ".aggregation",
+    "FedProx": ".aggregation",
+    "FederatedCallback": ".server.callbacks",
+    "FederatedConfig": ".config",
+    "FederatedDataset": ".data",
+    "FederatedDatasetDict": ".data",
+    "FederatedTrainer": ".trainer.federate",
+    "IidPartitioner": ".data",
+    "LabelDirichletPartitioner": ".data",
+    "Ledger": ".messages.ledger",
+    "LocalHook": ".aggregation",
+    "LocalOnly": ".aggregation",
+    "MultiDomainPartitioner": ".data",
+    "MutualKD": ".aggregation",
+    "NaturalPartitioner": ".data",
+    "NestedPartitioner": ".data",
+    "PerClassDirichletPartitioner": ".data",
+    "Postprocessor": ".postprocessing",
+    "QuantityDirichletPartitioner": ".data",
+    "RoundFailedError": ".utils.errors",
+    "Scaffold": ".aggregation",
+    "ServerState": ".server.callbacks",
+    "SplitConfig": ".split_training",
+    "SplitFederatedTrainer": ".split_training",
+    "SplitModel": ".split",
+    "federate": ".trainer.federate",
+    "freeze_layers": ".adapters",
+    "split_federate": ".split_training",
+    "split_for_distillation": ".data",
+    "text_generation": ".distillation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use ([PEP 562](https://peps.python.org/pep-0562/))."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

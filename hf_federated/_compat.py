@@ -19,19 +19,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from datasets import Dataset
 from packaging.version import Version
-from torch import nn
-from transformers import PreTrainedModel
 
 
+# Functions import the libraries, because `data/` uses this module without torch and transformers.
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from datasets import Dataset
     from datasets.table import Table
+    from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
-    from transformers import GenerationConfig, PretrainedConfig, Trainer, TrainingArguments
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 
 CHECKED_VERSIONS = {
@@ -425,7 +424,7 @@ def prepare_generation_config(model: Any, generation_config: Any, /, **kwargs: A
 
 
 # transformers 5.23 renamed gradient checkpointing to activation checkpointing.
-HAS_ACTIVATION_CHECKPOINTING = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+HAS_ACTIVATION_CHECKPOINTING = Version(importlib.metadata.version("transformers")) >= Version("5.23.dev0")
 
 
 def checkpointing_settings(args: TrainingArguments) -> dict[str, Any] | None:
@@ -508,11 +507,15 @@ def set_prepared_objects(accelerator: Accelerator, lists: tuple[list[Any], ...])
 
 def gradient_state() -> dict[str, Any]:
     """The state of gradient accumulation that all instances of `GradientState` share."""
+    from accelerate.state import GradientState
+
     return GradientState._shared_state
 
 
 def process_states() -> list[dict[str, Any]]:
     """The states that all instances of `PartialState` and `AcceleratorState` share."""
+    from accelerate.state import AcceleratorState, PartialState
+
     return [PartialState._shared_state, AcceleratorState._shared_state]
 
 
@@ -534,6 +537,8 @@ def indices_table(dataset: Dataset) -> Table | None:
 
 def default_store() -> dist.Store:
     """The key-value store of the default process group."""
+    import torch.distributed as dist
+
     return dist.distributed_c10d._get_default_store()
 
 

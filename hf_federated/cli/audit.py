@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.tasks.metrics.base import require_extra
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
     parser.add_argument("model", metavar="MODEL", help="a decoder model or an adapter: a folder or Hub id")
     parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hf_federated.cli.command_parser import CommandParser
 from hf_federated.cli.recipe_options import add_set_option
-from hf_federated.experiments.benchmark import DEFAULT_DIR, BenchmarkOptions, run_benchmark
-from hf_federated.experiments.execution import measure_run
-from hf_federated.experiments.grid import PlannedRun
-from hf_federated.experiments.recipe import check_recipe, partitioner_has_seed
-from hf_federated.experiments.recipe_yaml import read_values
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+if TYPE_CHECKING:
+    from hf_federated.experiments.benchmark import BenchmarkOptions
+    from hf_federated.experiments.grid import PlannedRun
+
+
+def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
+    parser.further_help = _benchmark_help
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML file with a section benchmark")
     add_set_option(parser)
     parser.add_argument(
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        help=f"parent of the output folder of each recipe (default: {DEFAULT_DIR.as_posix()})",
+        help="parent of the output folder of each recipe (default: outputs/benchmarks)",
     )
     parser.add_argument(
         "--reuse",
@@ -44,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
     """Convert the parsed arguments of [`add_arguments`] to options of a benchmark."""
+    from hf_federated.experiments.benchmark import BenchmarkOptions
+
     return BenchmarkOptions(
         recipes=arguments.recipes,
         overrides=arguments.overrides,
@@ -58,9 +63,19 @@ def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
 
 def benchmark(arguments: argparse.Namespace) -> int:
     """Execute the command and return the exit code."""
+    from hf_federated.experiments.benchmark import run_benchmark
+    from hf_federated.experiments.execution import measure_run
+    from hf_federated.experiments.recipe import check_recipe, partitioner_has_seed
+    from hf_federated.experiments.recipe_yaml import read_values
 
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
         # The digest in the path separates the files of the run from files of the run with different settings.
         return measure_run(planned.values, planned.method, folder / planned.digest[:12])
 
     return run_benchmark(benchmark_options(arguments), read_values, check_recipe, execute, partitioner_has_seed)
+
+
+def _benchmark_help() -> str:
+    from hf_federated.cli.field_help import benchmark_help
+
+    return benchmark_help()

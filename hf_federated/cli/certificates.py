@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.security.certificates import create_certificates
-from hf_federated.security.keys import DEFAULT_RSA_BITS, fingerprint
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+# `hf_federated.security.keys.DEFAULT_RSA_BITS`, without its import.
+RSA_BITS = 3072
+
+
+def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
     parser.add_argument("folder", metavar="DIR", help="folder for the certificates and keys")
     parser.add_argument(
@@ -33,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="validity of a new certificate authority in days (default: %(default)s)",
     )
     parser.add_argument(
-        "--rsa-bits", type=int, default=DEFAULT_RSA_BITS, help="size of the RSA keys in bits (default: %(default)s)"
+        "--rsa-bits", type=int, default=RSA_BITS, help="size of the RSA keys in bits (default: %(default)s)"
     )
     parser.add_argument(
         "--overwrite",
@@ -52,6 +55,9 @@ def certificates(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If a name is invalid, or a file exists already.
     """
+    from hf_federated.security.certificates import create_certificates
+    from hf_federated.security.keys import fingerprint
+
     if not arguments.server and not arguments.client:
         raise CommandError(
             "no certificate was requested. Pass --server NAME for each name of the server, and --client ID for each"

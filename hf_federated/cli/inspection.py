@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_federated.data import (
-    FederatedDataset,
-    PartitionFile,
-    describe_partition,
-    jensen_shannon_divergence,
-    plot_divergence,
-    plot_label_shares,
-    plot_sizes,
-    plot_text_map,
-)
-from hf_federated.data.hub import fetch_split, read_hub_partition
-from hf_federated.data.labels import read_labels
-from hf_federated.data.storage.folder import open_folder, open_split
-from hf_federated.experiments.data_files import is_missing_path
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+if TYPE_CHECKING:
+    from hf_federated.data import FederatedDataset, PartitionFile
+
+
+def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
     parser.add_argument(
         "data", metavar="DATA", help="a federated dataset: a folder written by `partition`, or a Hub id"
@@ -45,6 +36,15 @@ def inspect(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the data cannot be read, or a column does not exist.
     """
+    from hf_federated.data import (
+        describe_partition,
+        jensen_shannon_divergence,
+        plot_divergence,
+        plot_label_shares,
+        plot_sizes,
+        plot_text_map,
+    )
+
     with command_errors(arguments.data):
         clients = open_clients(arguments.data, arguments.split, arguments.revision)
         label_column = arguments.label_column or ("label" if _has_class_labels(clients) else None)
@@ -73,6 +73,8 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 def _has_class_labels(clients: FederatedDataset) -> bool:
     """Whether the column `label` exists and contains class labels, not numbers such as amounts."""
+    from hf_federated.data.labels import read_labels
+
     if "label" not in clients.column_names:
         return False
     try:
@@ -94,6 +96,11 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     Raises:
         CommandError: If a local path does not exist.
     """
+    from hf_federated.data import FederatedDataset
+    from hf_federated.data.hub import fetch_split, read_hub_partition
+    from hf_federated.data.storage.folder import open_folder, open_split
+    from hf_federated.experiments.data_files import is_missing_path
+
     if Path(data).is_dir():
         stored = open_folder(data)
         split = split or default_split(stored)

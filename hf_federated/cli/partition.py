@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import get_dataset_split_names, load_dataset
-
-from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
-from hf_federated.data import DatasetSource, FederatedDatasetDict, describe_partition
-from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.data_files import check_single_format, is_missing_path, load_file
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
-def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> None:
+# The names in `hf_federated.data.partitioners.PARTITIONERS`, without its import.
+PARTITIONER_NAMES = (
+    "feature-cluster",
+    "iid",
+    "label-dirichlet",
+    "multi-domain",
+    "natural",
+    "per-class-dirichlet",
+    "quantity-dirichlet",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
     """
-    Add the arguments of the command and of a partitioner to a parser.
+    Add the arguments of the command to a parser, and the options of the partitioner that the command line names.
 
     Args:
         parser (`argparse.ArgumentParser`): The parser of the command.
-        partitioner (`str`, *optional*): Name of the partitioner.
+        argv (`Sequence[str]`, *optional*): The arguments that follow the command.
     """
     parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")
     parser.add_argument("--name", metavar="CONFIG", help="configuration of the dataset")
@@ -31,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> N
     )
     parser.add_argument("--revision", help="branch, tag or commit of a dataset on the Hub")
     parser.add_argument(
-        "--partitioner", required=True, choices=PARTITIONERS, help="how examples are assigned to clients"
+        "--partitioner", required=True, choices=PARTITIONER_NAMES, help="how examples are assigned to clients"
     )
     parser.add_argument("--output", metavar="DIR", help="the output folder")
     parser.add_argument("--push-to-hub", metavar="REPO", help="the dataset repository to push to")
@@ -42,10 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser, partitioner: str | None) -> N
         metavar="COLUMN",
         help="also write the number of examples per label of each client, which reveals information about the clients",
     )
-    if partitioner in PARTITIONERS:
+    partitioner = _named_partitioner(argv)
+    if partitioner in PARTITIONER_NAMES:
+        from hf_federated.cli.dataclass_options import add_dataclass_options
+        from hf_federated.data.partitioners import PARTITIONERS
+
         add_dataclass_options(parser, PARTITIONERS[partitioner])
     else:
         parser.epilog = "Options of a partitioner: hf-federated partition --partitioner NAME --help"
+
+
+def _named_partitioner(argv: Sequence[str]) -> str | None:
+    """The value of `--partitioner`, which determines further options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--partitioner", nargs="?")
+    return parser.parse_known_args(argv)[0].partitioner
 
 
 def partition(arguments: argparse.Namespace) -> None:
@@ -62,6 +79,10 @@ def partition(arguments: argparse.Namespace) -> None:
         raise CommandError("the destination is missing or ambiguous. Give either --output DIR or --push-to-hub REPO.")
     if arguments.private and arguments.push_to_hub is None:
         raise CommandError("--private is only allowed with --push-to-hub.")
+    from hf_federated.cli.dataclass_options import build_from_options
+    from hf_federated.data import FederatedDatasetDict, describe_partition
+    from hf_federated.data.partitioners import PARTITIONERS
+
     with command_errors(f"--partitioner {arguments.partitioner}"):
         partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
     splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
@@ -107,6 +128,11 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     Raises:
         CommandError: If the dataset does not exist or cannot be read.
     """
+    from datasets import get_dataset_split_names, load_dataset
+
+    from hf_federated.data import DatasetSource
+    from hf_federated.experiments.data_files import check_single_format, is_missing_path, load_file
+
     path = Path(data)
     if path.exists() and revision is not None:
         raise CommandError(f"--revision is only allowed for datasets on the Hub, but {data} is a local path.")

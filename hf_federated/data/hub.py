@@ -25,6 +25,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 from tqdm.contrib.concurrent import thread_map
 
+from ..utils.errors import UserError
 from .client_datasets import ClientDatasets
 from .storage.card import config_names
 from .storage.folder import PICTURES, README, choose_clients, open_split
@@ -35,7 +36,7 @@ from .storage.partition_file import PARTITION_FILE, PartitionFile, PartitionFile
 MAX_FILES_PER_COMMIT = 25_000
 
 
-class ConcurrentPushError(RuntimeError):
+class ConcurrentPushError(UserError):
     """The repository received another commit during a push. Nothing of the push was published."""
 
 

@@ -24,7 +24,7 @@ from ..messages import (
     Predict,
     Predictions,
 )
-from ..messages.validation import RoundFailedError
+from ..utils.errors import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import WeightedMean
 from .lazy_rows import LazyRows, decode_lazily

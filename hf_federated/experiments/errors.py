@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_federated.data import ConcurrentPushError
-from hf_federated.transport import LinkError, ServerFailedError
+from hf_federated.utils.errors import UserError
 
 
 # Errors caused by invalid values, files, packages or remote machines. A command reports them without a traceback.
@@ -16,9 +15,7 @@ USER_ERRORS = (
     KeyError,
     OSError,
     ImportError,
-    ConcurrentPushError,
-    LinkError,
-    ServerFailedError,
+    UserError,
 )
 
 

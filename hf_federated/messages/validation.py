@@ -13,10 +13,6 @@ from .training import ClientUpdate
 CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 
-class RoundFailedError(RuntimeError):
-    """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""
-
-
 class InvalidUpdateError(ValueError):
     """The server rejected an update. The message names the client, the round, the key and the expected value."""
 

@@ -12,8 +12,9 @@ from ..clients import ClientSampler, RowLimit, client_seed
 from ..config import FederatedConfig
 from ..engines import Engine, Plan
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
-from ..messages.validation import InvalidUpdateError, RoundFailedError, check_update
+from ..messages.validation import InvalidUpdateError, check_update
 from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
+from ..utils.errors import RoundFailedError
 from .callbacks import ServerState
 from .client_metrics import RoundSummary
 

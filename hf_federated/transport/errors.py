@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..utils.errors import UserError
 
-class LinkError(RuntimeError):
+
+class LinkError(UserError):
     """
     Base class of the errors that end a link to a server.
 
@@ -28,7 +30,7 @@ class AnswerTimeoutError(LinkError, TimeoutError):
     """Raised when the server is alive but does not answer a message in time."""
 
 
-class ServerFailedError(RuntimeError):
+class ServerFailedError(UserError):
     """Raised when the server fails while it processes a message. Its log has the reason. The link stays usable."""
 
 

@@ -20,11 +20,18 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_federated.cli import split_run
 from hf_federated.cli.main import build_parser, main
-from hf_federated.cli.split_run import _load_settings, _terms, client_model, server_body, split_client, split_server
+from hf_federated.experiments import networked_split
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.execution import build_run
+from hf_federated.experiments.networked_split import (
+    _load_settings,
+    _terms,
+    client_model,
+    server_body,
+    split_client,
+    split_server,
+)
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
@@ -87,13 +94,13 @@ def test_recipe_is_trained_over_network_and_merged(split_recipe, certificates, t
     # Loading of a part changes global state of torch. Normally each party has its own process.
     loading = threading.Lock()
     for name in ("load_client_model", "load_server_body"):
-        load = getattr(split_run, name)
+        load = getattr(networked_split, name)
 
         def load_with_lock(*args, load=load, **kwargs):
             with loading:
                 return load(*args, **kwargs)
 
-        monkeypatch.setattr(split_run, name, load_with_lock)
+        monkeypatch.setattr(networked_split, name, load_with_lock)
     commands = commands_of(split_recipe, certificates, free_port())
     errors: dict[str, Exception] = {}
 

@@ -30,7 +30,7 @@ from hf_federated import (
 )
 from hf_federated.adapters import Exchange
 from hf_federated.messages import ClientUpdate, Predictions
-from hf_federated.messages.validation import RoundFailedError
+from hf_federated.utils.errors import RoundFailedError
 
 
 # ---- Clients that fail

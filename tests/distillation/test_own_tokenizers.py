@@ -31,8 +31,8 @@ from transformers import (
 from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.distillation import Cohort, reports
 from hf_federated.messages import ClientUpdate, Metrics, Predict, Predictions, public_order
-from hf_federated.messages.validation import RoundFailedError
 from hf_federated.tasks import TextClassification
+from hf_federated.utils.errors import RoundFailedError
 
 
 WORDS = [f"w{number}" for number in range(29)]

@@ -23,8 +23,8 @@ from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.clients.positions import Positions
 from hf_federated.distillation import Cohort, PredictionCodec, PublicRows, lazy_rows
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
-from hf_federated.messages.validation import RoundFailedError
 from hf_federated.tasks import LanguageModeling, Seq2Seq
+from hf_federated.utils.errors import RoundFailedError
 
 
 VOCABULARY, TOP_K = 27, 8

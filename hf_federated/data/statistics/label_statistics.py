@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import torch
 from datasets import Dataset, DatasetInfo, Features
 
 from ..column_values import check_columns, read_column
@@ -20,6 +19,8 @@ from ..labels import read_labels
 
 
 if TYPE_CHECKING:
+    import torch
+
     from ..federated_dataset import FederatedDataset
 
 
@@ -212,6 +213,8 @@ def jensen_shannon_divergence(shares: np.ndarray) -> np.ndarray:
             f"jensen_shannon_divergence: the shares of client {client} sum to {sums[client]:g}, not to 1. Pass shares"
             " (LabelCounts.shares), not counts."
         )
+    import torch
+
     distributions = torch.from_numpy(shares)
     entropy = _entropy(distributions)
     num_clients, num_labels = shares.shape
@@ -228,6 +231,8 @@ def jensen_shannon_divergence(shares: np.ndarray) -> np.ndarray:
 
 def _entropy(distributions: torch.Tensor) -> torch.Tensor:
     """Compute the entropy of each row in nats."""
+    import torch
+
     return -torch.xlogy(distributions, distributions).sum(dim=1)
 
 
@@ -309,6 +314,8 @@ def estimate_alpha(counts: np.ndarray, prior: np.ndarray | None = None) -> float
         return math.inf
     if len(present) == int((sizes > 0).sum()):
         return 0.0
+    import torch
+
     slope = _Slope(torch.from_numpy(present), torch.from_numpy(expected), torch.from_numpy(sizes))
     low = high = 0.0
     while slope(low)[0] <= 0:
@@ -329,17 +336,15 @@ class _Slope:
     sizes: torch.Tensor  # number of examples of each client, float64
 
     def __call__(self, log_alpha: float) -> tuple[float, float]:
+        import torch
+
         alpha = torch.tensor(math.exp(log_alpha), dtype=torch.float64)
         scaled = alpha * self.expected
         first = (self.expected * (torch.digamma(scaled + self.present) - torch.digamma(scaled))).sum()
         first += (torch.digamma(alpha) - torch.digamma(alpha + self.sizes)).sum()
-        second = (self.expected**2 * (_trigamma(scaled + self.present) - _trigamma(scaled))).sum()
-        second += (_trigamma(alpha) - _trigamma(alpha + self.sizes)).sum()
+        second = (self.expected**2 * (torch.polygamma(1, scaled + self.present) - torch.polygamma(1, scaled))).sum()
+        second += (torch.polygamma(1, alpha) - torch.polygamma(1, alpha + self.sizes)).sum()
         return float(alpha * first), float(alpha * first + alpha**2 * second)
-
-
-def _trigamma(values: torch.Tensor) -> torch.Tensor:
-    return torch.polygamma(1, values)
 
 
 def _root(slope: _Slope, low: float, high: float) -> float:

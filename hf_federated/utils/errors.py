@@ -1,0 +1,11 @@
+"""Errors that commands recognize without an import of the modules that raise them."""
+
+from __future__ import annotations
+
+
+class UserError(RuntimeError):
+    """An error that the user can correct. A command prints its message without a traceback."""
+
+
+class RoundFailedError(RuntimeError):
+    """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""

@@ -1,0 +1,84 @@
+"""The command line answers quickly, because a command imports its libraries only when it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hf_federated.cli import certificates, partition, split_run
+from hf_federated.cli.main import COMMANDS, build_parser
+from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.experiments.benchmark import DEFAULT_DIR
+from hf_federated.security.keys import DEFAULT_RSA_BITS
+from hf_federated.transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
+
+
+LISTED = "import sys, atexit; atexit.register(lambda: print('LOADED', *sys.modules)); "
+HEAVY = {"torch", "transformers", "datasets", "peft", "numpy"}
+
+
+def loaded_modules(*arguments: str) -> set[str]:
+    """Modules that a command loads until it exits."""
+    code = f"{LISTED}from hf_federated.cli.main import main; sys.exit(main({list(arguments)}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return set(result.stdout.partition("LOADED")[2].split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--help", "nosuch", "train", "partition --help", "inspect --help", "certificates --help", "split-client --help"],
+)
+def test_help_and_usage_errors_import_no_library(line):
+    loaded = loaded_modules(*line.split())
+    assert "hf_federated.cli.main" in loaded
+    assert not HEAVY & loaded
+
+
+def test_partition_options_import_no_torch():
+    loaded = loaded_modules("partition", "--partitioner", "iid", "--help")
+    assert "datasets" in loaded
+    assert not {"torch", "peft"} & loaded
+
+
+def test_light_copies_of_names_and_defaults_match_their_modules():
+    assert partition.PARTITIONER_NAMES == tuple(PARTITIONERS)
+    assert certificates.RSA_BITS == DEFAULT_RSA_BITS
+    assert split_run.MAX_MESSAGE_BYTES == DEFAULT_MAX_MESSAGE_BYTES
+    parser = build_parser().parse_args(["benchmark", "recipe.yaml"])
+    assert parser.output_dir is None and DEFAULT_DIR.as_posix() == "outputs/benchmarks"
+
+
+def test_every_command_has_arguments_and_a_function():
+    for name, command in COMMANDS.items():
+        assert callable(command.load(command.function)), name
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([name, "--help"])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("hf-federated par", {"partition "}),
+        ("hf-federated partition --partitioner ii", {"iid "}),
+        ("hf-federated partition news.csv --index", {"--index-only "}),
+    ],
+)
+def test_tab_completion_completes_commands_and_options(tmp_path, line, expected):
+    pytest.importorskip("argcomplete")
+    output = tmp_path / "completions"
+    environment = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(output),
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "0",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    code = f"{LISTED}from hf_federated.cli.main import main; main()"
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert set(output.read_text().split("\n")) == expected
