@@ -65,9 +65,11 @@ class CommandParser(argparse.ArgumentParser):
             self.command.load(self.command.add_arguments)(self, argv)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Add the arguments of the command and parse the command line."""
         self.add_command_arguments(args or ())
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
+        """Return the help of the arguments and the further help text."""
         further = "" if self.further_help is None else f"\n{self.further_help()}\n"
         return super().format_help() + further
