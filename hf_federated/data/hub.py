@@ -16,8 +16,8 @@ from huggingface_hub import (
     hf_hub_download,
 )
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HfHubHTTPError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -224,7 +224,7 @@ def read_hub_partition(
         path = hf_hub_download(
             repo_id, PARTITION_FILE, repo_type="dataset", revision=revision, token=token, cache_dir=cache_dir
         )
-    except EntryNotFoundError as error:
+    except RemoteEntryNotFoundError as error:
         raise FileNotFoundError(
             f"{repo_id} has no {PARTITION_FILE}, so it is not a federated dataset. Partition an ordinary dataset with"
             f' FederatedDataset.from_dataset(DatasetSource("{repo_id}"), partitioner).'
@@ -261,7 +261,7 @@ def fetch_split(
     def fetch(file: StoredFile) -> None:
         try:
             hf_hub_download(repo_id, file.path, repo_type="dataset", revision=commit, token=token, cache_dir=cache_dir)
-        except EntryNotFoundError as error:
+        except RemoteEntryNotFoundError as error:
             raise PartitionFileError(
                 f"{repo_id} has no file {file.path} at {commit}, but {PARTITION_FILE} lists it."
             ) from error
