@@ -44,6 +44,7 @@ RESULT_FIELDS = (
     "train_rows",
     "test_rows",
     "further_rows",
+    "test_source",
     "clients",
     "further_tests",
 )
@@ -104,8 +105,8 @@ def run_benchmark(
             - `history`: metrics by round, `[{"round": 1, "accuracy": 0.5}, ...]`;
             - `step_name`: the unit of the steps in `history`, if it is not the round;
             - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
-              `bytes_down`, `lower_is_better`, `train_rows` and `test_rows` (hashes of the examples): `None` if a
-              method does not have the result;
+              `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), `train_rows` and
+              `test_rows` (hashes of the examples): `None` if a method does not have the result;
             - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
               run is unknown.
 
@@ -252,7 +253,8 @@ def _run_grid(
         value = record["metrics"][metric]
         shown = "not finite" if value is None else f"{value:.3f}"
         seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
-        echo(f"{label}: {metric} {shown}{seconds}")
+        tested_on = "" if record["test_source"] is None else f", tested on {record['test_source']}"
+        echo(f"{label}: {metric} {shown}{seconds}{tested_on}")
     return failures
 
 

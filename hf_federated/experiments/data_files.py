@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,45 @@ def is_missing_path(data: str) -> bool:
     """Whether `data` is written like a local path, not like a Hub id, and does not exist."""
     named_file = data_suffix(Path(data)) is not None or data.startswith((".", "/", "~")) or data.count("/") > 1
     return named_file and not Path(data).exists()
+
+
+def check_local_path(name: str, prefix: str = "") -> None:
+    """Raise [`CommandError`] with `prefix` if `name` is written like a local path, and the path does not exist."""
+    if is_missing_path(name):
+        raise CommandError(f"{prefix}the file or folder {name} does not exist{suggest_path(name)}.")
+
+
+def suggest_path(name: str) -> str:
+    """A hint such as `" (did you mean outputs/minilm?)"` if a file or folder has a similar name, otherwise `""`."""
+    folder = Path(name).parent
+    siblings = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    similar = difflib.get_close_matches(Path(name).name, siblings, n=1)
+    return f" (did you mean {(folder / similar[0]).as_posix()}?)" if similar else ""
+
+
+@contextmanager
+def hub_errors(field: str, name: str) -> Iterator[None]:
+    """
+    Add to an error of the Hub that no local file or folder has the name, because the name can be a misspelt path.
+
+    Args:
+        field (`str`): The field or option with the name.
+        name (`str`): A path or Hub id.
+
+    Raises:
+        CommandError: If the name is no local path, and the Hub raises an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        # A plain FileNotFoundError is an error about the content of a repository, which exists.
+        if Path(name).exists() or type(error) is FileNotFoundError:
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise CommandError(
+            f"{field}: there is no file or folder {name}{suggest_path(name)}. It was not loaded from the Hub either:"
+            f" {reason}."
+        ) from error
 
 
 def check_same_schema(folder: Path) -> None:

@@ -73,8 +73,8 @@ class Run:
         return "round" if self.recipe.split is None else "optimizer step"
 
     def describe(self) -> list[str]:
-        """Lines that state the number of clients and of training, public, dropped and test examples."""
-        raw, section = self.data.raw, self.recipe.data
+        """Lines that state the number of clients, of training, public, dropped and test examples, and their source."""
+        raw = self.data.raw
         lines = [f"Training: {len(raw.train)} clients with {sum(raw.train.num_rows.values())} examples."]
         if raw.public is not None:
             server = "" if raw.server is None else f" The server holds {len(raw.server)} labeled examples."
@@ -83,10 +83,9 @@ class Run:
             lines.append(f"Dropped: {raw.num_empty} examples with an empty text or answer.")
         if raw.num_without_client:
             lines.append(f"Dropped: {raw.num_without_client} test examples that no client has.")
-        if section.test_split is not None:
-            lines.append(f"Test: {len(raw.test)} examples of the split {section.test_split!r}.")
-        elif raw.test_clients is not None:
-            lines.append(f"Test: {len(raw.test_clients)} held-out clients with {len(raw.test)} examples.")
+        lines.append(f"Test: {len(raw.test)} examples{raw.test_source}.")
+        if raw.note:
+            lines.append(raw.note)
         return lines
 
 
@@ -318,6 +317,7 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
         "lower_is_better": run.data.task.lower_is_better,
         "scale": recipe.scale,
         "num_clients": num_clients,
+        "test_source": f"{len(run.data.raw.test)} examples{run.data.raw.test_source}",
         "train_rows": content_hash(run.data.raw.train.to_dataset()),
         "test_rows": content_hash(run.data.raw.test),
         "further_rows": {split: content_hash(rows) for split, rows in run.data.raw.further_tests.items()},

@@ -25,6 +25,8 @@ METHODS = ("federated", "centralized", "local")
 FORBIDDEN_CHARACTERS = re.compile(r'[/\\<>:"|?*\x00-\x1f\x7f]')
 # Fields that the grid sets itself, and fields that would fix a part of the randomness for all seeds.
 RESERVED_FIELDS = ("training.seed", "training.output_dir")
+# Fields of `data` that choose the test examples.
+TEST_FIELDS = ("test_path", "test_split", "test_examples", "test_clients")
 FIXED_SEED_FIELDS = ("training.data_seed", "federation.federation_seed")
 
 
@@ -338,8 +340,25 @@ def _digest(method: str, values: Mapping[str, Any]) -> str:
     included = {name: value for name, value in values.items() if name != "benchmark"}
     if isinstance(included.get("training"), dict):
         included["training"] = {name: value for name, value in included["training"].items() if name != "output_dir"}
+    if isinstance(included.get("data"), dict):
+        included["data"] = _with_test_default(included["data"])
     content = {"method": method, "recipe": included}
     with command_errors("keys of the recipe must be strings"):
         # `default` converts dates, which YAML has and JSON does not have.
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _with_test_default(data: dict[str, Any]) -> dict[str, Any]:
+    """
+    Make the default of the test examples part of the digest.
+
+    In version 0.1, the default was `test_clients: 0.2`. Records of that default have none of the fields, and belong to
+    recipes that now name the old default.
+    """
+    given = {name: data[name] for name in TEST_FIELDS if data.get(name) is not None}
+    if not given:
+        return {**data, "test": "default"}
+    if given == {"test_clients": 0.2}:
+        return {name: value for name, value in data.items() if name != "test_clients"}
+    return data

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_
 
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.data_files import check_local_path, hub_errors
 from hf_federated.experiments.raw_data import RawData, load_raw_data
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
@@ -127,9 +128,11 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
     return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
 
 
-def load_tokenizer(model: ModelSection) -> Any:
-    """Load the tokenizer of a model."""
-    with recipe_errors("model.name_or_path"):
+def load_tokenizer(model: ModelSection, section: str = "model") -> Any:
+    """Load the tokenizer of a model. `section` is the section of the recipe, for error messages."""
+    field = f"{section}.name_or_path"
+    with recipe_errors(field), hub_errors(field, model.name_or_path):
+        check_local_path(model.name_or_path, f"{field}: ")
         return AutoTokenizer.from_pretrained(model.name_or_path, revision=model.revision)
 
 
@@ -152,9 +155,10 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
         if model.decoder_name_or_path is not None:
             assert isinstance(task, (Seq2Seq, SuperGlueSeq2Seq))  # checked by Recipe
             sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in kwargs.items()}
-            loaded: Any = task.load_encoder_decoder(
-                model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision
-            )
+            with hub_errors("model.decoder_name_or_path", model.decoder_name_or_path):
+                loaded: Any = task.load_encoder_decoder(
+                    model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision
+                )
         else:
             loaded = task.load_model(model.name_or_path, revision=model.revision, **kwargs)
     if model.lora is None and model.prefix is None:
@@ -183,7 +187,10 @@ def load_client_specs(
         `dict[str, ClientSpec]`: The model, tokenizer and training arguments of each client.
     """
     sections = recipe.client_models
-    tokenizers = [load_tokenizer(ModelSection(item.name_or_path, item.revision)) for item in sections]
+    tokenizers = [
+        load_tokenizer(ModelSection(item.name_or_path, item.revision), f"client_models[{index}]")
+        for index, item in enumerate(sections)
+    ]
     specs = {}
     for number, client_id in enumerate(client_ids):
         index = number % len(sections)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.recipe_schema import RecipeError, check_at_least_one
 
 
-DEFAULT_TEST_CLIENTS = 0.2
+# Share of the examples of each client that are test examples, if the data has no test split.
+DEFAULT_TEST_EXAMPLES = 0.1
 
 
 @dataclass
@@ -50,59 +52,99 @@ class DataSection:
     name: str | None = field(default=None, metadata={"help": "Configuration of the dataset on the Hub."})
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the dataset on the Hub."})
     train_split: str = field(default="train", metadata={"help": "Split that is distributed over the clients."})
+    test_path: str | None = field(
+        default=None, metadata={"help": "File, folder or Hub id with the test examples, if path does not have them."}
+    )
     test_split: str | None = field(
-        default=None, metadata={"help": "Split to test on; if not set, some clients are held out for testing."}
+        default=None,
+        metadata={
+            "help": "Split to test on, of test_path or else of path (default: test or validation, if path has it and"
+            " neither test_examples nor test_clients is set)."
+        },
     )
     further_test_splits: list[str] = field(
         default_factory=list, metadata={"help": "Additional splits to evaluate the trained model on."}
     )
+    test_examples: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the examples of each client to hold out for testing, with the label shares of the client"
+            f" (default without a test split: {DEFAULT_TEST_EXAMPLES}; 0: none)."
+        },
+    )
     test_clients: int | float | None = field(
         default=None,
-        metadata={"help": "Randomly chosen clients to hold out for testing: a count (10) or a share (default 0.2)."},
+        metadata={
+            "help": "Randomly chosen clients to hold out for testing: a count (10) or a share (0.2); 0 or null: none."
+        },
     )
     max_clients: int | None = field(
         default=None, metadata={"help": "Maximum number of training clients, chosen at random with seed."}
     )
     max_train_rows: int | None = field(
-        default=None, metadata={"help": "Maximum number of examples of train_split, sampled with seed."}
+        default=None,
+        metadata={"help": "Maximum number of examples of train_split, sampled with seed before any are held out."},
     )
     max_test_rows: int | None = field(
-        default=None, metadata={"help": "Maximum number of examples of each test split, sampled with seed."}
+        default=None,
+        metadata={"help": "Maximum number of test examples (and of each further test split), sampled with seed."},
     )
     drop_empty: bool = field(default=False, metadata={"help": "Drop examples with an empty text or answer."})
-    seed: int = field(default=0, metadata={"help": "Seed for sampling examples and choosing held-out clients."})
+    seed: int = field(
+        default=0, metadata={"help": "Seed for sampling examples and clients, and for holding them out."}
+    )
 
     def __post_init__(self) -> None:
-        if self.test_split is not None and self.test_clients is not None:
-            raise RecipeError(
-                "data: test_split and test_clients are both set. Set either test_split (a split to test on) or"
-                " test_clients (clients to hold out)."
-            )
-        if self.test_split == self.train_split:
+        self._check_test_source()
+        same_data = self.test_path is None or Path(self.test_path) == Path(self.path)
+        if same_data and self.test_split == self.train_split:
             raise RecipeError(
                 f"data.test_split is {self.test_split!r}, which is the training split. Choose another split."
             )
         for split in self.further_test_splits:
-            if split in (self.train_split, self.test_split) or self.further_test_splits.count(split) > 1:
+            if (
+                split in (self.train_split, self.test_split if same_data else None)
+                or self.further_test_splits.count(split) > 1
+            ):
                 raise RecipeError(
                     f"data.further_test_splits: {split!r} is train_split, test_split or a duplicate. Remove it."
                 )
         if self.seed < 0:
             raise RecipeError(f"data.seed is {self.seed}; it must be at least 0.")
-        if self.max_test_rows is not None and self.test_split is None:
+        for name in ("max_clients", "max_train_rows", "max_test_rows"):
+            check_at_least_one(f"data.{name}", getattr(self, name))
+
+    @property
+    def finds_test_split(self) -> bool:
+        """Whether the recipe leaves the choice of the test examples to the data: a test split, if the data has one."""
+        return not (self.test_path or self.test_split or self.test_examples or self.test_clients)
+
+    def _check_test_source(self) -> None:
+        """Check the fields that choose the test examples. At most one of them is set; 0 counts as not set."""
+        given = [name for name in ("test_path", "test_split", "test_examples", "test_clients") if getattr(self, name)]
+        if len(given) > 1 and given != ["test_path", "test_split"]:
             raise RecipeError(
-                "data.max_test_rows is set without test_split. Set test_split; all examples of held-out clients are"
-                " used."
+                f"data: {' and '.join(given)} are set, but a run has one source of test examples. Set one of test_path"
+                " (a file or folder), test_split (a split), test_examples (a share of the examples of each client) and"
+                " test_clients (clients to hold out)."
+            )
+        if self.test_split is None and self.test_path is not None and Path(self.test_path) == Path(self.path):
+            raise RecipeError(
+                f"data.test_path is {self.test_path}, which is also data.path, so a run would test on its training"
+                " examples. Set another file or folder, or set data.test_split to a split of it."
+            )
+        if self.test_examples is not None and not 0 <= self.test_examples < 1:
+            raise RecipeError(
+                f"data.test_examples is {self.test_examples}; it must be a share of the examples of each client, at"
+                " least 0 and below 1."
             )
         if self.test_clients is not None:
             is_share = isinstance(self.test_clients, float)
-            if not (0 < self.test_clients < 1 if is_share else self.test_clients >= 1):
+            if self.test_clients < 0 or (is_share and self.test_clients >= 1):
                 raise RecipeError(
-                    f"data.test_clients is {self.test_clients}; it must be a count of at least 1 or a share between 0"
-                    " and 1."
+                    f"data.test_clients is {self.test_clients}; it must be a count such as 2, a share between 0 and 1,"
+                    " or 0 to hold out no client."
                 )
-        for name in ("max_clients", "max_train_rows", "max_test_rows"):
-            check_at_least_one(f"data.{name}", getattr(self, name))
 
 
 @dataclass

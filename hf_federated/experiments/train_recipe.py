@@ -53,7 +53,7 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
         echo(f"Federated ({run.federation.num_rounds} rounds; the progress bar and the logs count rounds):")
     federated = run_federated(run)
     raw = run.data.raw
-    held_out = raw.test_clients if recipe.data.test_split is None else None
+    held_out = raw.test_clients if raw.holds_out_clients else None
     results = {
         "metric": run.metric,
         "lower_is_better": run.data.task.lower_is_better,
@@ -61,6 +61,7 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
         "num_train_rows": sum(raw.train.num_rows.values()),
         "num_test_clients": None if held_out is None else len(held_out),
         "num_test_rows": len(raw.test),
+        "test_source": f"{len(raw.test)} examples{raw.test_source}",
         # Only for a split model. Its results are under `federated`, as for all runs.
         "strategy": None if recipe.split is None else run.trainer.split.strategy,
         "baselines": {result.name: vars(result) for result in baselines},
@@ -130,7 +131,10 @@ def closing_table(results: dict[str, Any]) -> list[str]:
         )
     )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    of_clients = "" if results["num_test_clients"] is None else f" of {results['num_test_clients']} held-out clients"
+    num_held_out = results["num_test_clients"]
+    of_clients = (
+        "" if num_held_out is None else f" of {num_held_out} held-out client{'' if num_held_out == 1 else 's'}"
+    )
     lines = [
         f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} examples{of_clients}:",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import datetime
+import hashlib
+import json
+from pathlib import Path
 
 import pytest
 
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.grid import BenchmarkSection, plan_runs, read_section
+from hf_federated.experiments.grid import TEST_FIELDS, BenchmarkSection, plan_runs, read_section
+from hf_federated.experiments.recipe_yaml import read_values
 
 
 RECIPE = {
@@ -101,6 +105,39 @@ def test_order_of_dotted_changes_does_not_matter():
     changes = {"partition.alpha": 0.01, "partition.name": "label-dirichlet", "partition.num_clients": 8}
     assert plan_single(changes, base).values["partition"] == expected
     assert plan_single(dict(reversed(changes.items())), base).values["partition"] == expected
+
+
+def digest_of_version_0_1(run, **changes) -> str:
+    """The digest of version 0.1: of the method and of all values but `benchmark` and `training.output_dir`."""
+    values = {name: value for name, value in {**run.values, **changes}.items() if name != "benchmark"}
+    values["training"] = {name: value for name, value in values["training"].items() if name != "output_dir"}
+    text = json.dumps({"method": run.method, "recipe": values}, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "data", [{"test_split": "test"}, {"test_clients": 15}, {"test_clients": 0.1}, {"test_split": "test", "seed": 3}]
+)
+def test_records_of_recipes_that_name_their_test_examples_are_recognized(data):
+    run = plan_single({}, {**RECIPE, "data": {"path": "d", **data}})
+    assert run.digest == digest_of_version_0_1(run)
+
+
+def test_records_of_the_former_default_belong_to_recipes_that_name_it():
+    """Before, a recipe without test examples held out 20 % of the clients."""
+    unnamed = plan_single({}, {**RECIPE, "data": {"path": "d"}})
+    former = digest_of_version_0_1(unnamed)
+    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": 0.2}}).digest == former
+    assert unnamed.digest != former
+    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": None}}).digest != former
+
+
+def test_every_shipped_benchmark_names_its_test_examples():
+    """The digests of the recorded results therefore do not depend on the default."""
+    paths = [path for path in Path(__file__).parents[2].glob("recipes/*/*.yaml") if "\nmodel:" in path.read_text()]
+    assert len(paths) > 20
+    for path in paths:
+        assert any(read_values(path)["data"].get(name) is not None for name in TEST_FIELDS), path.name
 
 
 def test_digest_depends_only_on_values_that_determine_the_result():
