@@ -24,6 +24,7 @@ from hf_federated.cli.dataclass_options import add_dataclass_options, build_from
 from hf_federated.cli.partition import load_splits
 from hf_federated.data import DatasetSource
 from hf_federated.data.plots.matplotlib_helpers import require_matplotlib
+from hf_federated.experiments.data_files import hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.tasks.metrics.base import require_extra
 
@@ -71,7 +72,7 @@ def audit(arguments: argparse.Namespace) -> None:
     if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
         raise CommandError(f"--output: {arguments.output} is a file. Choose a folder.")
     texts = load_texts(arguments)
-    with command_errors(arguments.model):
+    with command_errors(arguments.model), hub_errors("MODEL", arguments.model):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
         model = _load_model(arguments.model, arguments.model_revision)
     victim_model = None

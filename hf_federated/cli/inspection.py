@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,22 +95,29 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
         revision (`str`, *optional*): Branch, tag or commit on the Hub.
 
     Raises:
-        CommandError: If a local path does not exist.
+        CommandError: If a local path does not exist, or is not a federated dataset.
     """
     from hf_federated.data import FederatedDataset
     from hf_federated.data.hub import fetch_split, read_hub_partition
     from hf_federated.data.storage.folder import open_folder, open_split
-    from hf_federated.experiments.data_files import is_missing_path
+    from hf_federated.data.storage.partition_file import PARTITION_FILE
+    from hf_federated.experiments.data_files import hub_errors, is_missing_path, suggest_path
 
+    if Path(data).exists() and not (Path(data) / PARTITION_FILE).is_file():
+        raise CommandError(
+            f"{data} is not a federated dataset: its examples are not partitioned into clients. Run `hf-federated"
+            f" partition {shlex.quote(data)} --partitioner NAME --output DIR` first, and inspect DIR."
+        )
     if Path(data).is_dir():
         stored = open_folder(data)
         split = split or default_split(stored)
         return FederatedDataset.from_stored(stored, split, open_split(stored, Path(data), split))
     if data.count("/") != 1 or is_missing_path(data):
-        raise CommandError(f"the folder {data} does not exist.")
-    stored, snapshot = read_hub_partition(data, revision)
-    split = split or default_split(stored)
-    return FederatedDataset.from_stored(stored, split, fetch_split(data, stored, snapshot, split))
+        raise CommandError(f"the folder {data} does not exist{suggest_path(data)}.")
+    with hub_errors("DATA", data):
+        stored, snapshot = read_hub_partition(data, revision)
+        split = split or default_split(stored)
+        return FederatedDataset.from_stored(stored, split, fetch_split(data, stored, snapshot, split))
 
 
 def default_split(stored: PartitionFile) -> str:

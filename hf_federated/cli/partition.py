@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         "--partitioner", required=True, choices=PARTITIONER_NAMES, help="how examples are assigned to clients"
     )
     parser.add_argument("--output", metavar="DIR", help="the output folder")
+    parser.add_argument("--overwrite", action="store_true", help="with --output: replace a federated dataset")
     parser.add_argument("--push-to-hub", metavar="REPO", help="the dataset repository to push to")
     parser.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
     parser.add_argument("--index-only", action="store_true", help="write row indices instead of rows")
@@ -83,6 +84,7 @@ def partition(arguments: argparse.Namespace) -> None:
     from hf_federated.data import FederatedDatasetDict, describe_partition
     from hf_federated.data.partitioners import PARTITIONERS
 
+    _check_output(arguments.output, arguments.overwrite)
     with command_errors(f"--partitioner {arguments.partitioner}"):
         partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
     splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
@@ -112,6 +114,19 @@ def partition(arguments: argparse.Namespace) -> None:
         )
 
 
+def _check_output(output: str | None, overwrite: bool) -> None:
+    """Check before the data is loaded that the output folder is new, or that it may be replaced."""
+    from hf_federated.data.storage.partition_file import PARTITION_FILE
+
+    if overwrite and output is None:
+        raise CommandError("--overwrite is only allowed with --output.")
+    if output is not None and not overwrite and (Path(output) / PARTITION_FILE).exists():
+        raise CommandError(
+            f"--output {output}: the folder contains a federated dataset. Choose another folder, or add --overwrite to"
+            " replace the dataset."
+        )
+
+
 def load_splits(data: str, name: str | None, split: str | None, revision: str | None) -> Mapping[str, Any]:
     """
     Load the splits of a local dataset, or resolve the splits of a dataset on the Hub.
@@ -131,16 +146,15 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     from datasets import get_dataset_split_names, load_dataset
 
     from hf_federated.data import DatasetSource
-    from hf_federated.experiments.data_files import check_single_format, is_missing_path, load_file
+    from hf_federated.experiments.data_files import check_local_path, check_single_format, hub_errors, load_file
 
     path = Path(data)
     if path.exists() and revision is not None:
         raise CommandError(f"--revision is only allowed for datasets on the Hub, but {data} is a local path.")
     if path.is_file() and name is not None:
         raise CommandError(f"--name is only allowed for datasets with configurations, but {data} is a file.")
-    if is_missing_path(data):
-        raise CommandError(f"the file or folder {data} does not exist.")
-    with command_errors(data):
+    check_local_path(data)
+    with command_errors(data), hub_errors("DATA", data):
         if path.is_file():
             splits: Any = load_file(path, split or "train")
         elif path.is_dir():
