@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
 from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.experiments.data_files import check_local_path, hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
 from hf_federated.experiments.recipe import ClassSection, Recipe, build, load_recipe
@@ -187,7 +188,10 @@ def server_body(
     recipe: Recipe, split: SplitConfig, adapter: PeftConfig | None, seed: int
 ) -> tuple[PretrainedConfig, Part, Wire]:
     """Load the body of the recipe's model, the config of the full model, and the encoding of hidden states."""
-    return load_server_body(recipe.model.name_or_path, split, adapter, seed, **_model_arguments(recipe.model))
+    name = recipe.model.name_or_path
+    check_local_path(name, "model.name_or_path: ")
+    with hub_errors("model.name_or_path", name):
+        return load_server_body(name, split, adapter, seed, **_model_arguments(recipe.model))
 
 
 def _model_arguments(model: ModelSection) -> dict[str, Any]:

@@ -328,6 +328,19 @@ def test_unknown_client_id_is_reported(split_recipe, certificates):
         split_client(build_parser().parse_args([*line[:-1], "west"]))
 
 
+@pytest.mark.parametrize("party", ["server", "0"])
+@pytest.mark.parametrize("name", ["./lama", "outputs/lama"])
+def test_misspelt_model_folder_is_named(split_recipe, certificates, tmp_path, monkeypatch, party, name, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("llama", "outputs/llama"):
+        (tmp_path / folder).mkdir(parents=True)
+    line = commands_of(split_recipe, certificates, free_port())[party]
+    assert main([*line, "--set", f"model.name_or_path={name}"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "model.name_or_path: " in error and f"file or folder {name}" in error
+    assert f"(did you mean {name.removeprefix('./').replace('lama', 'llama')}?)" in error
+
+
 @pytest.mark.parametrize(
     ("party", "options", "message"),
     [

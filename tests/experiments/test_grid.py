@@ -108,7 +108,7 @@ def test_order_of_dotted_changes_does_not_matter():
 
 
 def digest_of_version_0_1(run, **changes) -> str:
-    """The digest of version 0.1: of the method and of all values but `benchmark` and `training.output_dir`."""
+    """The digest of version 0.1, over the method and all values but `benchmark` and `training.output_dir`."""
     values = {name: value for name, value in {**run.values, **changes}.items() if name != "benchmark"}
     values["training"] = {name: value for name, value in values["training"].items() if name != "output_dir"}
     text = json.dumps({"method": run.method, "recipe": values}, sort_keys=True, separators=(",", ":"), default=str)
