@@ -104,10 +104,7 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     from hf_federated.experiments.data_files import hub_errors, is_missing_path, suggest_path
 
     if Path(data).exists() and not (Path(data) / PARTITION_FILE).is_file():
-        raise CommandError(
-            f"{data} is not a federated dataset: its examples are not partitioned into clients. Run `hf-federated"
-            f" partition {shlex.quote(data)} --partitioner NAME --output DIR` first, and inspect DIR."
-        )
+        raise _not_partitioned(data)
     if Path(data).is_dir():
         stored = open_folder(data)
         split = split or default_split(stored)
@@ -115,9 +112,21 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     if data.count("/") != 1 or is_missing_path(data):
         raise CommandError(f"the folder {data} does not exist{suggest_path(data)}.")
     with hub_errors("DATA", data):
-        stored, snapshot = read_hub_partition(data, revision)
+        try:
+            stored, snapshot = read_hub_partition(data, revision)
+        except FileNotFoundError as error:
+            if type(error) is not FileNotFoundError:  # an error of the Hub
+                raise
+            raise _not_partitioned(data) from error
         split = split or default_split(stored)
         return FederatedDataset.from_stored(stored, split, fetch_split(data, stored, snapshot, split))
+
+
+def _not_partitioned(data: str) -> CommandError:
+    return CommandError(
+        f"{data} is not a federated dataset: its examples are not partitioned into clients. Run `hf-federated"
+        f" partition {shlex.quote(data)} --partitioner NAME --output DIR` first, and inspect DIR."
+    )
 
 
 def default_split(stored: PartitionFile) -> str:

@@ -91,15 +91,18 @@ def load_federated_splits(recipe: Recipe) -> RawSplits:
     """
     data, path = recipe.data, Path(recipe.data.path)
     with recipe_errors("data.path"), hub_errors("data.path", data.path):
-        if path.exists() and not (path / PARTITION_FILE).is_file():
+        try:
+            if path.exists():
+                splits = FederatedDatasetDict.load_from_disk(data.path)
+            else:
+                splits = FederatedDatasetDict.from_hub(data.path, revision=data.revision)
+        except FileNotFoundError as error:
+            if type(error) is not FileNotFoundError:  # an error of the Hub
+                raise
             raise RecipeError(
                 f"partition is missing, and {data.path} is not a federated dataset. Set partition, or use a federated"
                 " dataset."
-            )
-        if path.exists():
-            splits = FederatedDatasetDict.load_from_disk(data.path)
-        else:
-            splits = FederatedDatasetDict.from_hub(data.path, revision=data.revision)
+            ) from error
     names = _named_splits(data)
     for split in names:
         if split not in splits:

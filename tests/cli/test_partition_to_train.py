@@ -96,10 +96,15 @@ def partition_and_train(file: str, recipe: str, folder: str):
     # The second dataset is only a test set, on the Hub.
     settings = [["data={path: anna/news}", partition], ["data={path: anna/clients, test_path: anna/news}"]]
     settings[1].append("data.test_split=validation")
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        codes += [main("inspect anna/news".split()), main(["train", recipe, "--set", "data.path=anna/news"])]
+        codes += [main("inspect anna/nothing".split())]
     loaded = [load_raw_data(load_recipe(recipe, changes)) for changes in settings]
     return {
         "codes": codes,
         "printed": printed.getvalue(),
+        "errors": [line for line in errors.getvalue().splitlines() if line.startswith("hf-federated: error: ")],
         "sizes": [[sum(raw.train.num_rows.values()), len(raw.test)] for raw in loaded],
         "sources": [raw.test_source for raw in loaded],
         "labels": [list(raw.task.label_names) for raw in loaded],
@@ -118,7 +123,11 @@ def test_string_labels_and_test_splits_are_read_from_repositories(news, recipe_f
                 recipe=recipe,
                 folder=str(news / "run"),
             )
-    assert answer["codes"] == [0, 0, 0]
+    assert answer["codes"] == [0, 0, 0, 2, 2, 2]
+    assert "anna/news is not a federated dataset" in answer["errors"][0]
+    assert "Run `hf-federated partition anna/news --partitioner NAME --output DIR` first" in answer["errors"][0]
+    assert "partition is missing, and anna/news is not a federated dataset" in answer["errors"][1]
+    assert "there is no file or folder anna/nothing. It was not loaded from the Hub either" in answer["errors"][2]
     # 5 examples of each site, of which one is for testing.
     assert "Training: 4 clients with 16 examples." in answer["printed"]
     assert "Test: 4 examples, 10 % of the examples of each client (data.test_examples)." in answer["printed"]
