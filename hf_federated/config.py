@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .utils.algorithm_names import AGGREGATION_NAMES, DISTILLATION_NAMES
 from .utils.arguments import require, require_one_of
 
 
@@ -154,12 +155,14 @@ class FederatedConfig(SavedConfig):
             balanced.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
             Algorithm that computes the global parameters from the client parameters: a name in
-            `hf_federated.AGGREGATIONS` or an instance.
+            `hf_federated.AGGREGATIONS`, the name of an entry point `hf_federated.aggregations` of an installed
+            package, a reference to a class (`"my_package.module:MyAverage"`), or an instance.
         aggregation_kwargs (`dict`, *optional*):
             Arguments of the aggregation algorithm if `aggregation` is a name. On a command line, a JSON text.
         distillation (`str` or [`~hf_federated.distillation.Distillation`], *optional*):
             Algorithm with which the server, and clients that keep their own models, learn from predictions for public
-            examples: a name in `hf_federated.DISTILLATIONS` or an instance. The trainer then needs `public_dataset`.
+            examples: a name in `hf_federated.DISTILLATIONS`, the name of an entry point `hf_federated.distillations`,
+            a reference to a class, or an instance. The trainer then needs `public_dataset`.
         distillation_kwargs (`dict`, *optional*):
             Arguments of the distillation algorithm if `distillation` is a name. On a command line, a JSON text.
         exchange (`str`, *optional*, defaults to `"auto"`):
@@ -240,11 +243,15 @@ class FederatedConfig(SavedConfig):
             "choices": list(BALANCES),
         },
     )
-    aggregation: str = field(default="fedavg", metadata={"help": "Name of the aggregation algorithm."})
+    aggregation: str = field(
+        default="fedavg", metadata={"help": "Name of the aggregation algorithm, or my_package.module:MyAverage."}
+    )
     aggregation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
-    distillation: str | None = field(default=None, metadata={"help": "Name of the distillation algorithm."})
+    distillation: str | None = field(
+        default=None, metadata={"help": "Name of the distillation algorithm, or my_package.module:MyDistillation."}
+    )
     distillation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
@@ -308,6 +315,8 @@ class FederatedConfig(SavedConfig):
         # The field types include text for the command line. After initialization, the values are dictionaries.
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
         self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
+        AGGREGATION_NAMES.check(self.aggregation)
+        DISTILLATION_NAMES.check(self.distillation)
         if self.num_rounds is not None:
             require("num_rounds", self.num_rounds, self.num_rounds >= 1, "at least 1")
         if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
@@ -357,15 +366,15 @@ class FederatedConfig(SavedConfig):
         """
         Return the fields as JSON values.
 
-        An instance of an algorithm is replaced by its name and its settings. Functions in the settings are replaced by
-        their names.
+        An instance of an algorithm is replaced by its settings and its built-in name, or a reference to its class.
+        Functions in the settings are replaced by their names.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         if not isinstance(self.aggregation, str):
-            values["aggregation"] = self.aggregation.name
+            values["aggregation"] = AGGREGATION_NAMES.name_of(self.aggregation)
             values["aggregation_kwargs"] = self.aggregation.non_default_settings()
         if self.distillation is not None and not isinstance(self.distillation, str):
-            values["distillation"] = self.distillation.name
+            values["distillation"] = DISTILLATION_NAMES.name_of(self.distillation)
             values["distillation_kwargs"] = self.distillation.non_default_settings()
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         return values

@@ -1,10 +1,14 @@
 """Averaging algorithms, one per module.
 
-To add an algorithm, add its module, import its class here and register it in `AGGREGATIONS`.
+To add an algorithm, add its module, import its class here and add its name to `utils/algorithm_names.py`.
 """
 
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
 from .fedavg import FedAvg
@@ -16,15 +20,10 @@ from .mutual_kd import LowRankUpdates, MutualKD
 from .scaffold import Scaffold
 
 
-AGGREGATIONS: dict[str, type[Aggregation]] = {
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "fednova": FedNova,
-    "fedopt": FedOpt,
-    "scaffold": Scaffold,
-    "local_only": LocalOnly,
-    "mutual_kd": MutualKD,
-}
+# The built-in algorithms by name.
+AGGREGATIONS: Mapping[str, type[Aggregation]] = MappingProxyType(
+    {name: import_reference(reference) for name, reference in AGGREGATION_NAMES.built_in.items()}
+)
 
 
 def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Aggregation:
@@ -32,15 +31,16 @@ def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Agg
     Build the aggregation algorithm of a configuration.
 
     Args:
-        aggregation (`str` or [`Aggregation`]): Name in `AGGREGATIONS`, or an instance, which is returned unchanged.
+        aggregation (`str` or [`Aggregation`]): Name in `AGGREGATIONS`, name of an entry point of an installed package,
+            a reference `my_package.module:MyClass`, or an instance, which is returned unchanged.
         kwargs (`dict`, *optional*): Constructor arguments. Only allowed if `aggregation` is a name.
 
     Returns:
         [`Aggregation`]: The algorithm.
 
     Raises:
-        ValueError: If the name is unknown, if the constructor does not accept an argument, or if `kwargs` are passed
-            together with an instance.
+        ValueError: If the name is unknown, if it does not name a subclass of [`Aggregation`], if the constructor does
+            not accept an argument, or if `kwargs` are passed together with an instance.
     """
     kwargs = kwargs or {}
     if isinstance(aggregation, Aggregation):
@@ -50,15 +50,11 @@ def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Agg
                 "the arguments to the constructor of the instance."
             )
         return aggregation
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"Unknown aggregation {aggregation!r}. Set it to one of {', '.join(sorted(AGGREGATIONS))}, or pass an "
-            "instance of an `Aggregation` subclass."
-        )
+    cls = AGGREGATION_NAMES.load(aggregation, Aggregation)
     try:
-        return AGGREGATIONS[aggregation](**kwargs)
+        return cls(**kwargs)
     except TypeError as error:
-        allowed = sorted(AGGREGATIONS[aggregation]().settings())
+        allowed = sorted(inspect.signature(cls).parameters)
         raise ValueError(
             f"Invalid `aggregation_kwargs` of {aggregation!r}: {error}. Allowed arguments are {allowed}."
         ) from error

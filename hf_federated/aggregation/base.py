@@ -153,13 +153,21 @@ class Aggregation:
     ```
     """
 
+    # Name in messages. Defaults to the name of the class.
     name: ClassVar[str] = ""
+    # Constructor arguments that are another name of an argument, by alias. `settings` does not contain them.
+    aliases: ClassVar[Mapping[str, str]] = {}
     # Whether server and clients exchange parameters. If not, each client keeps its own model.
     exchanges_parameters: ClassVar[bool] = True
     # Content of an update: the trained parameters (`"parameters"`), or their changes by the training (`"changes"`).
     update_content: ClassVar[str] = "parameters"
     # Whether each client also trains a private model, which its hook receives in `start`.
     trains_private_models: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def __init__(self, weighting: str = "examples") -> None:
         require_one_of("weighting", weighting, WEIGHTINGS)
@@ -168,8 +176,9 @@ class Aggregation:
     # ---- Settings
 
     def settings(self) -> dict[str, Any]:
-        """Return all constructor arguments with their values."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        """Return all constructor arguments with their values, without aliases."""
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names if name not in self.aliases}
 
     def non_default_settings(self) -> dict[str, Any]:
         """Return the constructor arguments whose values differ from the defaults."""

@@ -1,8 +1,15 @@
-"""Distillation algorithms, one per file. To add one, add its file, its import and its entry in `DISTILLATIONS`."""
+"""Distillation algorithms, one per file.
 
+To add an algorithm, add its file, import its class here and add its name to `utils/algorithm_names.py`.
+"""
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ..clients.context import ClientContext
+from ..utils.algorithm_names import DISTILLATION_NAMES, import_reference
 from .adafd import AdaFD
 from .base import Distillation
 from .client import DistillationClient, LocalDistillation
@@ -53,19 +60,10 @@ from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surroga
 from .teachers import Teachers
 
 
-DISTILLATIONS: dict[str, type[Distillation]] = {
-    "adafd": AdaFD,
-    "cronus": Cronus,
-    "dsfl": DSFL,
-    "fedaux": FedAUX,
-    "feddf": FedDF,
-    "feddrs": FedDRS,
-    "feded": FedED,
-    "fedid": FedID,
-    "fedkd": FedKD,
-    "fedmd": FedMD,
-    "mhat": MHAT,
-}
+# The built-in algorithms by name.
+DISTILLATIONS: Mapping[str, type[Distillation]] = MappingProxyType(
+    {name: import_reference(reference) for name, reference in DISTILLATION_NAMES.built_in.items()}
+)
 
 
 def build_distillation(distillation: str | Distillation | None, kwargs: Any = None) -> Distillation | None:
@@ -73,16 +71,17 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
     Build the algorithm that a configuration names.
 
     Args:
-        distillation (`str` or [`Distillation`], *optional*): A name of `DISTILLATIONS`, or an instance, which is
-            returned unchanged. `None` means no distillation.
+        distillation (`str` or [`Distillation`], *optional*): Name in `DISTILLATIONS`, name of an entry point of an
+            installed package, a reference `my_package.module:MyClass`, or an instance, which is returned unchanged.
+            `None` means no distillation.
         kwargs (`dict`, *optional*): Settings of the named algorithm.
 
     Returns:
         [`Distillation`], *optional*: The algorithm, or `None`.
 
     Raises:
-        ValueError: If the name or a setting is unknown, a setting is out of range, or settings are given together with
-            an instance or without a name.
+        ValueError: If the name or a setting is unknown, the name does not name a subclass of [`Distillation`], a
+            setting is out of range, or settings are given together with an instance or without a name.
     """
     kwargs = kwargs or {}
     if distillation is None or isinstance(distillation, Distillation):
@@ -92,16 +91,11 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
                 "algorithm, or pass the settings to the instance."
             )
         return distillation
-    if distillation not in DISTILLATIONS:
-        raise ValueError(
-            f"Unknown distillation {distillation!r}. Choose one of {', '.join(sorted(DISTILLATIONS))}, or pass an "
-            "instance of a `Distillation` subclass."
-        )
+    cls = DISTILLATION_NAMES.load(distillation, Distillation)
     try:
-        return DISTILLATIONS[distillation](**kwargs)
+        return cls(**kwargs)
     except TypeError as error:
-        known = DISTILLATIONS[distillation]
-        allowed = sorted(known().settings().keys() - set(known.ignores))
+        allowed = sorted(inspect.signature(cls).parameters.keys() - set(cls.ignores))
         raise ValueError(
             f"Invalid `distillation_kwargs` of {distillation!r}: {error}. Allowed settings are {allowed}."
         ) from error

@@ -114,6 +114,7 @@ class Distillation(Settings):
     ```
     """
 
+    # Name in messages. Defaults to the name of the class.
     name: ClassVar[str] = ""
     # Exchange of parameters. `"kept"`: no parameters are exchanged. `"sent"`: clients start each round from the
     # server's parameters. `"averaged"`: like `"sent"`, and the server averages the clients' parameters.
@@ -133,6 +134,11 @@ class Distillation(Settings):
     train_on_labelled: bool = False
     prediction_dtype: str = "float32"
     top_k: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def __post_init__(self) -> None:
         self._require(("server_epochs", "client_epochs"), lambda value: value >= 1, "at least 1")

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
-from hf_federated.distillation import DISTILLATIONS
+from hf_federated.distillation import build_distillation
 from hf_federated.experiments.baselines import BaselineResult, Baselines
 from hf_federated.experiments.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
 from hf_federated.experiments.recipe_loading import (
@@ -170,8 +170,10 @@ def _dataset_arguments(
 ) -> dict[str, Any]:
     """The arguments of the trainer for datasets, tokenizer, task and client models."""
     raw, task = data.raw, data.task
-    method = recipe.federation.get("distillation")
-    if method is None or (method in DISTILLATIONS and not DISTILLATIONS[method]().requirements.public_dataset):
+    with recipe_errors("federation"):
+        kwargs = recipe.federation.get("distillation_kwargs")
+        method = build_distillation(recipe.federation.get("distillation"), kwargs)
+    if method is None or not method.requirements.public_dataset:
         # Drop the examples that are set aside, so runs with and without distillation train on the same private
         # examples.
         raw = dataclasses.replace(raw, public=None, server=None)

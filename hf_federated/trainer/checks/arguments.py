@@ -106,7 +106,7 @@ def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> 
     Raises:
         ValueError: If the user set an averaging algorithm.
     """
-    if aggregation.name not in (FedAvg.name, LocalOnly.name) or aggregation.non_default_settings():
+    if type(aggregation) not in (FedAvg, LocalOnly) or aggregation.non_default_settings():
         raise ValueError(
             f"aggregation={aggregation.name!r} has nothing to average: with distillation={distillation.name!r} "
             "clients send predictions and no parameters. Leave `aggregation` out."

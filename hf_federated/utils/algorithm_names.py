@@ -1,0 +1,216 @@
+"""Names of aggregation and distillation algorithms, and the classes that they name.
+
+An algorithm has a name in one of three forms:
+
+- a built-in name, such as `fedavg`;
+- the name of an entry point of an installed package, in the group `hf_federated.aggregations` or
+  `hf_federated.distillations`;
+- a reference to a class, `my_package.module:MyClass`.
+
+This module imports no torch, so that a configuration can check names quickly. [`AlgorithmNames.load`] imports a class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+# `<` and `>` occur in the qualified name of a class that is defined in a function. The name can be saved and compared.
+REFERENCE = re.compile(r"[\w.]+:[\w.<>]+")
+
+
+@dataclass(frozen=True)
+class AlgorithmNames:
+    """
+    The names of one kind of algorithms.
+
+    Args:
+        field (`str`): The field of [`FederatedConfig`] that contains the name.
+        base (`str`): Name of the base class.
+        group (`str`): Group of entry points in which packages publish their classes.
+        built_in (`Mapping[str, str]`): References to the built-in classes, by name.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.utils.algorithm_names import AGGREGATION_NAMES
+
+    >>> AGGREGATION_NAMES.check("fedporx")
+    Traceback (most recent call last):
+    ValueError: `aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed are 'fedavg', 'fedprox', 'fednova', \
+'fedopt', 'scaffold', 'local_only', 'mutual_kd', a reference to your own class ('my_package.module:MyClass'), or an \
+instance of an `Aggregation` subclass.
+
+    ```
+    """
+
+    field: str
+    base: str
+    group: str
+    built_in: Mapping[str, str]
+
+    def check(self, name: Any) -> None:
+        """
+        Check a name without importing the class.
+
+        The class of a reference can be missing on this machine, for example if a configuration is only read.
+
+        Args:
+            name (`Any`): The value of the field. An instance of an algorithm is accepted.
+
+        Raises:
+            ValueError: If the name is unknown. The message lists the names and suggests a similar name.
+        """
+        if isinstance(name, type):
+            raise ValueError(
+                f"`{self.field}` is the class {name.__name__}. Pass an instance, such as {name.__name__}(), or a name."
+            )
+        if not isinstance(name, str) or name in self.built_in or REFERENCE.fullmatch(name):
+            return
+        published = self.entry_points()
+        if name in published:
+            return
+        names = [*self.built_in, *(item for item in published if item not in self.built_in)]
+        similar = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"did you mean {similar[0]!r}? Allowed" if similar else "allowed"
+        raise ValueError(
+            f"`{self.field}` is {name!r}; {hint} are {', '.join(map(repr, names))}, a reference to your own "
+            f"class ('my_package.module:MyClass'), or an instance of {self._article} `{self.base}` subclass."
+        )
+
+    def load(self, name: str, base: type) -> Any:
+        """
+        Import the class of a name.
+
+        A built-in name has precedence over an entry point of the same name, with a warning.
+
+        Args:
+            name (`str`): The name.
+            base (`type`): The base class.
+
+        Returns:
+            `type`: A subclass of `base`.
+
+        Raises:
+            ValueError: If the name is unknown, the class cannot be imported, or it is not a subclass of `base`.
+        """
+        self.check(name)
+        if name in self.built_in:
+            self._warn_if_published(name)
+            return import_reference(self.built_in[name])
+        found = self._import(name, base) if REFERENCE.fullmatch(name) else self._load_entry_point(name)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            kind = f"the class {found.__name__}" if isinstance(found, type) else f"of type {type(found).__name__}"
+            raise ValueError(
+                f"`{self.field}` is {name!r}, which is {kind}. It must be a subclass of `hf_federated.{self.base}`."
+            )
+        return found
+
+    def name_of(self, algorithm: Any) -> str:
+        """Return the built-in name of an instance's class, or a reference to the class."""
+        cls = type(algorithm)
+        reference = f"{cls.__module__}:{cls.__qualname__}"
+        return next((name for name, target in self.built_in.items() if target == reference), reference)
+
+    def entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
+        """The entry points that installed packages publish, by name."""
+        return {item.name: item for item in importlib.metadata.entry_points(group=self.group)}
+
+    @property
+    def _article(self) -> str:
+        return "an" if self.base[0] in "AEIOU" else "a"
+
+    def _warn_if_published(self, name: str) -> None:
+        published = self.entry_points().get(name)
+        if published is None or published.value == self.built_in[name]:
+            return
+        # Importing transformers takes longer than checking a name.
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning_once(
+            f"{self.field}={name!r} is the built-in algorithm. An installed package publishes {published.value} under "
+            f"the same name in the group {self.group}. Set {self.field}={published.value!r} to use the class of the "
+            "package."
+        )
+
+    def _load_entry_point(self, name: str) -> Any:
+        published = self.entry_points()[name]
+        try:
+            return published.load()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"`{self.field}` is {name!r}, which an installed package publishes as {published.value!r}. It cannot "
+                f"be imported: {error}. Reinstall the package."
+            ) from error
+
+    def _import(self, reference: str, base: type) -> Any:
+        """Import the class of a reference that a user wrote."""
+        module_name, _, class_name = reference.partition(":")
+        given = f"`{self.field}` is {reference!r}"
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ValueError(
+                f"{given}, but the module {module_name!r} cannot be imported: {error}. Install the package of the "
+                "module, or run from the folder that contains it."
+            ) from error
+        try:
+            return import_reference(reference)
+        except AttributeError as error:
+            classes = [
+                name for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, base)
+            ]
+            own = [name for name in classes if vars(module)[name].__module__ == module_name]
+            path = getattr(module, "__file__", None) or "built in"
+            known = f"Its `{self.base}` subclasses are {', '.join(own)}." if own else ""
+            raise ValueError(
+                f"{given}, but the module {module_name!r} ({path}) has no class {class_name!r}. {known}".rstrip()
+            ) from error
+
+
+def import_reference(reference: str) -> Any:
+    """Import the object of a reference `module:name`, where the name can contain dots."""
+    module_name, _, name = reference.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
+
+
+AGGREGATION_NAMES = AlgorithmNames(
+    "aggregation",
+    "Aggregation",
+    "hf_federated.aggregations",
+    {
+        "fedavg": "hf_federated.aggregation.fedavg:FedAvg",
+        "fedprox": "hf_federated.aggregation.fedprox:FedProx",
+        "fednova": "hf_federated.aggregation.fednova:FedNova",
+        "fedopt": "hf_federated.aggregation.fedopt:FedOpt",
+        "scaffold": "hf_federated.aggregation.scaffold:Scaffold",
+        "local_only": "hf_federated.aggregation.local_only:LocalOnly",
+        "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",
+    },
+)
+
+DISTILLATION_NAMES = AlgorithmNames(
+    "distillation",
+    "Distillation",
+    "hf_federated.distillations",
+    {
+        "adafd": "hf_federated.distillation.adafd:AdaFD",
+        "cronus": "hf_federated.distillation.cronus:Cronus",
+        "dsfl": "hf_federated.distillation.dsfl:DSFL",
+        "fedaux": "hf_federated.distillation.fedaux:FedAUX",
+        "feddf": "hf_federated.distillation.feddf:FedDF",
+        "feddrs": "hf_federated.distillation.feddrs:FedDRS",
+        "feded": "hf_federated.distillation.feded:FedED",
+        "fedid": "hf_federated.distillation.fedid:FedID",
+        "fedkd": "hf_federated.distillation.fedkd:FedKD",
+        "fedmd": "hf_federated.distillation.fedmd:FedMD",
+        "mhat": "hf_federated.distillation.mhat:MHAT",
+    },
+)
