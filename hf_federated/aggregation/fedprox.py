@@ -28,7 +28,7 @@ class FedProx(Aggregation):
 
     | paper | here |
     |---|---|
-    | `μ` | `proximal_weight` |
+    | `μ` | `proximal_weight`, or its alias `mu` |
     | `K`, devices per round | `clients_per_round` of [`FederatedConfig`] |
 
     Args:
@@ -36,9 +36,13 @@ class FedProx(Aggregation):
             Weight `μ` of the proximal term, at least 0.
         weighting (`str`, *optional*, defaults to `"examples"`):
             Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
+        mu (`float`, *optional*):
+            Alias of `proximal_weight`, with the symbol of the paper. Model cards and saved configurations contain
+            `proximal_weight`.
 
     Raises:
-        ValueError: If `proximal_weight` is negative or `weighting` is unknown.
+        ValueError: If `proximal_weight` is negative, `weighting` is unknown, or `proximal_weight` and `mu` are both
+            set.
 
     Requirements:
         The client optimizer keeps the gradients until its step. LOMO and AdaLomo do not.
@@ -54,14 +58,25 @@ class FedProx(Aggregation):
 
     >>> FedProx(proximal_weight=0.1)
     FedProx(proximal_weight=0.1)
+    >>> FedProx(mu=0.1)
+    FedProx(proximal_weight=0.1)
     ```
     """
 
     name: ClassVar[str] = "fedprox"
+    aliases: ClassVar[Mapping[str, str]] = {"mu": "proximal_weight"}
     needs_gradients: ClassVar[bool] = True
 
-    def __init__(self, proximal_weight: float = 0.01, weighting: str = "examples") -> None:
+    def __init__(
+        self, proximal_weight: float = 0.01, weighting: str = "examples", *, mu: float | None = None
+    ) -> None:
         super().__init__(weighting)
+        if mu is not None:
+            if proximal_weight != 0.01:
+                raise ValueError(
+                    f"`proximal_weight` is {proximal_weight} and its alias `mu` is {mu}. Set only one of them."
+                )
+            proximal_weight = mu
         require("proximal_weight", proximal_weight, proximal_weight >= 0, "at least 0")
         self.proximal_weight = proximal_weight
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..adapters import Exchange
 from ..aggregation import Accumulator, Aggregation, WeightedMean
+from ..aggregation.validation import check_aggregate
 from ..distillation import Ask, Cohort, Distillation, DistillationServer, RunOnMain
 from ..messages import ClientUpdate
 from ..messages.validation import CheckExtra
@@ -258,7 +259,9 @@ class AggregationCallback(FederatedCallback):
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        server.weights = self.algorithm.aggregate(self._accumulator, server.weights)
+        aggregated = self.algorithm.aggregate(self._accumulator, server.weights)
+        check_aggregate(self.algorithm, aggregated, server.weights)
+        server.weights = aggregated
         # The sums are as large as the model and are not needed until the next round.
         del self._accumulator
 

@@ -18,6 +18,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from transformers import Trainer
 
 from hf_federated import FederatedConfig, FederatedTrainer, FedProx, federate
+from hf_federated.aggregation import build_aggregation
 from hf_federated.messages import Fit
 
 
@@ -170,3 +171,14 @@ def test_larger_weight_keeps_clients_nearer_to_the_global_state(tmp_path):
     start = weights(smooth_model())
     moved = [distance(start, federated(tmp_path, mu, **ARGUMENTS["sgd"])) for mu in (0.0, 0.5, 1.5)]
     assert moved[0] > moved[1] > moved[2] > 0
+
+
+def test_mu_is_an_alias_of_proximal_weight():
+    named = FedProx(mu=0.3)
+    assert (named.proximal_weight, repr(named)) == (0.3, "FedProx(proximal_weight=0.3)")
+    assert named.settings() == FedProx(0.3).settings() and named.fit_settings() == {"proximal_weight": 0.3}
+    assert build_aggregation("fedprox", {"mu": 0.3}).proximal_weight == 0.3
+    with pytest.raises(ValueError, match="`proximal_weight` is 0.1 and its alias `mu` is 0.3. Set only one"):
+        FedProx(0.1, mu=0.3)
+    with pytest.raises(ValueError, match="`proximal_weight` is -1; it must be at least 0"):
+        FedProx(mu=-1)
