@@ -180,7 +180,8 @@ def test_unknown_algorithm_raises_an_error_with_the_known_names():
 
 def test_unknown_argument_raises_an_error_with_the_allowed_arguments():
     with pytest.raises(
-        ValueError, match=r"aggregation_kwargs.*'fedprox'.*eta.*Allowed arguments are \['mu', 'proximal_weight', 'weigh"
+        ValueError,
+        match=r"aggregation_kwargs.*'fedprox'.*eta.*Allowed arguments are \['mu', 'proximal_weight', 'weigh",
     ):
         build_aggregation("fedprox", {"eta": 1})
 

@@ -67,9 +67,7 @@ class FedProx(Aggregation):
     aliases: ClassVar[Mapping[str, str]] = {"mu": "proximal_weight"}
     needs_gradients: ClassVar[bool] = True
 
-    def __init__(
-        self, proximal_weight: float = 0.01, weighting: str = "examples", *, mu: float | None = None
-    ) -> None:
+    def __init__(self, proximal_weight: float = 0.01, weighting: str = "examples", *, mu: float | None = None) -> None:
         super().__init__(weighting)
         if mu is not None:
             if proximal_weight != 0.01:

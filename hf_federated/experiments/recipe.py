@@ -12,8 +12,8 @@ A recipe is a YAML file with these sections:
 - `card`: any argument of `Trainer.create_model_card`;
 - the top-level fields `compare`, `local_clients`, `plots`, `scale` and `benchmark`.
 
-All sections are validated before any data or model is loaded. Each problem is reported as a [`RecipeError`] with a
-message of one line. `recipe_yaml.py` reads the YAML file.
+All sections are validated before any data or model is loaded. A [`RecipeError`] lists all mistakes, one line each.
+`recipe_yaml.py` reads the YAML file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,13 +31,16 @@ from hf_federated.aggregation import build_aggregation
 from hf_federated.config import FederatedConfig, ShareOrCount
 from hf_federated.data.partitioners import PARTITIONERS, Partitioner
 from hf_federated.distillation import build_distillation
-from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe_schema import (
+    Mistakes,
     RecipeError,
     RecipeField,
+    build,
+    build_config,
     check_at_least_one,
     check_section,
     dataclass_fields,
+    recipe_errors,
     unknown_field_error,
 )
 from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
@@ -131,27 +133,30 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        check_at_least_one("local_clients", self.local_clients)
+        mistakes = Mistakes()
+        with mistakes.collect():
+            check_at_least_one("local_clients", self.local_clients)
         if self.task.generates_text and self.training.get("predict_with_generate") is False:
-            raise RecipeError(
+            mistakes.found.append(
                 f"training.predict_with_generate is false, but the task {self.task.name} is evaluated on generated"
                 " texts. Remove the field."
             )
         if self.model.decoder_name_or_path is not None and not self.task.supports_encoder_decoder:
-            raise RecipeError(
+            mistakes.found.append(
                 f"model.decoder_name_or_path is set, but the task is {self.task.name}. Only sequence-to-sequence tasks"
                 " (seq2seq, superglue-seq2seq) accept it."
             )
         if self.split is not None:
-            for name in ("federation", "public", "client_models"):
-                if getattr(self, name):
-                    raise RecipeError(
-                        f"split and {name} are both set. A split model does not use {name}; remove the section."
-                    )
+            mistakes.found += [
+                f"split and {name} are both set. A split model does not use {name}; remove the section."
+                for name in ("federation", "public", "client_models")
+                if getattr(self, name)
+            ]
         if self.public is not None and self.partition is None:
-            raise RecipeError(
+            mistakes.found.append(
                 "public is set without partition. Public examples are set aside before partitioning; set partition."
             )
+        mistakes.raise_found()
 
 
 TOP_LEVEL_FIELDS = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
@@ -230,7 +235,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, where the value is YAML.
 
     Raises:
-        RecipeError: If the file is missing or not YAML, or a field is unknown, missing or of the wrong type.
+        RecipeError: If the file is missing or not YAML, or a name, type or combination of values is invalid.
 
     Example:
 
@@ -251,49 +256,104 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     """
-    Validate all names and types in the values of a recipe.
+    Validate names, types and combinations of values of a recipe, without loading data or models.
 
     Args:
         values (`Mapping[str, Any]`): The values returned by
             [`~hf_federated.experiments.recipe_yaml.read_values`].
 
     Raises:
-        RecipeError: If a field is unknown, missing or of the wrong type.
+        RecipeError: If a field is unknown, missing or of the wrong type, or a value or combination of values is
+            invalid. The error lists all mistakes.
     """
     class_fields = named_section_fields()
-    task_values = values.get("task")
-    if isinstance(task_values, dict) and "name" not in task_values:
-        task_values = {"name": DEFAULT_TASK, **task_values}
-    if task_values is None:
-        task_values = {"name": DEFAULT_TASK}
-    task = _class_section("task", task_values, class_fields["task"], TASKS)
-    partition = None
+    mistakes = Mistakes()
+    task_values = _with_default_task(values.get("task"))
+    # An invalid section has its class, so that combinations with the other sections are validated.
+    task, partition = _named_class(task_values, TASKS), None
+    with mistakes.collect():
+        task = _class_section("task", task_values, class_fields["task"], TASKS)
     if values.get("partition") is not None:
-        partition = _class_section("partition", values["partition"], class_fields["partition"], PARTITIONERS)
-    known = section_fields(task.name)
+        partition = _named_class(values["partition"], PARTITIONERS) or ClassSection("iid", PARTITIONERS["iid"], {})
+        with mistakes.collect():
+            partition = _class_section("partition", values["partition"], class_fields["partition"], PARTITIONERS)
+    # With an unknown task, the arguments of all tasks are accepted. seq2seq has the arguments of all other tasks.
+    known = section_fields("seq2seq" if task is None else task.name)
     top_level = known.pop("")
     for key in values:
         if key not in known and key not in top_level and key not in class_fields:
-            raise unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
+            error = unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
+            mistakes.found.append(str(error))
     # An empty section `public` or `split` changes the run, so a missing section must stay missing.
     absent = {name for name in ("public", "split") if values.get(name) is None}
-    checked = {
-        name: check_section(name, values.get(name), fields) for name, fields in known.items() if name not in absent
-    }
-    top_values = check_section("", {key: value for key, value in values.items() if key in top_level}, top_level)
-    models = [_client_model(index, item) for index, item in enumerate(top_values.get("client_models") or [])]
-    return Recipe(
-        model=ModelSection(**checked["model"]),
-        data=DataSection(**checked["data"]),
-        task=task,
-        partition=partition,
-        training=checked["training"],
-        federation=checked["federation"],
-        card=checked["card"],
-        split=checked.get("split"),
-        public=None if "public" in absent else PublicSection(**checked["public"]),
-        **{**top_values, "compare": top_values.get("compare") or [], "client_models": models},
-    )
+    checked: dict[str, dict[str, Any]] = {}
+    for name, fields in known.items():
+        if name not in absent:
+            with mistakes.collect():
+                checked[name] = check_section(name, values.get(name), fields)
+    top_values: dict[str, Any] = {}
+    with mistakes.collect():
+        top_values = check_section("", {key: value for key, value in values.items() if key in top_level}, top_level)
+    models: list[ClientModelSection] = []
+    for index, item in enumerate(top_values.get("client_models") or []):
+        with mistakes.collect():
+            models.append(_client_model(index, item))
+    _check_methods(checked, mistakes)
+    top_values = {**top_values, "compare": top_values.get("compare") or [], "client_models": models}
+    recipe = _combine(task, partition, checked, top_values, mistakes)
+    mistakes.raise_found()
+    assert recipe is not None, "a recipe without mistakes is built"
+    return recipe
+
+
+def _named_class(values: Any, classes: Mapping[str, Any]) -> ClassSection | None:
+    """The class of a section without its arguments, which may be invalid. `None` if the name is invalid."""
+    name = values.get("name") if isinstance(values, dict) else None
+    return ClassSection(name, classes[name], {}) if isinstance(name, str) and name in classes else None
+
+
+def _combine(
+    task: ClassSection | None,
+    partition: ClassSection | None,
+    checked: Mapping[str, dict[str, Any]],
+    top_values: dict[str, Any],
+    mistakes: Mistakes,
+) -> Recipe | None:
+    """Build the sections and the recipe, which validates combinations. `None` if the task is invalid."""
+    # An invalid section has a placeholder, so that combinations of the other sections are validated.
+    sections: dict[str, Any] = {"model": ModelSection("invalid"), "data": DataSection("invalid")}
+    sections |= {name: checked.get(name, {}) for name in ("training", "federation", "card")}
+    for name, cls in (("model", ModelSection), ("data", DataSection), ("public", PublicSection)):
+        if name in checked:
+            with mistakes.collect():
+                sections[name] = cls(**checked[name])
+    if task is not None:
+        with mistakes.collect():
+            return Recipe(task=task, partition=partition, split=checked.get("split"), **sections, **top_values)
+    return None
+
+
+def _with_default_task(values: Any) -> Any:
+    """Add the name of the default task to a section `task` without a name."""
+    if values is None:
+        return {"name": DEFAULT_TASK}
+    return {"name": DEFAULT_TASK, **values} if isinstance(values, dict) else values
+
+
+def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) -> None:
+    """Validate the values of `federation` and `split`, and the arguments of the algorithms that they name."""
+    if "split" in checked:
+        with mistakes.collect():
+            build_config("split", SplitConfig, checked["split"])
+    if "federation" not in checked:
+        return
+    federation = checked["federation"]
+    with mistakes.collect():
+        build_config("federation", FederatedConfig, federation)
+    with mistakes.collect(), recipe_errors("federation"):
+        build_aggregation(federation.get("aggregation", "fedavg"), federation.get("aggregation_kwargs"))
+    with mistakes.collect(), recipe_errors("federation"):
+        build_distillation(federation.get("distillation"), federation.get("distillation_kwargs"))
 
 
 def _client_model(index: int, values: Any) -> ClientModelSection:
@@ -306,7 +366,7 @@ def _client_model(index: int, values: Any) -> ClientModelSection:
 
 def check_recipe(values: Mapping[str, Any]) -> None:
     """
-    Validate names, types and combinations of values, without loading data or models.
+    Validate a recipe as [`parse_recipe`] does, without returning it.
 
     Args:
         values (`Mapping[str, Any]`): The values returned by
@@ -315,13 +375,7 @@ def check_recipe(values: Mapping[str, Any]) -> None:
     Raises:
         RecipeError: If the recipe cannot be run.
     """
-    recipe = parse_recipe(values)
-    if recipe.split is not None:
-        build("split", SplitConfig, recipe.split)
-    federation: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
-    with recipe_errors("federation"):
-        build_aggregation(federation.aggregation, federation.aggregation_kwargs)
-        build_distillation(federation.distillation, federation.distillation_kwargs)
+    parse_recipe(values)
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
@@ -345,31 +399,3 @@ def _class_section(
     if all(arguments.get(item) is not None for item in required):
         build(section, classes[name], arguments)
     return ClassSection(name, classes[name], arguments)
-
-
-@contextmanager
-def recipe_errors(section: str) -> Iterator[None]:
-    """Convert an error from a library into a [`RecipeError`] that names the section."""
-    try:
-        with command_errors(section):
-            yield
-    except RecipeError:
-        raise
-    except CommandError as error:
-        raise RecipeError(str(error)) from error
-
-
-def build(section: str, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """
-    Return `function(**values)`.
-
-    Args:
-        section (`str`): The section of the recipe that contains `values`, for error messages.
-        function (`Callable`): A class or function.
-        values (`dict[str, Any]`): The keyword arguments.
-
-    Raises:
-        RecipeError: If `function` rejects the values.
-    """
-    with recipe_errors(section):
-        return function(**values)

@@ -8,16 +8,175 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.errors import CommandError, command_errors
+
+
+# Usual names of fields, and the fields of a recipe that have this meaning. A section suggests the fields that it has.
+USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "eta": ("learning_rate",),
+    "client_lr": ("learning_rate",),
+    "batch_size": ("per_device_train_batch_size",),
+    "train_batch_size": ("per_device_train_batch_size",),
+    "local_batch_size": ("per_device_train_batch_size",),
+    "test_batch_size": ("per_device_eval_batch_size",),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "epochs": ("num_train_epochs", "local_epochs"),
+    "num_epochs": ("num_train_epochs", "local_epochs"),
+    "steps": ("max_steps", "local_steps"),
+    "optimizer": ("optim",),
+    "scheduler": ("lr_scheduler_type",),
+    "lr_scheduler": ("lr_scheduler_type",),
+    "lr_schedule": ("lr_scheduler_type",),
+    "warmup": ("warmup_steps",),
+    "wd": ("weight_decay",),
+    "l2": ("weight_decay",),
+    "grad_clip": ("max_grad_norm",),
+    "clip_grad_norm": ("max_grad_norm",),
+    "gradient_clipping": ("max_grad_norm",),
+    "grad_accum": ("gradient_accumulation_steps",),
+    "accumulation_steps": ("gradient_accumulation_steps",),
+    "evaluation_strategy": ("eval_strategy",),
+    "no_cuda": ("use_cpu",),
+    "cpu": ("use_cpu",),
+    "device": ("use_cpu",),
+    "output": ("output_dir",),
+    "rounds": ("num_rounds",),
+    "communication_rounds": ("num_rounds",),
+    "algorithm": ("aggregation", "distillation"),
+    "strategy": ("aggregation",),
+    "method": ("aggregation", "distillation"),
+    "fraction_fit": ("clients_per_round",),
+    "client_fraction": ("clients_per_round",),
+    "participation": ("clients_per_round",),
+    "sample_rate": ("clients_per_round",),
+    "seed": ("federation_seed",),
+    "model": ("name_or_path",),
+    "name": ("name_or_path",),
+    "model_name": ("name_or_path",),
+    "model_name_or_path": ("name_or_path",),
+    "dataset": ("path",),
+    "dataset_name": ("path",),
+    "data_path": ("path",),
+    "max_seq_length": ("max_length",),
+    "max_len": ("max_length",),
+    "concentration": ("alpha",),
+    "dirichlet_alpha": ("alpha",),
+    "clients": ("num_clients",),
+}
 
 
 class RecipeError(CommandError):
-    """An invalid recipe. The one-line message states the given value and the allowed values."""
+    """
+    An invalid recipe. Each mistake is one line, which states the given value and the allowed values.
+
+    Args:
+        mistakes (`str`): The mistakes. The message of a single mistake is the mistake itself.
+
+    Attributes:
+        mistakes (`tuple[str, ...]`): The mistakes.
+    """
+
+    def __init__(self, *mistakes: str) -> None:
+        self.mistakes = mistakes
+        lines = [f"the recipe has {len(mistakes)} mistakes:", *(f"  - {mistake}" for mistake in mistakes)]
+        super().__init__(mistakes[0] if len(mistakes) == 1 else "\n".join(lines))
+
+
+class Mistakes:
+    """
+    Collects the mistakes of a recipe, so that one error lists all of them.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.experiments.recipe_schema import Mistakes, RecipeError
+
+    >>> mistakes = Mistakes()
+    >>> for name in ("a", "b"):
+    ...     with mistakes.collect():
+    ...         raise RecipeError(f"{name} is wrong.")
+    >>> mistakes.found
+    ['a is wrong.', 'b is wrong.']
+
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Catch a [`RecipeError`] and keep its mistakes. The rest of the block is skipped."""
+        try:
+            yield
+        except RecipeError as error:
+            self.found += [mistake for mistake in error.mistakes if mistake not in self.found]
+
+    def raise_found(self) -> None:
+        """Raise a [`RecipeError`] with all mistakes, if there are any."""
+        if self.found:
+            raise RecipeError(*self.found)
+
+
+@contextmanager
+def recipe_errors(section: str) -> Iterator[None]:
+    """Convert an error from a library into a [`RecipeError`] that names the section."""
+    try:
+        with command_errors(section):
+            yield
+    except RecipeError:
+        raise
+    except CommandError as error:
+        raise RecipeError(str(error)) from error
+
+
+def build(section: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """
+    Return `function(**values)`.
+
+    Args:
+        section (`str`): The section of the recipe that contains `values`, for error messages.
+        function (`Callable`): A class or function.
+        values (`Mapping[str, Any]`): The keyword arguments.
+
+    Raises:
+        RecipeError: If `function` rejects the values.
+    """
+    with recipe_errors(section):
+        return function(**values)
+
+
+def build_config(section: str, cls: type, values: Mapping[str, Any]) -> Any:
+    """
+    Build a configuration whose fields are optional.
+
+    Args:
+        section (`str`): The section of the recipe that contains `values`, for error messages.
+        cls (`type`): A dataclass that checks each field in `__post_init__`.
+        values (`Mapping[str, Any]`): The fields.
+
+    Raises:
+        RecipeError: If a field or a combination of fields is invalid. The error lists the mistakes of all fields.
+    """
+    try:
+        return build(section, cls, values)
+    except RecipeError:
+        # The constructor stops at the first mistake. A field that is invalid without the other fields has a mistake.
+        mistakes, valid = Mistakes(), {}
+        for name, value in values.items():
+            with mistakes.collect():
+                build(section, cls, {name: value})
+                valid[name] = value
+        with mistakes.collect():
+            build(section, cls, valid)
+        raise RecipeError(*mistakes.found) from None
 
 
 @dataclass(frozen=True)
@@ -133,23 +292,27 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
         `dict[str, Any]`: The fields that the section sets.
 
     Raises:
-        RecipeError: If a field is unknown, missing or of the wrong type.
+        RecipeError: If a field is unknown, missing or of the wrong type. The error lists all mistakes of the section.
     """
     prefix = f"{name}." if name else ""
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise RecipeError(f"{name or 'the recipe'} is {values!r}; it must be a mapping of fields to values.")
+    mistakes = Mistakes()
     for key, value in values.items():
-        if key not in fields:
-            raise unknown_field_error(f"{prefix}{key}", str(key), list(fields))
-        if not matches_type(value, fields[key].annotation):
-            raise RecipeError(
-                f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be {type_name(fields[key].annotation)}."
-            )
+        with mistakes.collect():
+            if key not in fields:
+                raise unknown_field_error(f"{prefix}{key}", str(key), list(fields))
+            if not matches_type(value, fields[key].annotation):
+                raise RecipeError(
+                    f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be "
+                    f"{type_name(fields[key].annotation)}."
+                )
     for key, item in fields.items():
         if item.required and key not in values:
-            raise RecipeError(f"{prefix}{key} is missing; it must be {type_name(item.annotation)}: {item.help}")
+            mistakes.found.append(f"{prefix}{key} is missing; it must be {type_name(item.annotation)}: {item.help}")
+    mistakes.raise_found()
     return values
 
 
@@ -161,14 +324,15 @@ def check_at_least_one(field: str, value: int | None) -> None:
 
 def unknown_field_error(given: str, key: str, known: list[str]) -> RecipeError:
     """
-    Build the error for an unknown field, with suggestions of similar names.
+    Build the error for an unknown field, with suggestions of usual and similar names.
 
     Args:
         given (`str`): The unknown field with its section.
         key (`str`): The name of the unknown field.
         known (`list[str]`): The names of the known fields.
     """
-    similar = difflib.get_close_matches(key, known, n=3)
+    usual = [name for name in USUAL_NAMES.get(key.lower(), ()) if name in known]
+    similar = usual or difflib.get_close_matches(key, known, n=3)
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
     allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
     section = given.rpartition(".")[0]

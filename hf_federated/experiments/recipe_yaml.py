@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.recipe_schema import Mistakes, RecipeError
 
 
 DEFAULT_SCALE = "default"
@@ -49,7 +49,11 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise RecipeError(
             f"{os.fspath(path)!r} holds a {type(values).__name__}; a recipe must be a mapping of sections."
         )
-    changes = [_parse_override(override) for override in overrides]
+    changes, mistakes = [], Mistakes()
+    for override in overrides:
+        with mistakes.collect():
+            changes.append(_parse_override(override))
+    mistakes.raise_found()
     scales = values.pop("scales", None) or {}
     scale = next((value for keys, value, _ in reversed(changes) if keys == ["scale"]), values.get("scale"))
     if not isinstance(scales, dict) or not all(

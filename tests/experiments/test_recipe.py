@@ -60,13 +60,13 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         "training.learning_rate=1e-3",
         "model.lora.r=4",
         "compare=[local]",
-        "federation.aggregation_kwargs={server_lr: 0.5}",
+        "federation.aggregation_kwargs={weighting: uniform}",
     )
     assert recipe.data.path == "other"
     assert recipe.training == {"learning_rate": 0.001}
     assert recipe.model.lora == {"r": 4}
     assert recipe.compare == ["local"]
-    assert recipe.federation == {"aggregation_kwargs": {"server_lr": 0.5}}
+    assert recipe.federation == {"aggregation_kwargs": {"weighting": "uniform"}}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,18 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         (["data.path"], ["'data.path'", "section.field=value"]),
         (["data.path=[1"], ["data.path=[1", "not YAML"]),
         (["data.path=null"], ["data.path", "None", "str"]),
+        (["training.lr=1e-3"], ["training.lr is not a field", "did you mean learning_rate?"]),
+        (["training.batch_size=8"], ["training.batch_size", "did you mean per_device_train_batch_size?"]),
+        (["training.epochs=3"], ["training.epochs", "did you mean num_train_epochs?"]),
+        (["federation.epochs=3"], ["federation.epochs", "did you mean local_epochs?"]),
+        (["federation.rounds=3"], ["federation.rounds", "did you mean num_rounds?"]),
+        (["federation.algorithm=fedavg"], ["federation.algorithm", "did you mean aggregation or distillation?"]),
+        (["model.model_name_or_path=m"], ["model.model_name_or_path", "did you mean name_or_path?"]),
+        (["partition.clients=3"], ["partition.clients", "did you mean num_clients?"]),
+        (["federation.aggregation=fedprx"], ["federation: `aggregation` is 'fedprx'; did you mean 'fedprox'?"]),
+        (["federation.aggregation_kwargs={nu: 1}"], ["federation: Invalid `aggregation_kwargs`", "nu", "weighting"]),
+        (["federation.distillation=feddff"], ["federation: `distillation` is 'feddff'; did you mean 'feddf'?"]),
+        (["split.head_blocks=-1"], ["split: head_blocks=-1"]),
     ],
 )
 def test_invalid_recipe_is_rejected_with_a_one_line_message(tmp_path, overrides, words):
@@ -135,6 +147,91 @@ def test_invalid_recipe_is_rejected_with_a_one_line_message(tmp_path, overrides,
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def mistakes_of(folder: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, MINIMAL, *overrides)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"the recipe has {len(lines) - 1} mistakes:"
+    assert lines[1:] == [f"  - {mistake}" for mistake in caught.value.mistakes]
+    return list(caught.value.mistakes)
+
+
+def test_all_mistakes_of_a_recipe_are_listed_in_one_error(tmp_path):
+    mistakes = mistakes_of(
+        tmp_path,
+        "modle.name_or_path=x",
+        "model.name_or_path=null",
+        "data.test_clients=0",
+        "task.max_length=long",
+        "task.stride=3",
+        "partition.num_clients=0",
+        "training.lr=1e-3",
+        "training.optim=adam",
+        "federation.num_rounds=0",
+        "federation.exchange=everything",
+        "federation.aggregation=fedprx",
+        "client_models=[{name_or_path: a}, {name: b}]",
+        "local_clients=0",
+        "public.share=much",
+    )
+    starts = [
+        "task.max_length is 'long'",
+        "task.stride is not a field",
+        "partition: ",
+        "modle is not a field of a recipe; did you mean model",
+        "model.name_or_path is None",
+        "training.lr is not a field of the section training; did you mean learning_rate",
+        "training.optim is 'adam'",
+        "public.share is 'much'",
+        "client_models[1].name is not a field",
+        "client_models[1].name_or_path is missing",
+        "federation: `num_rounds` is 0",
+        "federation: `exchange` is 'everything'",
+        "federation: `aggregation` is 'fedprx'",
+        "data.test_clients is 0",
+        "local_clients is 0",
+    ]
+    for start in starts:
+        assert sum(mistake.startswith(start) for mistake in mistakes) == 1, (start, mistakes)
+    assert len(mistakes) == len(starts)
+
+
+def test_combinations_are_listed_with_the_mistakes_of_other_sections(tmp_path):
+    mistakes = mistakes_of(
+        tmp_path,
+        "partition=null",
+        "public.share=0.1",
+        "task.name=seq2seq",
+        "training.predict_with_generate=false",
+        "training.lr=1",
+        "local_clients=0",
+    )
+    starts = ("training.lr is not", "local_clients is 0", "public is set without partition")
+    assert [mistake.startswith(start) for mistake, start in zip(mistakes, starts, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("override", ["partition.num_clients=0", "partition.name=random", "partition=iid"])
+def test_invalid_partition_is_not_reported_as_missing(tmp_path, override):
+    mistakes = mistakes_of(tmp_path, override, "public.share=0.1", "training.lr=1")
+    assert len(mistakes) == 2 and not any("without partition" in mistake for mistake in mistakes)
+
+
+def test_unknown_task_is_the_only_mistake_about_the_task(tmp_path):
+    mistakes = mistakes_of(tmp_path, "task.name=translation", "training.predict_with_generate=true", "training.lr=1")
+    assert [mistake.split(" ")[0] for mistake in mistakes] == ["task.name", "training.lr"]
+
+
+def test_combination_of_federation_fields_is_listed_with_invalid_fields(tmp_path):
+    mistakes = mistakes_of(
+        tmp_path, "split.strategy=client_batch", "split.steps_per_turn=3", "split.tail_blocks=0", "federation=null"
+    )
+    assert ["tail_blocks=0" in mistakes[0], "`steps_per_turn` applies to" in mistakes[1]] == [True, True]
+
+
+def test_all_invalid_changes_of_the_command_line_are_listed(tmp_path):
+    assert len(mistakes_of(tmp_path, "data.path", "=x", "training.seed=[")) == 3
 
 
 @pytest.mark.parametrize(
