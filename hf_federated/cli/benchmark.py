@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_federated.cli.command_parser import CommandParser
-from hf_federated.cli.recipe_options import add_set_option
+from hf_federated.cli.recipe_options import INTERRUPTED, add_set_option, make_current_folder_importable
 
 
 if TYPE_CHECKING:
@@ -62,11 +63,33 @@ def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
-    """Execute the command and return the exit code."""
+    """
+    Execute the command.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
+
+    Returns:
+        `int`: The exit code: `0`, `1` if a run failed, or `130` if the user interrupted the benchmark.
+    """
+    try:
+        return _benchmark(arguments)
+    except KeyboardInterrupt:
+        print(
+            "\nhf-federated: interrupted. Finished runs are kept. Repeat the command to continue; a run with "
+            "checkpoints continues from its last checkpoint.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
     from hf_federated.experiments.benchmark import run_benchmark
     from hf_federated.experiments.execution import measure_run
     from hf_federated.experiments.recipe import check_recipe, partitioner_has_seed
     from hf_federated.experiments.recipe_yaml import read_values
+
+    make_current_folder_importable()
 
     def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
         # The digest in the path separates the files of the run from files of the run with different settings.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hf_federated.cli.command_parser import Command, CommandParser
+from hf_federated.cli.recipe_options import INTERRUPTED
 from hf_federated.experiments.errors import CommandError
 from hf_federated.utils.errors import RoundFailedError
 
@@ -103,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): The arguments. Defaults to the arguments of the process.
 
     Returns:
-        `int`: The exit code: `0`, `1` if training failed, or `2` if the command cannot be executed.
+        `int`: The exit code: `0`, `1` if training failed, `2` if the command cannot be executed, or `130` if the user
+        interrupted the command.
     """
     parser, command_parsers = build_parsers()
     if "COMP_LINE" in os.environ:
@@ -118,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RoundFailedError as error:
         print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nhf-federated: interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _complete(

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+
+
+# The exit code of a shell for a process that ended by Ctrl-C: 128 + SIGINT.
+INTERRUPTED = 130
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,3 +30,15 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="set a field to a YAML value, for example training.learning_rate=5e-4; can be repeated",
     )
+
+
+def make_current_folder_importable() -> None:
+    """
+    Add the current folder to the import path, as `python -m` does.
+
+    A recipe can then name a class of a module in the current folder, such as `aggregation: my_module:MyAverage`.
+    """
+    # Python 3.11 and later do not add the folder in the safe path mode (`python -P`, PYTHONSAFEPATH).
+    folder = os.getcwd()
+    if not getattr(sys.flags, "safe_path", False) and folder not in sys.path:
+        sys.path.insert(0, folder)

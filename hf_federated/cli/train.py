@@ -3,32 +3,71 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Sequence
 
 from hf_federated.cli.command_parser import CommandParser
-from hf_federated.cli.recipe_options import add_recipe_arguments
+from hf_federated.cli.recipe_options import INTERRUPTED, add_recipe_arguments, make_current_folder_importable
 
 
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
     add_recipe_arguments(parser)
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in the output folder from its last checkpoint; the recipe must be the same",
+    )
+    existing.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="delete the run in the output folder (its checkpoints, model and results) before training",
+    )
     parser.further_help = _recipe_help
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> int:
     """
     Execute the command.
 
     Args:
         arguments (`argparse.Namespace`): The parsed arguments of [`add_arguments`].
 
-    Raises:
-        CommandError: If the recipe cannot be run.
-    """
-    from hf_federated.experiments.recipe import load_recipe
-    from hf_federated.experiments.train_recipe import train_recipe
+    Returns:
+        `int`: The exit code: `0`, or `130` if the user interrupted the run.
 
-    train_recipe(load_recipe(arguments.recipe, arguments.overrides), arguments.output_dir)
+    Raises:
+        CommandError: If the recipe cannot be run, or the output folder contains a run and no option says what to do.
+    """
+    folder = None
+    try:
+        from hf_federated.experiments.recipe import parse_recipe
+        from hf_federated.experiments.recipe_yaml import read_values
+        from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RunFolder
+        from hf_federated.experiments.train_recipe import train_recipe
+
+        make_current_folder_importable()
+        values = read_values(arguments.recipe, arguments.overrides)
+        recipe = parse_recipe(values)
+        path = arguments.output_dir or recipe.training.get("output_dir") or DEFAULT_OUTPUT_DIR
+        folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
+        train_recipe(recipe, path, folder=folder)
+    except KeyboardInterrupt:
+        command = _command(arguments)
+        text = "interrupted before the training started." if folder is None else folder.interruption(command)
+        print(f"\nhf-federated: {text}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command line of a run without `--resume` and `--overwrite`."""
+    words = ["hf-federated", "train", arguments.recipe]
+    words += [word for override in arguments.overrides for word in ("--set", override)]
+    words += [] if arguments.output_dir is None else ["--output-dir", arguments.output_dir]
+    return shlex.join(words)
 
 
 def _recipe_help() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from hf_federated.experiments.recipe_loading import (
     load_tokenized_data,
     load_tokenizer,
 )
+from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
@@ -213,14 +213,18 @@ def run_federated(run: Run) -> dict[str, Any]:
         - `metrics`: metrics on the test examples, without the prefix `eval_`;
         - `num_epochs`: the expected number of epochs of an example;
         - `bytes_up` and `bytes_down`: bytes sent by and to clients;
-        - `train_seconds` and `seconds`: duration of training, and of training with evaluation;
+        - `train_seconds` and `seconds`: duration of training, and of training with evaluation. If the training resumed
+          from a checkpoint, the duration includes the training before the checkpoint, or is `None` if the checkpoint
+          was saved by another program;
         - `over_clients`: the distribution of metrics over the clients, if clients were evaluated;
         - `clients`: the metrics of each client, if clients were evaluated;
         - `further_tests`: the metrics on each split of `data.further_test_splits`.
     """
-    start = time.perf_counter()
+    watch = Stopwatch()
+    run.trainer.add_callback(watch)
     run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
-    train_seconds = time.perf_counter() - start
+    train_seconds = watch.seconds
+    run.trainer.remove_callback(watch)
     metrics = run.trainer.evaluate()
     further_tests = evaluate_further_splits(run.trainer, run.data)
     # The clients of a split model share one model.
@@ -231,7 +235,7 @@ def run_federated(run: Run) -> dict[str, Any]:
         "bytes_up": run.trainer.ledger.bytes_up,
         "bytes_down": run.trainer.ledger.bytes_down,
         "train_seconds": train_seconds,
-        "seconds": time.perf_counter() - start,
+        "seconds": watch.seconds,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
         "clients": {client_id: _metrics(evaluated) for client_id, evaluated in clients.items()},
         "further_tests": further_tests,
@@ -304,8 +308,6 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
             num_rounds = run.trainer.state.max_steps
             result |= {"num_rounds": num_rounds, "step_name": run.step_name}
             result |= _read_logs(run.trainer.state.log_history, num_rounds)
-            if has_checkpoint:
-                result["seconds"] = None  # the duration before the interruption is unknown
             for checkpoint in folder.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
         else:

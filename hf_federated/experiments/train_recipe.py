@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe import Recipe
+from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.run_log import to_strict_json
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.tasks import (
@@ -23,12 +25,16 @@ from hf_federated.tasks import (
 )
 
 
-RESULTS_NAME = "results.json"
 # The data from which the model card is rendered.
 RECORD_NAME = "run_record.json"
 
 
-def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[str], None] = print) -> dict[str, Any]:
+def train_recipe(
+    recipe: Recipe,
+    output_dir: str | None = None,
+    echo: Callable[[str], None] = print,
+    folder: RunFolder | None = None,
+) -> dict[str, Any]:
     """
     Train the baselines and the federation of a recipe, save all outputs and print a table of results.
 
@@ -36,6 +42,8 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
         recipe ([`Recipe`]): The recipe.
         output_dir (`str`, *optional*): Overrides `training.output_dir` of the recipe.
         echo (`Callable`, *optional*): Prints a line.
+        folder ([`~hf_federated.experiments.run_folder.RunFolder`], *optional*): The output folder, which determines
+            whether the run resumes. By default, the run does not resume and does not delete the files of other runs.
 
     Returns:
         `dict`: The content of `results.json`.
@@ -46,7 +54,13 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
     run = build_run(recipe, output_dir)
     for line in run.describe():
         echo(line)
-    baselines = _train_baselines(run, echo)
+    if folder is not None:
+        if folder.resumes:
+            run.trainer.args.resume_from_checkpoint = str(folder.last_checkpoint)
+        folder.begin()
+    baselines = _train_baselines(run, echo, folder)
+    if folder is not None and folder.resumes:
+        echo(f"The run resumes from {folder.last_checkpoint}.")
     if recipe.split is not None:
         echo(f"Split model ({run.federation.num_rounds} epochs; the progress bar and the logs count optimizer steps):")
     else:
@@ -67,31 +81,49 @@ def train_recipe(recipe: Recipe, output_dir: str | None = None, echo: Callable[[
         "baselines": {result.name: vars(result) for result in baselines},
         "federated": federated,
     }
-    folder = Path(str(run.trainer.args.output_dir))
-    run.trainer.save_model()
-    (folder / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
-    run.trainer.create_model_card(**recipe.card)
-    record: Any = RunRecord if recipe.split is None else SplitRecord
-    record.from_trainer(run.trainer, **recipe.card).save(folder / RECORD_NAME)
-    if recipe.plots:
-        _plot(run, folder, baselines)
+    path = Path(str(run.trainer.args.output_dir))
+    with nullcontext() if folder is None else folder.record_files():
+        _save(run, path, results, baselines)
     echo("")
     for line in closing_table(results):
         echo(line)
     saved = f"The model, its card (README.md){', plots' if recipe.plots else ''} and {RESULTS_NAME}"
-    echo(f"\n{saved} are in {folder}.")
+    echo(f"\n{saved} are in {path}.")
     return results
 
 
-def _train_baselines(run: Run, echo: Callable[[str], None]) -> list[BaselineResult]:
+def _save(run: Run, path: Path, results: dict[str, Any], baselines: list[BaselineResult]) -> None:
+    """Write the model, the results, the model card with its record, and the plots."""
+    recipe = run.recipe
+    run.trainer.save_model()
+    (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
+    run.trainer.create_model_card(**recipe.card)
+    record: Any = RunRecord if recipe.split is None else SplitRecord
+    record.from_trainer(run.trainer, **recipe.card).save(path / RECORD_NAME)
+    if recipe.plots:
+        _plot(run, path, baselines)
+
+
+def _train_baselines(run: Run, echo: Callable[[str], None], folder: RunFolder | None) -> list[BaselineResult]:
+    """Train the baselines of `compare`, except for baselines that an interrupted run finished."""
+    num_clients = min(run.recipe.local_clients or len(run.data.train), len(run.data.train))
+    titles = {
+        "centralized": f"Centralized ({run.baselines.centralized_epochs:.3g} epochs over all training examples)",
+        "local": f"Local only ({num_clients} clients, each trained alone)",
+    }
     results = []
-    if "centralized" in run.recipe.compare:
-        echo(f"Centralized ({run.baselines.centralized_epochs:.3g} epochs over all training examples):")
-        results.append(run_baseline(run, "centralized"))
-    if "local" in run.recipe.compare:
-        num_clients = run.recipe.local_clients or len(run.data.train)
-        echo(f"Local only ({min(num_clients, len(run.data.train))} clients, each trained alone):")
-        results.append(run_baseline(run, "local", echo))
+    for name, title in titles.items():
+        if name not in run.recipe.compare:
+            continue
+        result = None if folder is None else folder.find_baseline(name)
+        if result is not None:
+            echo(f"{title}: finished before the interruption.")
+        else:
+            echo(f"{title}:")
+            result = run_baseline(run, name, echo)
+            if folder is not None:
+                folder.add_baseline(result)
+        results.append(result)
     return results
 
 
@@ -127,7 +159,7 @@ def closing_table(results: dict[str, Any]) -> list[str]:
             f"{federated['num_epochs']:.2f}",
             _megabytes(federated["bytes_up"]),
             _megabytes(federated["bytes_down"]),
-            f"{federated['seconds']:.0f}",
+            "-" if federated["seconds"] is None else f"{federated['seconds']:.0f}",
         )
     )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import yaml
@@ -85,12 +86,57 @@ def test_interrupted_run_resumes_from_its_checkpoint_and_removes_it(grid_path, t
     run.trainer.add_callback(InterruptAfterTwoRounds())
     with pytest.raises(KeyboardInterrupt):
         run_federated(run)
-    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-1"]
+    (checkpoint,) = (tmp_path / "cut").glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-1"
+    # The first run had the seconds until its checkpoint, and the seconds after the checkpoint are repeated.
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    seconds_before = state["stateful_callbacks"]["Stopwatch"]["args"]["seconds"]
     resumed = measure_run(values, "federated", tmp_path / "cut")
     for name in ("history", "metrics", "bytes_up", "test_rows"):
         assert resumed[name] == uninterrupted[name]
-    assert resumed["seconds"] is None and uninterrupted["seconds"] > 0
+    assert resumed["seconds"] > resumed["train_seconds"] > seconds_before > 0
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+METHODS = '''
+from pathlib import Path
+
+from hf_federated import Aggregation
+
+
+class Own(Aggregation):
+    """A user interrupts the second run of this average."""
+
+    def aggregate(self, accumulator, state):
+        if Path("interrupt").exists():
+            raise KeyboardInterrupt
+        return super().aggregate(accumulator, state)
+'''
+
+
+def test_interrupted_benchmark_of_an_own_class_continues(grid_path, tmp_path, capsys, monkeypatch):
+    recipe = yaml.safe_load(grid_path.read_text())
+    own = {"federation.aggregation": "own_methods:Own"}
+    recipe["benchmark"] = {"seeds": [0], "runs": {"FedAvg": {}, "own": own}, "claims": ["own > FedAvg"]}
+    grid_path.write_text(yaml.safe_dump(recipe))
+    (tmp_path / "own_methods.py").write_text(METHODS)
+    (tmp_path / "interrupt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = ["benchmark", str(grid_path), "--output-dir", str(tmp_path / "out")]
+    assert main(command) == 130
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("hf-federated: interrupted. Finished runs are kept. Repeat the command to continue")
+    assert [record["run"] for record in records(tmp_path / "out")] == ["FedAvg"]
+    (tmp_path / "interrupt").unlink()
+    assert main(command) == 0
+    assert "1 already finished" in capsys.readouterr().out
+    average, own_record = records(tmp_path / "out")
+    assert own_record["run"] == "own" and own_record["metrics"] == average["metrics"]  # the class is an average
+    # Distillation names a class that is no distillation, so no run is executed.
+    wrong = [*command, "--set", "federation.distillation=own_methods:Own"]
+    assert main(wrong) == 2
+    assert "`distillation` is 'own_methods:Own', which is the class Own" in capsys.readouterr().err
 
 
 def test_rejected_updates_and_different_test_examples_are_reported(grid_path, tmp_path, capsys):

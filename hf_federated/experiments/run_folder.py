@@ -1,0 +1,272 @@
+"""`RunFolder`: the output folder of `hf-federated train`, and what it needs to resume or replace a run.
+
+`run.json` contains the recipe of the run, the results of its finished baselines, and the names of the files that the
+run wrote at its end. A resumed run compares its recipe with this recipe. A run that replaces another run deletes only
+these files, the checkpoints, and the working files of the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_federated.experiments.baselines import BaselineResult
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.trainer.checkpoint import STAGING_DIR, clear_staging, discard, list_checkpoints
+from hf_federated.trainer.checks.resume import CHANGEABLE_FIELDS
+from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
+from hf_federated.trainer.federation import CLIENT_STORE_DIR
+from hf_federated.trainer.launch_consistency import MAY_DIFFER
+
+
+RUN_NAME = "run.json"
+RESULTS_NAME = "results.json"
+# The default of `training.output_dir`.
+DEFAULT_OUTPUT_DIR = "trainer_output"
+BASELINES_DIR = "baselines"
+# Sections and fields of a recipe that do not change the trained model.
+WITHOUT_EFFECT = ("benchmark", "card", "compare", "plots")
+# Number of differing fields in an error message.
+MAX_DIFFERENCES = 5
+
+
+class RunFolder:
+    """
+    The output folder of a run of a recipe.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder. It can be missing.
+        values (`Mapping[str, Any]`): The recipe, as returned by
+            [`~hf_federated.experiments.recipe_yaml.read_values`].
+        resume (`bool`, *optional*, defaults to `False`): Whether the run continues from the last checkpoint.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether the run replaces another run.
+
+    Raises:
+        CommandError: If the folder contains a run and neither `resume` nor `overwrite` is set, or the run cannot be
+            resumed. The error states what to do.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from hf_federated.experiments.run_folder import RunFolder
+
+    >>> path = Path(tempfile.mkdtemp())
+    >>> RunFolder(path, {"federation": {"num_rounds": 5}}).begin()
+    >>> RunFolder(path, {}, overwrite=True).begin()
+    >>> sorted(item.name for item in path.iterdir())
+    ['run.json']
+    ```
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        values: Mapping[str, Any],
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.resumes = resume
+        self._values = _plain(values)
+        self._has_begun = False
+        saved = self._read()
+        if resume:
+            self._check_resumed(saved)
+        elif not overwrite and (reason := self._describe_run(saved)):
+            raise CommandError(
+                f"{self.path} already contains a run ({reason}). Pass --resume to continue the run, --overwrite to "
+                "delete it and start anew, or --output-dir to use another folder."
+            )
+        self._previous = saved or {}
+        # Baselines do not depend on the federation's checkpoint. Their results are kept when a run is resumed.
+        self._baselines: dict[str, Any] = self._previous.get("baselines", {}) if resume else {}
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint with the largest step, if there is one."""
+        checkpoints = list_checkpoints(self.path)
+        return checkpoints[-1] if checkpoints else None
+
+    def begin(self) -> None:
+        """Delete the run that this run replaces, if there is one, and write `run.json`."""
+        with command_errors(str(self.path)):
+            if not self.resumes:
+                self._delete_previous()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._has_begun = True
+            self._write()
+
+    def find_baseline(self, name: str) -> BaselineResult | None:
+        """Return the result of a baseline that the interrupted run finished."""
+        saved = self._baselines.get(name)
+        return None if saved is None else BaselineResult(**saved)
+
+    def add_baseline(self, result: BaselineResult) -> None:
+        """Save the result of a finished baseline."""
+        self._baselines[result.name] = dataclasses.asdict(result)
+        self._write()
+
+    @contextmanager
+    def record_files(self) -> Iterator[None]:
+        """Record the files that are written in the block as files of the run."""
+        before = self._snapshot()
+        yield
+        written = {name for name, stamp in self._snapshot().items() if before.get(name) != stamp}
+        self._write(files=sorted(written | set(self._previous.get("files", []) if self.resumes else [])))
+
+    def interruption(self, command: str) -> str:
+        """
+        Describe in one line how to continue after an interruption.
+
+        Args:
+            command (`str`): The command of the run, without `--resume` and `--overwrite`.
+        """
+        if not self._has_begun and not self.resumes:
+            return "interrupted before the training started."
+        checkpoint = self.last_checkpoint
+        if checkpoint is None:
+            return f"interrupted before the first checkpoint. Start anew with: {command} --overwrite"
+        return f"interrupted. The last checkpoint is {checkpoint}. Continue with: {command} --resume"
+
+    # ---- The run that the folder contains
+
+    def _describe_run(self, saved: Mapping[str, Any] | None) -> str:
+        """Describe the run in the folder, or return an empty text if there is none."""
+        checkpoints = list_checkpoints(self.path)
+        if (self.path / RESULTS_NAME).is_file():
+            return f"{RESULTS_NAME} and {_count(len(checkpoints), 'checkpoint')}"
+        if checkpoints:
+            return f"its last checkpoint is {checkpoints[-1].name}"
+        return "without a checkpoint" if saved is not None else ""
+
+    def _check_resumed(self, saved: Mapping[str, Any] | None) -> None:
+        if self.last_checkpoint is None:
+            found = "contains no checkpoint" if self.path.is_dir() else "does not exist"
+            raise CommandError(
+                f"--resume: the folder {self.path} {found}. Leave --resume out to start a new run, or pass the "
+                "--output-dir of the run. Checkpoints are saved unless training.save_strategy is 'no'."
+            )
+        if saved is None:
+            return  # An older version saved the run. The trainer compares the federation with the checkpoint.
+        differences = find_differences(saved.get("recipe", {}), self._values)
+        if differences:
+            more = len(differences) - MAX_DIFFERENCES
+            shown = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+            raise CommandError(
+                f"--resume: the recipe differs from the recipe of the run in {self.path}: {shown}. Use the recipe of "
+                "the run, or start a new run with --overwrite or another --output-dir."
+            )
+
+    def _delete_previous(self) -> None:
+        for checkpoint in list_checkpoints(self.path):
+            discard(checkpoint)
+        clear_staging(self.path)
+        for name in (CLIENT_STORE_DIR, TEACHERS_DIR):
+            for folder in [self.path / name, *self.path.glob(f"{name}-[0-9]*")]:
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder)
+        tracked = self.path.glob("runs/**/events.out.tfevents.*")
+        own = [self.path / name for name in (RUN_NAME, RESULTS_NAME, *self._previous.get("files", []))]
+        for path in [*own, *tracked]:
+            # `run.json` could have been edited.
+            if path.is_file() and path.resolve().is_relative_to(self.path.resolve()):
+                path.unlink()
+        _remove_empty_folders(self.path)
+
+    # ---- run.json
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self.path / RUN_NAME
+        if not path.is_file():
+            return None
+        with command_errors(str(path)):
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict) or not isinstance(saved.get("recipe"), dict):
+            raise CommandError(f"{path} is not the record of a run. Choose another --output-dir, or delete the file.")
+        return saved
+
+    def _write(self, files: list[str] | None = None) -> None:
+        if files is None:
+            files = self._previous.get("files", []) if self.resumes else []
+        content = {"recipe": self._values, "baselines": self._baselines, "files": files}
+        staged = self.path / f"{RUN_NAME}.incomplete"
+        staged.write_text(json.dumps(content, indent=2, default=float) + "\n", encoding="utf-8")
+        os.replace(staged, self.path / RUN_NAME)
+
+    def _snapshot(self) -> dict[str, tuple[int, int]]:
+        """The modification time and the size of each file outside of checkpoints, by relative path."""
+        skipped = {*(path.name for path in list_checkpoints(self.path)), STAGING_DIR}
+        found = {}
+        for folder, subfolders, names in os.walk(self.path):
+            if Path(folder) == self.path:
+                subfolders[:] = [name for name in subfolders if name not in skipped]
+            for name in names:
+                path = Path(folder) / name
+                status = path.lstat()
+                found[path.relative_to(self.path).as_posix()] = (status.st_mtime_ns, status.st_size)
+        return found
+
+
+def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """
+    Compare two recipes. Fields that do not change the trained model may differ.
+
+    Args:
+        saved (`Mapping[str, Any]`): The recipe of the run in the folder.
+        current (`Mapping[str, Any]`): The recipe of the resumed run.
+
+    Returns:
+        `list[str]`: One text for each differing field, with both values.
+    """
+    before, after = dict(_flatten(_plain(saved))), dict(_flatten(_plain(current)))
+    return [
+        f"{name} is {_shown(after, name)} and was {_shown(before, name)}"
+        for name in dict.fromkeys([*before, *after])
+        if not _may_differ(name) and _shown(before, name) != _shown(after, name)
+    ]
+
+
+def _may_differ(name: str) -> bool:
+    section, _, field = name.partition(".")
+    if section == "training":
+        return MAY_DIFFER.fullmatch(field) is not None or field.startswith("save_")
+    return section in WITHOUT_EFFECT or (section == "federation" and field in CHANGEABLE_FIELDS)
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "not set"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values, without null and without empty mappings, except for `public` and `split`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif value is not None and (value != {} or name in ("public", "split")):
+            yield f"{prefix}{name}", value
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a recipe to the values that JSON returns. `default` converts dates, which YAML has."""
+    with command_errors("keys of the recipe must be strings"):
+        return json.loads(json.dumps(values, default=str))
+
+
+def _remove_empty_folders(path: Path) -> None:
+    """Remove the empty subfolders that a run leaves."""
+    for name in (BASELINES_DIR, "runs"):
+        for folder, _, _ in os.walk(path / name, topdown=False):
+            if not os.listdir(folder):
+                os.rmdir(folder)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
