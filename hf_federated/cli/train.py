@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def train(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: If the recipe cannot be run, or the output folder contains a run and no option says what to do.
     """
-    folder = None
+    folder, is_interrupted = None, False
     try:
         from hf_federated.experiments.recipe import parse_recipe
         from hf_federated.experiments.recipe_yaml import read_values
@@ -55,11 +56,14 @@ def train(arguments: argparse.Namespace) -> int:
         folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
         train_recipe(recipe, path, folder=folder)
     except KeyboardInterrupt:
-        command = _command(arguments)
-        text = "interrupted before the training started." if folder is None else folder.interruption(command)
-        print(f"\nhf-federated: {text}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        is_interrupted = True
+    if not is_interrupted:
+        return 0
+    # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
+    gc.collect()
+    text = "interrupted before the training started." if folder is None else folder.interruption(_command(arguments))
+    print(f"\nhf-federated: {text}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _command(arguments: argparse.Namespace) -> str:
