@@ -19,7 +19,7 @@ demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/hf-federated train recipes/quickstart/quickstart.yaml \
 		--set data.path=outputs/quickstart-inputs/reviews \
 		--set model.name_or_path=outputs/quickstart-inputs/minilm \
-		--output-dir outputs/quickstart
+		--output-dir outputs/quickstart --overwrite
 
 test: .venv/test.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -266,11 +266,13 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     others: dict[str, Any] = {"train_dataset": FederatedDataset.from_dict(clients), "eval_dataset": rows(11, seed=9)}
     if kind == "aggregation":
         own_model = algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_private_models
-        federation["aggregation"] = EveryAggregationHook() if algorithm == EveryAggregationHook.name else algorithm
+        is_own = algorithm == EveryAggregationHook.name
+        federation["aggregation"] = f"{__name__}:EveryAggregationHook" if is_own else algorithm
     else:
         method = EveryDistillationHook() if algorithm == EveryDistillationHook.name else DISTILLATIONS[algorithm]()
         own_model = not method.sends_parameters
-        federation["distillation"] = method if algorithm == EveryDistillationHook.name else algorithm
+        is_own = algorithm == EveryDistillationHook.name
+        federation["distillation"] = f"{__name__}:EveryDistillationHook" if is_own else algorithm
         if method.requirements.public_dataset:
             others |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
     if own_model:

@@ -23,10 +23,9 @@ from hf_federated.cards.tables import plural
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.cli.partition import load_splits
 from hf_federated.data import DatasetSource
-from hf_federated.data.plots.matplotlib_helpers import require_matplotlib
 from hf_federated.experiments.data_files import hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.tasks.metrics.base import require_extra
+from hf_federated.utils.optional_packages import require_packages
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
@@ -63,8 +62,9 @@ def audit(arguments: argparse.Namespace) -> None:
         CommandError: If the model, the data or an option cannot be used.
     """
     with command_errors("audit"):
-        require_matplotlib()
-        require_extra("rouge_score", "rouge-score", "audit")
+        # Check all packages now, because the report is written after attacks that take minutes.
+        extras = {"metrics": {"rouge_score": "rouge-score"}, "plots": {"matplotlib": "matplotlib"}}
+        require_packages("the command", extras)
         config: AuditConfig = build_from_options(AuditConfig, arguments)
     _check_device(config.device)
     if arguments.card is not None and not Path(arguments.card).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -119,3 +120,16 @@ def test_help_lists_the_fields_of_the_audit_configuration(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "--head-blocks HEAD_BLOCK [HEAD_BLOCK ...]" in shown and "(default 0 1 2 4)" in shown
     assert "--learning-rate NUMBER" in shown and "(default nearest decoder search)" in shown
+
+
+def test_all_missing_packages_are_named_in_one_error(folder, capsys, monkeypatch):
+    for name in ("matplotlib", "rouge_score"):
+        monkeypatch.setitem(sys.modules, name, None)  # the package cannot be imported
+    assert main(COMMAND) == 2
+    assert capsys.readouterr().err == (
+        "hf-federated: error: audit: the command needs rouge-score and matplotlib. Install with: pip install"
+        " 'hf-federated[metrics,plots]'\n"
+    )
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    assert main(COMMAND) == 2
+    assert "needs rouge-score. Install with: pip install 'hf-federated[metrics]'" in capsys.readouterr().err
