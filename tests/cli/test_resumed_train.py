@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,31 @@ def test_resumed_finished_run_has_the_same_model(command):
     assert command("--resume") == 0
     assert Path("run/model.safetensors").read_bytes() == model
     assert json.loads(Path("run/results.json").read_text())["federated"]["metrics"] == metrics
+
+
+def test_split_recipe_resumes(command, recipe_path, llama_dir, cloze_dir):
+    settings = (
+        f"model.name_or_path={llama_dir}",
+        f"data={{path: {cloze_dir}, test_split: validation}}",
+        "task={name: superglue-cloze, max_length: 200}",
+        "partition={name: iid, num_clients: 2}",
+        "federation=null",
+        "training.num_train_epochs=2",
+        "training.save_strategy=epoch",
+        "split={strategy: client_batch, average_every: 1}",
+    )
+    assert command(settings=settings) == 0
+    whole = {name: Path("run", name).read_bytes() for name in ("model.safetensors", "split_config.json")}
+    bytes_up = json.loads(Path("run/results.json").read_text())["federated"]["bytes_up"]
+    # A run that was killed in its second epoch.
+    first, last = sorted(Path("run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    for path in Path("run").iterdir():
+        if path not in (first, Path("run/run.json")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert command("--resume", settings=settings) == 0
+    assert last.is_dir()
+    assert {name: Path("run", name).read_bytes() for name in whole} == whole
+    assert json.loads(Path("run/results.json").read_text())["federated"]["bytes_up"] == bytes_up
 
 
 def test_interruption_without_a_checkpoint_says_how_to_start_anew(command, capsys):
