@@ -73,8 +73,6 @@ class Federation:
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
-        # Since the start of this training. The rounds before a resumed checkpoint are not included.
-        self.rounds_run = 0
         self.examples_seen = 0
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.decay_parameter_names: list[str] | None = None
@@ -255,7 +253,6 @@ class Federation:
         """
         config = self._setup.config
         self.summary = self.loop.run(round)
-        self.rounds_run += 1
         if config.local_steps is None:
             self.examples_seen += self.summary.num_examples * config.local_epochs
         else:

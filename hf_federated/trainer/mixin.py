@@ -410,10 +410,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
                 logs.pop("grad_norm", None)
                 logs.update(self._federation.round_logs())
             if "train_runtime" in logs:
-                runtime = logs["train_runtime"]
-                logs["train_samples_per_second"] = round(self._federation.examples_seen / runtime, 3)
-                # The parent class divides all steps of the run by the runtime since a checkpoint was resumed.
-                logs["train_steps_per_second"] = round(self._federation.rounds_run / runtime, 3)
+                logs["train_samples_per_second"] = round(self._federation.examples_seen / logs["train_runtime"], 3)
             if self._user_args.include_num_input_tokens_seen != "no":
                 logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
