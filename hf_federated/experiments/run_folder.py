@@ -1,6 +1,6 @@
 """`RunFolder`: the output folder of `hf-federated train`, and what it needs to resume or replace a run.
 
-`run.json` contains the recipe of the run, the results of its finished baselines, and the names of the files that the
+`_run.json` contains the recipe of the run, the results of its finished baselines, and the names of the files that the
 run wrote at its end. A resumed run compares its recipe with this recipe. A run that replaces another run deletes only
 these files, the checkpoints, and the working files of the trainer.
 """
@@ -18,20 +18,23 @@ from typing import Any
 
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.trainer.checkpoint import STAGING_DIR, clear_staging, discard, list_checkpoints
+from hf_federated.trainer.checkpoint import FEDERATED_DIR, clear_staging, discard, list_checkpoints
 from hf_federated.trainer.checks.resume import CHANGEABLE_FIELDS
 from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
 from hf_federated.trainer.federation import CLIENT_STORE_DIR
 from hf_federated.trainer.launch_consistency import MAY_DIFFER
 
 
-RUN_NAME = "run.json"
+# The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.
+RUN_NAME = "_run.json"
 RESULTS_NAME = "results.json"
 # The default of `training.output_dir`.
 DEFAULT_OUTPUT_DIR = "trainer_output"
 BASELINES_DIR = "baselines"
 # Sections and fields of a recipe that do not change the trained model.
 WITHOUT_EFFECT = ("benchmark", "card", "compare", "plots")
+# Names of the files that a run writes at its end: the model, its tokenizer and configurations, results, card and plots.
+WRITTEN_FILES = ("*.safetensors", "*.json", "*.bin", "*.txt", "*.model", "*.jinja", "*.png", "README.md")
 # Number of differing fields in an error message.
 MAX_DIFFERENCES = 5
 
@@ -62,7 +65,7 @@ class RunFolder:
     >>> RunFolder(path, {"federation": {"num_rounds": 5}}).begin()
     >>> RunFolder(path, {}, overwrite=True).begin()
     >>> sorted(item.name for item in path.iterdir())
-    ['run.json']
+    ['_run.json']
     ```
     """
 
@@ -80,7 +83,9 @@ class RunFolder:
         saved = self._read()
         if resume:
             self._check_resumed(saved)
-        elif not overwrite and (reason := self._describe_run(saved)):
+        elif overwrite:
+            self._check_overwritten(saved)
+        elif reason := self._describe_run(saved):
             raise CommandError(
                 f"{self.path} already contains a run ({reason}). Pass --resume to continue the run, --overwrite to "
                 "delete it and start anew, or --output-dir to use another folder."
@@ -96,7 +101,7 @@ class RunFolder:
         return checkpoints[-1] if checkpoints else None
 
     def begin(self) -> None:
-        """Delete the run that this run replaces, if there is one, and write `run.json`."""
+        """Delete the run that this run replaces, if there is one, and write `_run.json`."""
         with command_errors(str(self.path)):
             if not self.resumes:
                 self._delete_previous()
@@ -107,7 +112,8 @@ class RunFolder:
     def find_baseline(self, name: str) -> BaselineResult | None:
         """Return the result of a baseline that the interrupted run finished."""
         saved = self._baselines.get(name)
-        return None if saved is None else BaselineResult(**saved)
+        with command_errors(str(self.path / RUN_NAME)):
+            return None if saved is None else BaselineResult(**saved)
 
     def add_baseline(self, result: BaselineResult) -> None:
         """Save the result of a finished baseline."""
@@ -116,11 +122,13 @@ class RunFolder:
 
     @contextmanager
     def record_files(self) -> Iterator[None]:
-        """Record the files that are written in the block as files of the run."""
+        """Record the files that the trainer writes in the block as files of the run."""
         before = self._snapshot()
-        yield
-        written = {name for name, stamp in self._snapshot().items() if before.get(name) != stamp}
-        self._write(files=sorted(written | set(self._previous.get("files", []) if self.resumes else [])))
+        try:
+            yield
+        finally:
+            written = {name for name, stamp in self._snapshot().items() if before.get(name) != stamp}
+            self._write(files=sorted(written | set(self._previous.get("files", []) if self.resumes else [])))
 
     def interruption(self, command: str) -> str:
         """
@@ -165,6 +173,14 @@ class RunFolder:
                 "the run, or start a new run with --overwrite or another --output-dir."
             )
 
+    def _check_overwritten(self, saved: Mapping[str, Any] | None) -> None:
+        foreign = [path.name for path in list_checkpoints(self.path) if not (path / FEDERATED_DIR).is_dir()]
+        if saved is None and foreign:
+            raise CommandError(
+                f"--overwrite: {self.path} contains {foreign[-1]}, which no run of a recipe has saved. Pass another "
+                "--output-dir, or delete the checkpoint."
+            )
+
     def _delete_previous(self) -> None:
         for checkpoint in list_checkpoints(self.path):
             discard(checkpoint)
@@ -176,12 +192,12 @@ class RunFolder:
         tracked = self.path.glob("runs/**/events.out.tfevents.*")
         own = [self.path / name for name in (RUN_NAME, RESULTS_NAME, *self._previous.get("files", []))]
         for path in [*own, *tracked]:
-            # `run.json` could have been edited.
+            # `_run.json` could have been edited.
             if path.is_file() and path.resolve().is_relative_to(self.path.resolve()):
                 path.unlink()
         _remove_empty_folders(self.path)
 
-    # ---- run.json
+    # ---- _run.json
 
     def _read(self) -> dict[str, Any] | None:
         path = self.path / RUN_NAME
@@ -202,17 +218,9 @@ class RunFolder:
         os.replace(staged, self.path / RUN_NAME)
 
     def _snapshot(self) -> dict[str, tuple[int, int]]:
-        """The modification time and the size of each file outside of checkpoints, by relative path."""
-        skipped = {*(path.name for path in list_checkpoints(self.path)), STAGING_DIR}
-        found = {}
-        for folder, subfolders, names in os.walk(self.path):
-            if Path(folder) == self.path:
-                subfolders[:] = [name for name in subfolders if name not in skipped]
-            for name in names:
-                path = Path(folder) / name
-                status = path.lstat()
-                found[path.relative_to(self.path).as_posix()] = (status.st_mtime_ns, status.st_size)
-        return found
+        """The modification time and the size of the files that a run may write at its end, by name."""
+        paths = [path for pattern in WRITTEN_FILES for path in self.path.glob(pattern) if path.is_file()]
+        return {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
 def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

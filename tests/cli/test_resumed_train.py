@@ -144,10 +144,10 @@ def test_finished_baselines_are_not_repeated(command, capsys):
     settings = ("compare=[centralized, local]", "local_clients=2")
     interrupt(command, settings=settings)
     assert "Local only (2 clients, each trained alone):" in capsys.readouterr().out
-    saved = json.loads(Path("run/run.json").read_text())["baselines"]
+    saved = json.loads(Path("run/_run.json").read_text())["baselines"]
     saved["local"]["metrics"]["accuracy"] = 0.125  # no result of 16 test examples and 2 clients that was computed
-    record = json.loads(Path("run/run.json").read_text())
-    Path("run/run.json").write_text(json.dumps({**record, "baselines": saved}))
+    record = json.loads(Path("run/_run.json").read_text())
+    Path("run/_run.json").write_text(json.dumps({**record, "baselines": saved}))
     assert command("--resume", settings=(*INTERRUPTED, *settings)) == 0
     printed = capsys.readouterr().out
     assert "Local only (2 clients, each trained alone): finished before the interruption." in printed
@@ -191,10 +191,12 @@ def test_split_recipe_resumes(command, recipe_path, llama_dir, cloze_dir):
     # A run that was killed in its second epoch.
     first, last = sorted(Path("run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     for path in Path("run").iterdir():
-        if path not in (first, Path("run/run.json")):
+        if path not in (first, Path("run/_run.json")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert command("--resume", settings=settings) == 0
     assert last.is_dir()
+    written = {path.name for path in Path("run").iterdir() if path.is_file()} - {"_run.json"}
+    assert set(json.loads(Path("run/_run.json").read_text())["files"]) == written
     assert {name: Path("run", name).read_bytes() for name in whole} == whole
     assert json.loads(Path("run/results.json").read_text())["federated"]["bytes_up"] == bytes_up
 
@@ -316,8 +318,19 @@ def test_overwrite_deletes_the_working_files_of_a_killed_run(tmp_path):
         (tmp_path / name).write_text("content")
     (tmp_path / "baselines" / "centralized").mkdir(parents=True)
     RunFolder(tmp_path, {}, overwrite=True).begin()
-    assert names(tmp_path) == {"run.json", *own}
+    assert names(tmp_path) == {"_run.json", *own}
     assert not (tmp_path / "runs" / "today").exists() and not (tmp_path / "baselines").exists()
+
+
+def test_overwrite_refuses_the_checkpoints_of_another_trainer(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(
+        CommandError, match="--overwrite: .* contains checkpoint-5, which no run of a recipe has saved"
+    ):
+        RunFolder(tmp_path, {}, overwrite=True)
+    (tmp_path / "checkpoint-5" / "federated").mkdir()
+    RunFolder(tmp_path, {}, overwrite=True).begin()
+    assert not (tmp_path / "checkpoint-5").exists()
 
 
 def test_overwrite_deletes_no_file_outside_of_the_folder(tmp_path):
@@ -326,7 +339,7 @@ def test_overwrite_deletes_no_file_outside_of_the_folder(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     record = {"recipe": {}, "baselines": {}, "files": ["../precious.txt", str(tmp_path / "precious.txt"), "a.txt"]}
     (folder / "a.txt").write_text("written by the run")
-    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "_run.json").write_text(json.dumps(record))
     RunFolder(folder, {}, overwrite=True).begin()
     assert (tmp_path / "precious.txt").is_file() and not (folder / "a.txt").exists()
 
@@ -339,8 +352,8 @@ def test_overwrite_and_resume_exclude_each_other(command, capsys):
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"recipe": 3}'])
 def test_damaged_record_is_refused(tmp_path, content):
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(CommandError, match="run.json"):
+    (tmp_path / "_run.json").write_text(content)
+    with pytest.raises(CommandError, match="_run.json"):
         RunFolder(tmp_path, {})
 
 
