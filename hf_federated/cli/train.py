@@ -40,7 +40,7 @@ def train(arguments: argparse.Namespace) -> int:
         `int`: The exit code: `0`, or `130` if the user interrupted the run.
 
     Raises:
-        CommandError: If the recipe cannot be run, or the output folder contains a run and no option says what to do.
+        CommandError: If the recipe cannot be run, or the output folder contains a run and neither option is set.
     """
     folder, is_interrupted = None, False
     try:

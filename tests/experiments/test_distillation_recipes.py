@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hf_federated import MHAT
 from hf_federated.experiments.execution import build_run, run_federated
 from hf_federated.experiments.raw_data import load_raw_data
 from hf_federated.experiments.recipe import load_recipe
@@ -43,6 +44,16 @@ def test_runs_with_and_without_distillation_have_the_same_private_examples(recip
     distilled, undistilled = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
     assert distilled.data.raw.train.to_dataset()["id"] == undistilled.data.raw.train.to_dataset()["id"]
     assert undistilled.trainer.distillation is None
+
+
+def test_distillation_named_by_a_reference_gets_the_public_examples(recipe):
+    name = "hf_federated.distillation.mhat:MHAT"
+    run = build_run(recipe(f"federation.distillation={name}", "federation.distillation_kwargs={server_epochs: 2}"))
+    assert type(run.trainer.distillation) is MHAT and run.trainer.distillation.server_epochs == 2
+    assert len(run.trainer.public_dataset) == 15
+    # FedDRS uses no public examples, whether it is named or referenced.
+    run = build_run(recipe("federation.distillation=hf_federated.distillation.feddrs:FedDRS"))
+    assert run.trainer.public_dataset is None
 
 
 def test_client_models_are_assigned_in_turn_with_their_training_arguments(recipe, model_dir):
