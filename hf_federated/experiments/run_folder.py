@@ -86,9 +86,10 @@ class RunFolder:
         elif overwrite:
             self._check_overwritten(saved)
         elif reason := self._describe_run(saved):
+            resume_option = "" if self.last_checkpoint is None else "--resume to continue the run, "
             raise CommandError(
-                f"{self.path} already contains a run ({reason}). Pass --resume to continue the run, --overwrite to "
-                "delete it and start anew, or --output-dir to use another folder."
+                f"{self.path} already contains a run ({reason}). Pass {resume_option}--overwrite to delete the run "
+                "and start anew, or --output-dir to use another folder."
             )
         self._previous = saved or {}
         # Baselines do not depend on the federation's checkpoint. Their results are kept when a run is resumed.
@@ -153,7 +154,9 @@ class RunFolder:
             return f"{RESULTS_NAME} and {_count(len(checkpoints), 'checkpoint')}"
         if checkpoints:
             return f"its last checkpoint is {checkpoints[-1].name}"
-        return "without a checkpoint" if saved is not None else ""
+        # A run that failed before its first result can be repeated.
+        has_results = saved is not None and (saved.get("baselines") or saved.get("files"))
+        return "without a checkpoint" if has_results else ""
 
     def _check_resumed(self, saved: Mapping[str, Any] | None) -> None:
         if self.last_checkpoint is None:
@@ -185,12 +188,14 @@ class RunFolder:
         for checkpoint in list_checkpoints(self.path):
             discard(checkpoint)
         clear_staging(self.path)
+        if not self._previous:
+            return  # Without a record, the other files in the folder may belong to the user.
         for name in (CLIENT_STORE_DIR, TEACHERS_DIR):
             for folder in [self.path / name, *self.path.glob(f"{name}-[0-9]*")]:
                 if folder.is_dir() and not folder.is_symlink():
                     shutil.rmtree(folder)
         tracked = self.path.glob("runs/**/events.out.tfevents.*")
-        own = [self.path / name for name in (RUN_NAME, RESULTS_NAME, *self._previous.get("files", []))]
+        own = [self.path / name for name in (RUN_NAME, *self._previous.get("files", []))]
         for path in [*own, *tracked]:
             # `_run.json` could have been edited.
             if path.is_file() and path.resolve().is_relative_to(self.path.resolve()):

@@ -268,7 +268,7 @@ def test_second_run_in_the_same_folder_is_refused(command, capsys, tmp_path):
     assert command(settings=("training.seed=1",)) == 2
     assert capsys.readouterr().err == (
         f"hf-federated: error: {tmp_path / 'run'} already contains a run (results.json and 1 checkpoint). Pass "
-        "--resume to continue the run, --overwrite to delete it and start anew, or --output-dir to use another "
+        "--resume to continue the run, --overwrite to delete the run and start anew, or --output-dir to use another "
         "folder.\n"
     )
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == model
@@ -279,6 +279,15 @@ def test_interrupted_run_is_not_replaced_by_accident(command, capsys):
     interrupt(command)
     assert command() == 2
     assert "already contains a run (its last checkpoint is checkpoint-1)" in capsys.readouterr().err
+
+
+def test_run_that_failed_before_its_first_result_can_be_repeated(command, tmp_path, capsys):
+    interrupt(command, settings=("training.save_strategy=no",))
+    assert (tmp_path / "run" / "_run.json").is_file()
+    interrupt(command, settings=("training.save_strategy=no", "compare=[centralized]"))
+    capsys.readouterr()
+    assert command() == 2  # the result of the baseline would be lost
+    assert "contains a run (without a checkpoint). Pass --overwrite to delete" in capsys.readouterr().err
 
 
 def test_overwrite_deletes_what_the_run_wrote_and_nothing_else(command, tmp_path):
@@ -320,6 +329,16 @@ def test_overwrite_deletes_the_working_files_of_a_killed_run(tmp_path):
     RunFolder(tmp_path, {}, overwrite=True).begin()
     assert names(tmp_path) == {"_run.json", *own}
     assert not (tmp_path / "runs" / "today").exists() and not (tmp_path / "baselines").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_first_run_deletes_no_file_of_a_folder(tmp_path, overwrite):
+    own = ["runs/other/events.out.tfevents.1", "client_store/a.txt", "model.safetensors"]
+    for name in own:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    RunFolder(tmp_path, {}, overwrite=overwrite).begin()
+    assert names(tmp_path) == {"_run.json", *own}
 
 
 def test_overwrite_refuses_the_checkpoints_of_another_trainer(tmp_path):
