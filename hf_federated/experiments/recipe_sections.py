@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_federated.experiments.recipe_schema import RecipeError, check_at_least_one
+from hf_federated.experiments.recipe_schema import Mistakes, RecipeError, check_at_least_one
 
 
 # Share of the examples of each client that are test examples, if the data has no test split.
@@ -95,10 +95,11 @@ class DataSection:
     )
 
     def __post_init__(self) -> None:
-        self._check_test_source()
+        mistakes = Mistakes()
+        self._check_test_source(mistakes)
         same_data = self.test_path is None or Path(self.test_path) == Path(self.path)
         if same_data and self.test_split == self.train_split:
-            raise RecipeError(
+            mistakes.found.append(
                 f"data.test_split is {self.test_split!r}, which is the training split. Choose another split."
             )
         for split in self.further_test_splits:
@@ -106,42 +107,44 @@ class DataSection:
                 split in (self.train_split, self.test_split if same_data else None)
                 or self.further_test_splits.count(split) > 1
             ):
-                raise RecipeError(
+                mistakes.found.append(
                     f"data.further_test_splits: {split!r} is train_split, test_split or a duplicate. Remove it."
                 )
         if self.seed < 0:
-            raise RecipeError(f"data.seed is {self.seed}; it must be at least 0.")
+            mistakes.found.append(f"data.seed is {self.seed}; it must be at least 0.")
         for name in ("max_clients", "max_train_rows", "max_test_rows"):
-            check_at_least_one(f"data.{name}", getattr(self, name))
+            with mistakes.collect():
+                check_at_least_one(f"data.{name}", getattr(self, name))
+        mistakes.raise_found()
 
     @property
     def finds_test_split(self) -> bool:
         """Whether the recipe leaves the choice of the test examples to the data: a test split, if the data has one."""
         return not (self.test_path or self.test_split or self.test_examples or self.test_clients)
 
-    def _check_test_source(self) -> None:
+    def _check_test_source(self, mistakes: Mistakes) -> None:
         """Check the fields that choose the test examples. At most one of them is set; 0 counts as not set."""
         given = [name for name in ("test_path", "test_split", "test_examples", "test_clients") if getattr(self, name)]
         if len(given) > 1 and given != ["test_path", "test_split"]:
-            raise RecipeError(
+            mistakes.found.append(
                 f"data: {' and '.join(given)} are set, but a run has one source of test examples. Set one of test_path"
                 " (a file or folder), test_split (a split), test_examples (a share of the examples of each client) and"
                 " test_clients (clients to hold out)."
             )
         if self.test_split is None and self.test_path is not None and Path(self.test_path) == Path(self.path):
-            raise RecipeError(
+            mistakes.found.append(
                 f"data.test_path is {self.test_path}, which is also data.path, so a run would test on its training"
                 " examples. Set another file or folder, or set data.test_split to a split of it."
             )
         if self.test_examples is not None and not 0 <= self.test_examples < 1:
-            raise RecipeError(
+            mistakes.found.append(
                 f"data.test_examples is {self.test_examples}; it must be a share of the examples of each client, at"
                 " least 0 and below 1."
             )
         if self.test_clients is not None:
             is_share = isinstance(self.test_clients, float)
             if self.test_clients < 0 or (is_share and self.test_clients >= 1):
-                raise RecipeError(
+                mistakes.found.append(
                     f"data.test_clients is {self.test_clients}; it must be a count such as 2, a share between 0 and 1,"
                     " or 0 to hold out no client."
                 )
@@ -171,8 +174,11 @@ class PublicSection:
     )
 
     def __post_init__(self) -> None:
+        mistakes = Mistakes()
         for name in ("max_rows", "max_server_rows"):
-            check_at_least_one(f"public.{name}", getattr(self, name))
+            with mistakes.collect():
+                check_at_least_one(f"public.{name}", getattr(self, name))
+        mistakes.raise_found()
 
 
 @dataclass

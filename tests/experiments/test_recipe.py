@@ -163,7 +163,8 @@ def test_all_mistakes_of_a_recipe_are_listed_in_one_error(tmp_path):
         tmp_path,
         "modle.name_or_path=x",
         "model.name_or_path=null",
-        "data.test_clients=0",
+        "data.seed=-1",
+        "data.max_clients=0",
         "task.max_length=long",
         "task.stride=3",
         "partition.num_clients=0",
@@ -190,7 +191,8 @@ def test_all_mistakes_of_a_recipe_are_listed_in_one_error(tmp_path):
         "federation: `num_rounds` is 0",
         "federation: `exchange` is 'everything'",
         "federation: `aggregation` is 'fedprx'",
-        "data.test_clients is 0",
+        "data.seed is -1",
+        "data.max_clients is 0",
         "local_clients is 0",
     ]
     for start in starts:
