@@ -217,7 +217,11 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
 
 def argument_help(cls: type) -> dict[str, str]:
     """The first sentence of each entry in the `Args:` section of a class docstring, by argument name."""
-    documentation = inspect.getdoc(cls) or ""
+    return documented_arguments(inspect.getdoc(cls) or "")
+
+
+def documented_arguments(documentation: str) -> dict[str, str]:
+    """The first sentence of each entry in the `Args:` section of a docstring, by argument name."""
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
